@@ -1,0 +1,89 @@
+"""What a plan says and the launcher executes: kernels to launch in order, on which tensors and workspace.
+
+A :class:`Plan` is plain data: it can be compared, printed and compiled for an architecture without a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+#: A kernel constant, rendered as one ``constexpr`` line: int and bool as they are, str as the name of a type.
+Constant = int | bool | str
+
+
+class ArgumentKind(IntEnum):
+    """What a kernel argument is made from. The numbers are shared with csrc/launch.cpp."""
+
+    INPUT = 0  # pointer to the value-th input tensor, null where that is None
+    OUTPUT = 1  # pointer to the value-th output tensor
+    WORKSPACE = 2  # pointer value bytes into the workspace
+    INT64 = 3  # the value itself, as a long long
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    kind: ArgumentKind
+    value: int
+
+
+def input_(index: int) -> Argument:
+    return Argument(ArgumentKind.INPUT, index)
+
+
+def output(index: int) -> Argument:
+    return Argument(ArgumentKind.OUTPUT, index)
+
+
+def workspace(offset: int) -> Argument:
+    return Argument(ArgumentKind.WORKSPACE, offset)
+
+
+def int64(value: int) -> Argument:
+    return Argument(ArgumentKind.INT64, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One ``extern "C"`` kernel of a file in csrc/kernels, specialised by named constants."""
+
+    source: str
+    entry: str
+    constants: tuple[tuple[str, Constant], ...]
+    #: What the plan promises the compiler's report shows: no spill to local memory.
+    spills: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One launch: ``grid`` blocks (1-D: no 65535 limit) of ``block`` threads, ``shared_bytes`` of dynamic
+    shared memory each."""
+
+    kernel: Kernel
+    grid: int
+    block: int
+    arguments: tuple[Argument, ...]
+    shared_bytes: int = 0
+    #: May start while the launch before it still runs (programmatic dependent launch, sm_90 and later); the
+    #: kernel itself then waits with griddepcontrol.wait before it reads what that one wrote.
+    overlaps_previous: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor to allocate, of the plan's dtype."""
+
+    shape: tuple[int, ...]
+    channels_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one call is computed. ``family`` names the kernels in reports, ``why`` is one readable clause."""
+
+    family: str
+    why: str
+    outputs: tuple[Output, ...]
+    launches: tuple[Launch, ...]
+    workspace_bytes: int = 0
+    notes: tuple[str, ...] = field(default=())

@@ -1,0 +1,340 @@
+"""A paired timer: several callables, interleaved in one run, each from a cold L2; medians with quartiles.
+
+Knows callables only, no networks. Running the variants alternately, in an order that balances itself (A B, B A, B A,
+A B, ...), exposes them to the same clocks, temperature and neighbours, so that their ratio can be believed even where
+their times drift. Sample `i` of every variant comes from round `i`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+MIN_ITERS = 5  # the fewest whose range covers the median with 94 % confidence
+MAX_ITERS = 200
+MIN_WARMUP = 2
+WARMUP_SHARE = 0.2  # of the time budget
+ROUNDS_IN_FLIGHT = 8  # between two synchronisations: bounds the outputs and events that are alive
+
+FLUSH_MARGIN = 1.25  # how much longer than the launches the flush that hides them must take
+FLUSH_LIMIT_MS = 5.0  # a call that is launched for longer than this is not hidden any more
+
+Launches = Literal["hidden", "included"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What one variant takes, in milliseconds: median, lower and upper quartile, number of samples."""
+
+    median_ms: float
+    q1_ms: float
+    q3_ms: float
+    samples: int
+    samples_ms: tuple[float, ...] = field(default=(), repr=False)
+    """Every sample in the order of the rounds; pairs with that of the other variants of the same run."""
+
+    @classmethod
+    def of(cls, samples_ms: Sequence[float]) -> Timing:
+        """Statistics of at least one sample. Quartiles are interpolated between samples."""
+        if len(samples_ms) == 1:
+            only = samples_ms[0]
+            return cls(only, only, only, 1, tuple(samples_ms))
+        q1, median, q3 = statistics.quantiles(samples_ms, n=4, method="inclusive")
+        return cls(median, q1, q3, len(samples_ms), tuple(samples_ms))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "median_ms": self.median_ms,
+            "q1_ms": self.q1_ms,
+            "q3_ms": self.q3_ms,
+            "samples": self.samples,
+        }
+
+
+def _no_state() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Variant:
+    """`run(prepare())`, of which only `run` is timed; `prepare` is called anew before every run."""
+
+    run: Callable[[Any], object]
+    prepare: Callable[[], Any] = _no_state
+
+
+class Clock(Protocol):
+    """Times single calls; `time_interleaved` decides which and when."""
+
+    def now(self) -> float:
+        """Seconds of wall time, for budgets."""
+
+    def calibrate(self, variants: Sequence[Variant]) -> None:
+        """Called once between the warm-up and the first sample."""
+
+    def measure(self, variant: Variant) -> Callable[[], float]:
+        """Run `variant` once; the answer gives the milliseconds it took, after the next `synchronize`."""
+
+    def synchronize(self) -> None:
+        """Wait until everything measured so far has been done."""
+
+
+class WallClock:
+    """Elapsed real time, for the CPU, where a call has done its work when it returns.
+
+    The caches are left as the previous call left them: alternating variants evict each other's data equally.
+    """
+
+    def __init__(self, time_s: Callable[[], float] = time.perf_counter) -> None:
+        self._time_s = time_s
+
+    def now(self) -> float:
+        return self._time_s()
+
+    def calibrate(self, variants: Sequence[Variant]) -> None:
+        pass
+
+    def measure(self, variant: Variant) -> Callable[[], float]:
+        state = variant.prepare()
+        begin = self._time_s()
+        result = variant.run(state)
+        elapsed_ms = (self._time_s() - begin) * 1e3
+        del result  # kept until here: freeing it is not part of the call
+        return lambda: elapsed_ms
+
+    def synchronize(self) -> None:
+        pass
+
+
+class CudaClock:
+    """CUDA events on the device's current stream, after a write larger than the L2 cache has emptied it.
+
+    launches="hidden": what the kernels take. All of a call is enqueued while the flush still runs (the flush is
+    repeated until it outlasts the launches), so the time that the CPU needs never shows. For layers and kernels.
+
+    launches="included": what a caller sees who starts from an idle GPU: the longer of CPU and GPU work. For whole
+    networks, where hiding the CPU's part would promise a speedup that nobody gets.
+
+    Args:
+        device: a CUDA device, with an index or without (the current one).
+        launches: see above.
+
+    Raises:
+        ValueError: `device` is not a CUDA device.
+    """
+
+    def __init__(self, device: torch.device | str, launches: Launches = "hidden") -> None:
+        self._device = torch.device(device)
+        if self._device.type != "cuda":
+            raise ValueError(f"CudaClock needs a CUDA device, got device={str(device)!r}")
+        if self._device.index is None:
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._launches = launches
+        l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
+        self._scratch = torch.empty(max(2 * l2_bytes, 1 << 25), dtype=torch.uint8, device=self._device)
+        self._flushes = 1
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def calibrate(self, variants: Sequence[Variant]) -> None:
+        if self._launches == "included":
+            return
+        launch_ms = max(self._launch_ms(variant) for variant in variants)
+        flush_ms = self._flush_ms()
+        wanted_ms = min(launch_ms * FLUSH_MARGIN, FLUSH_LIMIT_MS)
+        self._flushes = max(1, math.ceil(wanted_ms / flush_ms))
+
+    def measure(self, variant: Variant) -> Callable[[], float]:
+        begin, end = self._event(), self._event()
+        state = variant.prepare()
+        for _ in range(self._flushes):
+            self._scratch.zero_()
+        if self._launches == "included":
+            self.synchronize()
+        stream = torch.cuda.current_stream(self._device)
+        begin.record(stream)
+        result = variant.run(state)
+        end.record(stream)
+        del result
+        return lambda: begin.elapsed_time(end)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
+
+    @staticmethod
+    def _event() -> torch.cuda.Event:
+        return torch.cuda.Event(enable_timing=True)
+
+    def _launch_ms(self, variant: Variant) -> float:
+        """How long the CPU takes to enqueue one run, on an empty queue."""
+        shortest = math.inf
+        for _ in range(3):
+            state = variant.prepare()
+            self.synchronize()
+            begin = time.perf_counter()
+            result = variant.run(state)
+            shortest = min(shortest, (time.perf_counter() - begin) * 1e3)
+            del result
+        self.synchronize()
+        return shortest
+
+    def _flush_ms(self) -> float:
+        """How long the GPU takes for one flush, back to back."""
+        repeats = 10
+        begin, end = self._event(), self._event()
+        stream = torch.cuda.current_stream(self._device)
+        self._scratch.zero_()
+        begin.record(stream)
+        for _ in range(repeats):
+            self._scratch.zero_()
+        end.record(stream)
+        self.synchronize()
+        return max(begin.elapsed_time(end) / repeats, 1e-3)
+
+
+def clock_for(device: torch.device | str, launches: Launches = "hidden") -> Clock:
+    """The clock that tells the truth on `device`.
+
+    Raises:
+        ValueError: the device is neither the CPU nor a CUDA device.
+    """
+    kind = torch.device(device).type
+    if kind == "cuda":
+        return CudaClock(device, launches)
+    if kind == "cpu":
+        return WallClock()
+    raise ValueError(f"cannot time on device={str(device)!r}: expected a cpu or cuda device")
+
+
+def time_interleaved(
+    variants: Mapping[str, Callable[[], object] | Variant],
+    *,
+    device: torch.device | str = "cpu",
+    launches: Launches = "hidden",
+    warmup: int | None = None,
+    iters: int | None = None,
+    budget_s: float = 1.0,
+    clock: Clock | None = None,
+) -> dict[str, Timing]:
+    """Time all variants in one run, alternately, one sample each per round.
+
+    Args:
+        variants: by name; a plain callable is timed whole, a `Variant` has a part that is not.
+        device: where the variants run.
+        launches: on CUDA, whether the CPU's time for the launches counts (see `CudaClock`).
+        warmup: rounds before the first sample; as many as fill a fifth of the budget, at least 2, if None.
+        iters: samples of each variant; as many as the budget allows, from 5 to 200, if None.
+        budget_s: seconds for all variants together, where `warmup` or `iters` leave the choice.
+        clock: replaces the one that `device` and `launches` ask for.
+
+    Raises:
+        ValueError: no variants, `warmup` < 0, `iters` < 1, `budget_s` <= 0, or a device that cannot be timed.
+        Exception: whatever a variant raises.
+    """
+    if not variants:
+        raise ValueError("variants is empty: expected at least one callable to time")
+    if warmup is not None and warmup < 0:
+        raise ValueError(f"warmup must be at least 0, got {warmup}")
+    if iters is not None and iters < 1:
+        raise ValueError(f"iters must be at least 1, got {iters}")
+    if budget_s <= 0:
+        raise ValueError(f"budget_s must be positive, got {budget_s}")
+    named = {
+        name: variant if isinstance(variant, Variant) else Variant(_ignoring_state(variant))
+        for name, variant in variants.items()
+    }
+    with _current(device):
+        clock = clock or clock_for(device, launches)
+        _warm_up(named, clock, warmup, budget_s)
+        clock.calibrate(list(named.values()))
+        return {name: Timing.of(samples) for name, samples in _sample(named, clock, iters, budget_s).items()}
+
+
+def balanced_order(names: Sequence[str], round_index: int) -> list[str]:
+    """The order of one round: every other round is reversed, every second pair begins one name later."""
+    start = round_index // 2 % len(names)
+    order = [*names[start:], *names[:start]]
+    return order[::-1] if round_index % 2 else order
+
+
+def speedup_interval(original: Timing, swapped: Timing, z: float = 1.96) -> tuple[float, float]:
+    """A confidence interval for how many times faster `swapped` is: the median of the paired ratios.
+
+    Distribution-free (order statistics), 95 % for the default `z`; the whole range where there are few samples. From
+    the quartiles, which is wider, if the samples of the two do not pair.
+    """
+    count = len(original.samples_ms)
+    if count == 0 or count != len(swapped.samples_ms):
+        return original.q1_ms / swapped.q3_ms, original.q3_ms / swapped.q1_ms
+    ratios = sorted(a / b for a, b in zip(original.samples_ms, swapped.samples_ms, strict=True))
+    rank = max(1, math.floor((count - z * math.sqrt(count)) / 2))
+    return ratios[rank - 1], ratios[count - rank]
+
+
+def _ignoring_state(run: Callable[[], object]) -> Callable[[Any], object]:
+    return lambda _: run()
+
+
+@contextmanager
+def _current(device: torch.device | str) -> Iterator[None]:
+    """Make a CUDA device the current one, so that plain `torch.cuda` calls in a variant go where they are timed."""
+    if torch.device(device).type != "cuda":
+        yield
+        return
+    with torch.cuda.device(torch.device(device)):
+        yield
+
+
+def _warm_up(variants: Mapping[str, Variant], clock: Clock, warmup: int | None, budget_s: float) -> None:
+    """Compilation, autotuning, allocator, clock rates: the first round is not counted into the time spent."""
+    rounds = 0
+    begin = clock.now()
+    while rounds < warmup if warmup is not None else _too_cold(rounds, clock.now() - begin, budget_s):
+        _round(variants, clock, rounds)
+        clock.synchronize()
+        rounds += 1
+        if rounds == 1:
+            begin = clock.now()
+
+
+def _too_cold(rounds: int, elapsed_s: float, budget_s: float) -> bool:
+    return rounds < MIN_WARMUP or elapsed_s < WARMUP_SHARE * budget_s
+
+
+def _sample(
+    variants: Mapping[str, Variant], clock: Clock, iters: int | None, budget_s: float
+) -> dict[str, list[float]]:
+    samples: dict[str, list[float]] = {name: [] for name in variants}
+    begin = clock.now()
+    done = 0
+    while True:
+        spent_s = clock.now() - begin
+        if iters is not None:
+            left = iters - done
+        elif done < MIN_ITERS:
+            left = MIN_ITERS - done
+        else:
+            left = min(MAX_ITERS - done, int((budget_s - spent_s) / (spent_s / done)) if spent_s > 0 else MAX_ITERS)
+        if left < 1:
+            return samples
+        pending: list[tuple[str, Callable[[], float]]] = []
+        for index in range(done, done + min(left, ROUNDS_IN_FLIGHT)):
+            pending += _round(variants, clock, index)
+        clock.synchronize()
+        for name, read_ms in pending:
+            samples[name].append(read_ms())
+        done += len(pending) // len(variants)
+
+
+def _round(
+    variants: Mapping[str, Variant], clock: Clock, index: int
+) -> list[tuple[str, Callable[[], float]]]:
+    return [(name, clock.measure(variants[name])) for name in balanced_order(list(variants), index)]
