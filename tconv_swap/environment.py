@@ -1,4 +1,4 @@
-"""Which machine, which versions and which switches a measurement was made with: numbers mean nothing without them."""
+"""Which machine, versions and switches a measurement was made with: numbers mean nothing without them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     if device.type == "cuda":
         facts |= _cuda_facts(device)
     else:
-        facts["mkldnn"] = torch.backends.mkldnn.is_available()
+        facts["mkldnn"] = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return facts
 
 
 def machine_name(facts: dict[str, Any]) -> str:
-    """One line for a reader, out of what `environment` gave: the chip that did the work and what drives it."""
+    """One line for a reader, out of what `environment` gave: the chip that did the work, what drives it."""
     if "gpu" in facts:
         parts = [f"{facts['gpu']} (sm_{str(facts['compute_capability']).replace('.', '')})"]
         if facts["driver"]:
@@ -87,9 +87,10 @@ def _cuda_facts(device: torch.device) -> dict[str, Any]:
         "cudnn_enabled": cudnn.enabled,
         "cudnn_benchmark": cudnn.benchmark,
         "cudnn_deterministic": cudnn.deterministic,
-        # The old switch refuses to answer once somebody has used the new ones, and the other way round is fine.
+        # The old switch refuses to answer once somebody has used the new ones, and the other way round is
+        # fine.
         "cudnn_allow_tf32": _or_none(lambda: cudnn.allow_tf32),
-        "cudnn_conv_fp32_precision": _or_none(lambda: cudnn.conv.fp32_precision),
+        "cudnn_conv_fp32_precision": _or_none(lambda: cudnn.conv.fp32_precision),  # type: ignore[attr-defined]
         "matmul_fp32_precision": _or_none(lambda: torch.backends.cuda.matmul.fp32_precision),
     }
 
@@ -102,7 +103,7 @@ def _or_none(read: Callable[[], Any]) -> Any:
 
 
 def _cudnn_version() -> str | None:
-    version = torch.backends.cudnn.version()
+    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
     if version is None:
         return None
     # cuDNN 9 counts 10000 / 100 / 1, cuDNN 8 counted 1000 / 100 / 1.

@@ -1,7 +1,7 @@
 """What a network is called with: one container for it, and a guess at its shape when the user gives none.
 
-`Inputs` is what `verify` and `benchmark` take. `infer_inputs` finds a shape by trying, in the order in which the
-layers are registered, what each of the first parametrised layers would accept, and says what it used.
+`Inputs` is what `verify` and `benchmark` take. `infer_inputs` finds a shape by trying, in the order in which
+the layers are registered, what each of the first parametrised layers would accept, and says what it used.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ SEQUENCE_LENGTHS = (16, 64, 256, 1024, 4096)
 VOLUME_SIZES = (8, 16, 32, 64, 4)
 # How many of the first parametrised layers may say what the input looks like.
 LAYERS_TRIED = 4
+# After so many shapes that run, a transposed convolution that none of them reached is not a matter of shape.
+ENOUGH_SHAPES = 4
 
 
 class InputShapeError(ValueError):
@@ -36,7 +38,7 @@ class InputShapeError(ValueError):
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `fn` applied to every tensor in it; containers are rebuilt, anything else is passed through.
+    """`value` with `fn` applied to every tensor in it; containers are rebuilt, anything else is kept.
 
     Knows tensors, lists, tuples, named tuples, mappings (a dict's class is kept) and dataclass instances.
     """
@@ -75,7 +77,7 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call of a network, `model(*args, **kwargs)`: tensors at any nesting, and anything else."""
+    """The arguments of one call, `model(*args, **kwargs)`: tensors at any nesting, and anything else."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -102,8 +104,8 @@ class Inputs:
                 )
             return cls((), dict(value))
         raise TypeError(
-            f"inputs must be a tensor, a tuple or list of positional arguments, a dict of keyword arguments or "
-            f"tconv_swap.inputs.Inputs, not {type(value).__name__}"
+            "inputs must be a tensor, a tuple or list of positional arguments, a dict of keyword arguments "
+            f"or tconv_swap.inputs.Inputs, not {type(value).__name__}"
         )
 
     def __call__(self, model: Callable[..., Any]) -> Any:
@@ -115,7 +117,7 @@ class Inputs:
         return Inputs(map_tensors(fn, self.args), map_tensors(fn, self.kwargs))
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Every tensor with its path: `0`, `1.mask` for positional arguments, `image` for keyword arguments."""
+        """Every tensor with its path: `0`, `1.mask` for positional arguments, `image` for keyword ones."""
         return [*named_tensors(self.args), *named_tensors(self.kwargs)]
 
     def to(
@@ -160,12 +162,12 @@ def random_inputs(
 ) -> Inputs:
     """Standard normal tensors, one per positional argument, on the model's device and in its dtype.
 
-    Drawn on the CPU from a generator of their own, so that a seed gives the same numbers on every device and the
-    global random state stays as it was.
+    Drawn on the CPU from a generator of their own, so that a seed gives the same numbers on every device and
+    the global random state stays as it was.
 
     Args:
         shapes: one shape per positional argument.
-        model: its first parameter gives the device, its first floating-point parameter the dtype (else CPU, float32).
+        model: its first parameter gives the device, its first floating-point one the dtype.
         seed: of the generator.
         high: if given, int64 numbers in `[0, high)` instead (for an embedding).
     """
@@ -195,9 +197,14 @@ def model_dtype(model: nn.Module | None) -> torch.dtype:
 def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -> InferredInputs:
     """Random inputs that `model` accepts, found by trying what its first parametrised layers allow.
 
-    The first shape is taken that runs in eval and in train mode and reaches every `nn.ConvTranspose2d`; if none
-    does, the one that reaches the most of them. Runs on the model's own device, without gradients. The model's mode
-    and buffers and the global random state are left as they were. No shape is begun after `time_limit` seconds.
+    The first shape is taken that runs in eval and in train mode and reaches every `nn.ConvTranspose2d`; if
+    none does, the one that reaches the most of them. Runs on the model's own device, without gradients. The
+    model's modes and buffers and the global random state are left as they were.
+
+    Args:
+        model: the network.
+        seed: of the numbers.
+        time_limit: seconds after which no further shape is begun.
 
     Raises:
         InputShapeError: nothing that was tried runs, or the network wants several arguments.
@@ -208,39 +215,33 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
             f"{type(model).__name__}.forward takes {len(names)} arguments ({', '.join(names)}): "
             "give one --input-shape for each, or --inputs FILE"
         )
-    targets = [module for module in model.modules() if isinstance(module, nn.ConvTranspose2d)]
+    targets = {module for module in model.modules() if isinstance(module, nn.ConvTranspose2d)}
     deadline = time.monotonic() + time_limit
-    best: tuple[tuple[int, bool], InferredInputs] | None = None
-    tried: list[str] = []
-    error = ""
-    with _left_untouched(model):
-        for layer, shape, high in _candidates(model):
-            if time.monotonic() > deadline:
-                error = f"stopped after {time_limit:.0f} s; {error}"
-                break
-            inputs = random_inputs([shape], model, seed=seed, high=high)
-            tried.append("x".join(map(str, shape)))
-            try:
-                reached = _run(model.eval(), inputs, targets)
-            except Exception as failure:  # anything a foreign forward may raise means: not this shape
-                error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
-                continue
-            try:
-                trains = _run(model.train(), inputs, targets) == reached
-            except Exception:
-                trains = False
-            score = (reached, trains)
-            if best is None or score > best[0]:
-                part = "" if reached == len(targets) else f"; it reaches {reached} of {len(targets)} layers"
-                part += "" if trains else "; it does not run in train mode"
-                how = f"inferred from {layer}{part}"
-                best = score, InferredInputs(inputs, how)
-            if score == (len(targets), True):
-                break
-    if best is not None:
-        return best[1]
-    what = f"none of {len(tried)} tried shapes runs (last error: {error})" if tried else "no layer tells it"
-    raise InputShapeError(f"cannot infer the input shape: {what}; give --input-shape or --inputs FILE")
+    ran: list[tuple[tuple[int, bool], InferredInputs]] = []
+    tried, error = 0, ""
+    for layer, shape, high in _candidates(model):
+        if time.monotonic() > deadline or len(ran) == ENOUGH_SHAPES:
+            break
+        inputs = random_inputs([shape], model, seed=seed, high=high)
+        evaluated, trained = try_modes(model, inputs)
+        tried += 1
+        if evaluated.error and trained.error:
+            error = evaluated.error
+            continue
+        reached = len(targets & (evaluated.reached | trained.reached))
+        both = not evaluated.error and not trained.error
+        note = (
+            ""
+            if reached == len(targets)
+            else f", reaches {reached} of {len(targets)} transposed convolutions"
+        )
+        ran.append(((reached, both), InferredInputs(inputs, f"inferred from {layer}{note}")))
+        if (reached, both) == (len(targets), True):
+            break
+    if ran:
+        return max(ran, key=lambda entry: entry[0])[1]
+    what = f"none of the {tried} shapes tried runs (the last: {error})" if tried else "no layer tells it"
+    raise InputShapeError(f"cannot infer the input shape, {what}: give --input-shape or --inputs FILE")
 
 
 def infer_input_shape(model: nn.Module) -> tuple[tuple[int, ...], str]:
@@ -259,16 +260,37 @@ def required_arguments(model: nn.Module) -> list[str]:
     return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds]
 
 
-def _run(model: nn.Module, inputs: Inputs, targets: list[nn.ConvTranspose2d]) -> int:
-    """Call the model; how many of `targets` were reached."""
+@dataclass(frozen=True)
+class ModeTrial:
+    """What one call did: the error in one line (empty if it ran) and the modules it reached."""
+
+    mode: str
+    error: str
+    reached: frozenset[nn.Module]
+
+
+def try_modes(model: nn.Module, inputs: Inputs) -> tuple[ModeTrial, ModeTrial]:
+    """Call `model` once in eval and once in train mode, without gradients, and say what came of it.
+
+    The model's modes and buffers and the global random state are left as they were. Nothing is raised,
+    whatever the model's forward raises.
+    """
+    with _left_untouched(model):
+        return _trial(model.eval(), "eval", inputs), _trial(model.train(), "train", inputs)
+
+
+def _trial(model: nn.Module, mode: str, inputs: Inputs) -> ModeTrial:
     reached: set[nn.Module] = set()
-    hooks = [target.register_forward_pre_hook(lambda module, _: reached.add(module)) for target in targets]
+    hooks = [m.register_forward_pre_hook(lambda module, _: reached.add(module)) for m in model.modules()]
+    error = ""
     try:
         inputs(model)
+    except Exception as failure:  # a foreign forward may raise anything; all of it means "does not run"
+        error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
     finally:
         for hook in hooks:
             hook.remove()
-    return len(reached)
+    return ModeTrial(mode, error, frozenset(reached))
 
 
 @contextmanager
@@ -308,9 +330,9 @@ def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int | 
 
 
 def _accepted(module: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes, without the batch, that this layer would read as the network's input; none if it does not say."""
+    """Shapes, without the batch, that this layer would read as the network's input; [] if it does not say."""
     if isinstance(module, nn.ConvTranspose2d):
-        latent = tuple(module.stride) == (1, 1) and all(p == 0 for p in module.padding)  # type: ignore[comparison-overlap]
+        latent = tuple(module.stride) == (1, 1) and all(p == 0 for p in module.padding)
         return [(module.in_channels, s, s) for s in (LATENT_SIZES if latent else FEATURE_SIZES)]
     if isinstance(module, nn.Conv2d):
         return [(module.in_channels, s, s) for s in IMAGE_SIZES]

@@ -1,7 +1,7 @@
 """The swapped layer, and which class a layer takes when it is swapped and when that is undone.
 
-``ConvTranspose2d`` adds nothing to ``nn.ConvTranspose2d`` but another ``forward``: the same parameters, buffers,
-state and constructor. So a layer is swapped by giving it another class, and nothing that refers to it notices.
+``ConvTranspose2d`` differs from ``nn.ConvTranspose2d`` by its ``forward`` alone: parameters, buffers, state
+and constructor are the same. So giving a layer another class swaps it, and nothing that refers to it notices.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import functools
 import types
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 
 # The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
@@ -22,9 +21,9 @@ _DEVICES = ("cpu", "cuda", "meta")
 class ConvTranspose2d(nn.ConvTranspose2d):
     """``nn.ConvTranspose2d``, computed by ``tconv_swap.conv_transpose2d``.
 
-    Constructor, initial values, ``state_dict`` and repr are those of ``nn.ConvTranspose2d``. Inputs that our
-    operator has no kernel for (complex and integer types, devices other than the CPU and CUDA) go to PyTorch's,
-    so a swapped layer goes on working wherever it is moved.
+    Constructor, initial values, ``state_dict`` and repr are those of ``nn.ConvTranspose2d``. What our
+    operator does not support (complex and integer inputs, devices other than the CPU and CUDA) is left to
+    PyTorch's, so a swapped layer goes on working wherever it is moved.
     """
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -32,8 +31,8 @@ class ConvTranspose2d(nn.ConvTranspose2d):
 
         Args:
             input: ``[batch, in_channels, height, width]`` or, unbatched, ``[in_channels, height, width]``.
-            output_size: the spatial size wanted, in pixels (the last two entries count), out of those that the
-                stride leaves open; None takes ``self.output_padding``.
+            output_size: the size wanted, in pixels: ``[out_height, out_width]``, or with batch and channels
+                in front, out of those that the stride leaves open. None takes ``self.output_padding``.
 
         Returns:
             ``[batch, out_channels, out_height, out_width]``, unbatched where ``input`` is.
@@ -43,7 +42,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
             RuntimeError: the shapes, dtypes or devices of ``input`` and the parameters do not fit together.
         """
         if isinstance(input, fx.Proxy):
-            return self._record(input, output_size)
+            return self._record(input, output_size)  # type: ignore[no-any-return]
         if not self._is_ours(input):
             return super().forward(input, output_size)
         output_padding = self._output_padding(
@@ -67,9 +66,9 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         )
 
     def _is_ours(self, input: Tensor) -> bool:
-        """Whether our operator takes this call; PyTorch's takes the others, and words the errors of bad layers.
+        """Whether our operator takes this call; PyTorch's takes the others, and raises for a broken layer.
 
-        Only ``input`` is asked: reading a parametrized weight computes it, and twice is once too often.
+        The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).
         """
         return (
             input.dtype in op.SUPPORTED_DTYPES
@@ -79,7 +78,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
         )
 
     def _record(self, input: fx.Proxy, output_size: list[int] | None) -> Any:
-        """Records this layer as a leaf of the graph, which symbolic tracing does unasked only for torch.nn's."""
+        """Records this layer as a leaf of the graph, as symbolic tracing does by itself for torch.nn's."""
         tracer = input.tracer
         if not isinstance(tracer, fx.Tracer) or tracer.root is self:
             return super().forward(input, output_size)  # type: ignore[arg-type]
@@ -94,8 +93,8 @@ class _SwappedSubclass(ConvTranspose2d):
     """
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        _, _, *state = super().__reduce_ex__(protocol)
-        return (_new_swapped_layer, (type(self).__bases__[0],), *state)
+        reduced = super().__reduce_ex__(protocol)
+        return (_new_swapped_layer, (type(self).__bases__[0],), *reduced[2:])
 
 
 def swapped_class(cls: type[nn.ConvTranspose2d]) -> type[ConvTranspose2d]:
@@ -111,11 +110,11 @@ def swapped_class(cls: type[nn.ConvTranspose2d]) -> type[ConvTranspose2d]:
         return ConvTranspose2d
     if not issubclass(cls, nn.ConvTranspose2d) or cls.forward is not nn.ConvTranspose2d.forward:
         raise TypeError(f"expected a subclass of nn.ConvTranspose2d that inherits its forward, got {cls}")
-    return _swapped_subclass(cls)
+    return _swapped_subclass(cls)  # type: ignore[arg-type]  # mypy compares the hash of the instances
 
 
 def original_class(cls: type[ConvTranspose2d]) -> type[nn.ConvTranspose2d]:
-    """The inverse of ``swapped_class``; a class that somebody derived from ours by hand is returned as it is."""
+    """The inverse of ``swapped_class``; a class that somebody derived from ours is returned as it is."""
     if cls is ConvTranspose2d:
         return nn.ConvTranspose2d
     return cls.__bases__[0] if _SwappedSubclass in cls.__bases__ else cls

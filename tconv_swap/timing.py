@@ -1,8 +1,8 @@
 """A paired timer: several callables, interleaved in one run, each from a cold L2; medians with quartiles.
 
-Knows callables only, no networks. Running the variants alternately, in an order that balances itself (A B, B A, B A,
-A B, ...), exposes them to the same clocks, temperature and neighbours, so that their ratio can be believed even where
-their times drift. Sample `i` of every variant comes from round `i`.
+Knows callables only, no networks. Running the variants alternately, in an order that balances itself (A B,
+B A, B A, A B, ...), exposes them to the same clocks, temperature and neighbours, so that their ratio can be
+believed even where their times drift. Sample `i` of every variant comes from round `i`.
 """
 
 from __future__ import annotations
@@ -116,11 +116,12 @@ class WallClock:
 class CudaClock:
     """CUDA events on the device's current stream, after a write larger than the L2 cache has emptied it.
 
-    launches="hidden": what the kernels take. All of a call is enqueued while the flush still runs (the flush is
-    repeated until it outlasts the launches), so the time that the CPU needs never shows. For layers and kernels.
+    launches="hidden": what the kernels take. All of a call is enqueued while the flush still runs (the
+    flush is repeated until it outlasts the launches), so the time that the CPU needs never shows. For
+    layers and kernels.
 
-    launches="included": what a caller sees who starts from an idle GPU: the longer of CPU and GPU work. For whole
-    networks, where hiding the CPU's part would promise a speedup that nobody gets.
+    launches="included": what a caller sees who starts from an idle GPU: the longer of CPU and GPU work. For
+    whole networks, where hiding the CPU's part would promise a speedup that nobody gets.
 
     Args:
         device: a CUDA device, with an index or without (the current one).
@@ -134,7 +135,7 @@ class CudaClock:
         self._device = torch.device(device)
         if self._device.type != "cuda":
             raise ValueError(f"CudaClock needs a CUDA device, got device={str(device)!r}")
-        if self._device.index is None:
+        if str(self._device) == "cuda":
             self._device = torch.device("cuda", torch.cuda.current_device())
         self._launches = launches
         l2_bytes = torch.cuda.get_device_properties(self._device).L2_cache_size
@@ -164,14 +165,14 @@ class CudaClock:
         result = variant.run(state)
         end.record(stream)
         del result
-        return lambda: begin.elapsed_time(end)
+        return lambda: float(begin.elapsed_time(end))
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self._device)
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)
+        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
     def _launch_ms(self, variant: Variant) -> float:
         """How long the CPU takes to enqueue one run, on an empty queue."""
@@ -197,7 +198,7 @@ class CudaClock:
             self._scratch.zero_()
         end.record(stream)
         self.synchronize()
-        return max(begin.elapsed_time(end) / repeats, 1e-3)
+        return max(float(begin.elapsed_time(end)) / repeats, 1e-3)
 
 
 def clock_for(device: torch.device | str, launches: Launches = "hidden") -> Clock:
@@ -268,8 +269,8 @@ def balanced_order(names: Sequence[str], round_index: int) -> list[str]:
 def speedup_interval(original: Timing, swapped: Timing, z: float = 1.96) -> tuple[float, float]:
     """A confidence interval for how many times faster `swapped` is: the median of the paired ratios.
 
-    Distribution-free (order statistics), 95 % for the default `z`; the whole range where there are few samples. From
-    the quartiles, which is wider, if the samples of the two do not pair.
+    Distribution-free (order statistics), 95 % for the default `z`; the whole range where there are few
+    samples. From the quartiles, which is wider, if the samples of the two do not pair.
     """
     count = len(original.samples_ms)
     if count == 0 or count != len(swapped.samples_ms):
@@ -285,7 +286,7 @@ def _ignoring_state(run: Callable[[], object]) -> Callable[[Any], object]:
 
 @contextmanager
 def _current(device: torch.device | str) -> Iterator[None]:
-    """Make a CUDA device the current one, so that plain `torch.cuda` calls in a variant go where they are timed."""
+    """Make a CUDA device the current one: plain `torch.cuda` calls in a variant go where it is timed."""
     if torch.device(device).type != "cuda":
         yield
         return
@@ -322,7 +323,9 @@ def _sample(
         elif done < MIN_ITERS:
             left = MIN_ITERS - done
         else:
-            left = min(MAX_ITERS - done, int((budget_s - spent_s) / (spent_s / done)) if spent_s > 0 else MAX_ITERS)
+            left = min(
+                MAX_ITERS - done, int((budget_s - spent_s) / (spent_s / done)) if spent_s > 0 else MAX_ITERS
+            )
         if left < 1:
             return samples
         pending: list[tuple[str, Callable[[], float]]] = []

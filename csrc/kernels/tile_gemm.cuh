@@ -1,0 +1,99 @@
+// One thread block's share of C[m, n] = sum over k of A[m, k] * B[k, n], for any A and B given by a function of
+// their indices (zero outside). FMA arithmetic; every general kernel is this product with its own two functions.
+//
+// Tile: TILE_M x TILE_N of C per block, TILE_K of k per step through shared memory, THREAD_M x THREAD_N of C per
+// thread. M_FASTEST tells which index of C neighbouring threads should differ in, so that stores coalesce.
+// The order of the sum over k is fixed: the same input gives the same bits.
+#pragma once
+
+constexpr int THREADS_M = TILE_M / THREAD_M;
+constexpr int THREADS_N = TILE_N / THREAD_N;
+constexpr int THREADS = THREADS_M * THREADS_N;
+constexpr int A_LOADS = TILE_M * TILE_K / THREADS;
+constexpr int B_LOADS = TILE_N * TILE_K / THREADS;
+static_assert(TILE_M * TILE_K % THREADS == 0 && TILE_N * TILE_K % THREADS == 0, "a tile loads evenly");
+
+using Sum = Accumulate<Element>::type;
+
+struct TileShared {
+  Sum a[TILE_K][TILE_M + 1];
+  Sum b[TILE_K][TILE_N + 1];
+};
+
+// Which element of a ROWS x TILE_K operand tile a thread's i-th load is. Neighbouring threads walk along the
+// index that is contiguous in memory.
+template <int ROWS, bool K_FASTEST>
+struct Share {
+  __device__ static int row(int i) {
+    const int e = threadIdx.x + i * THREADS;
+    return K_FASTEST ? e / TILE_K : e % ROWS;
+  }
+  __device__ static int k(int i) {
+    const int e = threadIdx.x + i * THREADS;
+    return K_FASTEST ? e % TILE_K : e / ROWS;
+  }
+};
+
+template <bool M_FASTEST>
+struct Owned {
+  __device__ static int m(int i) {
+    return (M_FASTEST ? threadIdx.x % THREADS_M : threadIdx.x / THREADS_N) + i * THREADS_M;
+  }
+  __device__ static int n(int j) {
+    return (M_FASTEST ? threadIdx.x / THREADS_M : threadIdx.x % THREADS_N) + j * THREADS_N;
+  }
+};
+
+// load_a(i, k) and load_b(i, k) give the value of the thread's i-th share at k (a multiple of TILE_K plus the
+// share's own k). FLUSH_STEPS > 0 adds the running sum to a second one every so many steps, which keeps the
+// rounding error of very long sums that of short ones.
+template <bool A_K_FASTEST, bool B_K_FASTEST, bool M_FASTEST, int FLUSH_STEPS, class LoadA, class LoadB>
+__device__ __forceinline__ void tile_gemm(TileShared& shared, long long k_begin, long long k_end, LoadA load_a,
+                                          LoadB load_b, Sum (&total)[THREAD_M][THREAD_N]) {
+  Sum sum[THREAD_M][THREAD_N];
+#pragma unroll
+  for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+    for (int j = 0; j < THREAD_N; ++j) sum[i][j] = total[i][j] = 0;
+  int step = 0;
+  for (long long k0 = k_begin; k0 < k_end; k0 += TILE_K) {
+#pragma unroll
+    for (int i = 0; i < A_LOADS; ++i) {
+      const int k = Share<TILE_M, A_K_FASTEST>::k(i);
+      shared.a[k][Share<TILE_M, A_K_FASTEST>::row(i)] = k0 + k < k_end ? load_a(i, k0 + k) : Sum(0);
+    }
+#pragma unroll
+    for (int i = 0; i < B_LOADS; ++i) {
+      const int k = Share<TILE_N, B_K_FASTEST>::k(i);
+      shared.b[k][Share<TILE_N, B_K_FASTEST>::row(i)] = k0 + k < k_end ? load_b(i, k0 + k) : Sum(0);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < TILE_K; ++k) {
+      Sum a[THREAD_M], b[THREAD_N];
+#pragma unroll
+      for (int i = 0; i < THREAD_M; ++i) a[i] = shared.a[k][Owned<M_FASTEST>::m(i)];
+#pragma unroll
+      for (int j = 0; j < THREAD_N; ++j) b[j] = shared.b[k][Owned<M_FASTEST>::n(j)];
+#pragma unroll
+      for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+        for (int j = 0; j < THREAD_N; ++j) sum[i][j] += a[i] * b[j];
+    }
+    __syncthreads();
+    if (FLUSH_STEPS > 0 && ++step == FLUSH_STEPS) {
+      step = 0;
+#pragma unroll
+      for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+        for (int j = 0; j < THREAD_N; ++j) {
+          total[i][j] += sum[i][j];
+          sum[i][j] = 0;
+        }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < THREAD_M; ++i)
+#pragma unroll
+    for (int j = 0; j < THREAD_N; ++j) total[i][j] += sum[i][j];
+}

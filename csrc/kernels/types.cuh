@@ -1,0 +1,48 @@
+// Storage types and their conversions, without cuda_fp16.h: a kernel compiles in a fraction of the time, and
+// needs no header that a user may not have.
+#pragma once
+
+struct Half {
+  unsigned short bits;
+};
+struct BFloat16 {
+  unsigned short bits;
+};
+
+// The type sums are kept in: float32 for everything up to float32, float64 for float64.
+template <class T>
+struct Accumulate {
+  using type = float;
+};
+template <>
+struct Accumulate<double> {
+  using type = double;
+};
+
+__device__ __forceinline__ double load_as(double x) { return x; }
+__device__ __forceinline__ float load_as(float x) { return x; }
+__device__ __forceinline__ float load_as(Half x) {
+  float y;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+  return y;
+}
+__device__ __forceinline__ float load_as(BFloat16 x) { return __uint_as_float((unsigned)x.bits << 16); }
+
+template <class T>
+__device__ __forceinline__ T store_as(typename Accumulate<T>::type x) {
+  return x;
+}
+template <>
+__device__ __forceinline__ Half store_as<Half>(float x) {
+  Half y;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+}
+// By integer arithmetic: cvt.rn.bf16.f32 exists only from sm_80 on. Round to nearest, ties to even.
+template <>
+__device__ __forceinline__ BFloat16 store_as<BFloat16>(float x) {
+  const unsigned bits = __float_as_uint(x);
+  const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
+  const unsigned rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  return BFloat16{(unsigned short)(nan ? 0x7fffu : rounded >> 16)};
+}

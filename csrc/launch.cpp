@@ -1,0 +1,258 @@
+// The hot path: allocate a plan's outputs and workspace, launch its kernels on the current stream.
+//
+// The cold path (planning, compiling) is Python's: it hands over each kernel once (tconv_load_kernel) and each
+// plan once (tconv_add_plan), as a list of numbers whose order plan_words in launch.py writes. A call then
+// costs one op: tconv_swap::launch(plan, tensors) -> tensors.
+//
+// Built against libtorch's stable ABI, and the driver API by hand: the few declarations below have not changed
+// since CUDA 12.0, and with them a user needs no CUDA toolkit.
+#include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstdint>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+using torch::stable::Tensor;
+
+extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+
+namespace {
+
+// ---- the driver API ----------------------------------------------------------------------------------------
+
+using Result = int;
+struct LaunchAttribute {
+  int id;
+  char pad[4];
+  union {
+    char bytes[64];
+    int programmatic_stream_serialization;
+  } value;
+};
+struct LaunchConfig {
+  unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;
+  void* stream;
+  LaunchAttribute* attributes;
+  unsigned attribute_count;
+};
+constexpr int ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+constexpr int FUNCTION_MAX_DYNAMIC_SHARED_BYTES = 8;
+constexpr int DEFAULT_SHARED_LIMIT = 48 * 1024;
+
+struct Driver {
+  Result (*get_error_name)(Result, const char**);
+  Result (*get_error_string)(Result, const char**);
+  Result (*library_load_data)(void**, const void*, void*, void*, unsigned, void*, void*, unsigned);
+  Result (*library_get_kernel)(void**, void*, const char*);
+  Result (*kernel_set_attribute)(int, int, void*, int);
+  Result (*launch_kernel)(const LaunchConfig*, void*, void**, void**);
+  Result (*context_get_current)(void**);
+  Result (*context_set_current)(void*);
+  Result (*primary_context_retain)(void**, int);
+
+  Driver() {
+    void* library = dlopen("libcuda.so.1", RTLD_NOW);
+    if (!library) throw std::runtime_error(std::string("cannot load the NVIDIA driver: ") + dlerror());
+    auto find = [library](auto& function, const char* name) {
+      void* symbol = dlsym(library, name);
+      if (!symbol) throw std::runtime_error(std::string("the NVIDIA driver is too old, it lacks ") + name);
+      function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(symbol);
+    };
+    find(get_error_name, "cuGetErrorName");
+    find(get_error_string, "cuGetErrorString");
+    find(library_load_data, "cuLibraryLoadData");
+    find(library_get_kernel, "cuLibraryGetKernel");
+    find(kernel_set_attribute, "cuKernelSetAttribute");
+    find(launch_kernel, "cuLaunchKernelEx");
+    find(context_get_current, "cuCtxGetCurrent");
+    find(context_set_current, "cuCtxSetCurrent");
+    find(primary_context_retain, "cuDevicePrimaryCtxRetain");
+  }
+};
+
+const Driver& driver() {
+  static const Driver instance;
+  return instance;
+}
+
+void check(Result result, const char* what) {
+  if (result == 0) return;
+  const char *name = "unknown error", *text = "";
+  driver().get_error_name(result, &name);
+  driver().get_error_string(result, &text);
+  throw std::runtime_error(std::string("CUDA error in ") + what + ": " + name + " (" + text + ")");
+}
+
+// A thread that has made no CUDA call yet (autograd's) has no context, and the driver API does not make one.
+void ensure_context(int device) {
+  void* context = nullptr;
+  check(driver().context_get_current(&context), "cuCtxGetCurrent");
+  if (context) return;
+  check(driver().primary_context_retain(&context, device), "cuDevicePrimaryCtxRetain");
+  check(driver().context_set_current(context), "cuCtxSetCurrent");
+}
+
+// ---- plans -------------------------------------------------------------------------------------------------
+
+enum class ArgumentKind : int64_t { Input = 0, Output = 1, Workspace = 2, Int64 = 3 };  // program.ArgumentKind
+struct Argument {
+  ArgumentKind kind;
+  int64_t value;
+};
+struct Launch {
+  void* kernel;
+  unsigned grid, block, shared_bytes;
+  bool overlaps_previous;
+  std::vector<Argument> arguments;
+};
+struct Output {
+  std::vector<int64_t> sizes, strides;
+};
+struct Plan {
+  int32_t dtype;
+  int64_t workspace_bytes;
+  std::vector<Output> outputs;
+  std::vector<Launch> launches;
+};
+
+std::mutex plans_mutex;
+std::deque<Plan> plans;  // never shrinks, and growing moves no plan: a handle and a reference stay good
+
+Tensor allocate(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype, int device) {
+  AtenTensorHandle handle;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  dtype, aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
+}
+
+void run(const Launch& launch, void* stream, void* const* inputs, const std::vector<Tensor>& outputs,
+         char* workspace) {
+  constexpr size_t MOST = 16;
+  const size_t count = launch.arguments.size();
+  if (count > MOST) throw std::runtime_error("a kernel of tconv_swap takes too many arguments");
+  union {
+    void* pointer;
+    int64_t number;
+  } values[MOST];
+  void* addresses[MOST];
+  for (size_t i = 0; i < count; ++i) {
+    const Argument& argument = launch.arguments[i];
+    switch (argument.kind) {
+      case ArgumentKind::Input: values[i].pointer = inputs[argument.value]; break;
+      case ArgumentKind::Output: values[i].pointer = outputs[argument.value].data_ptr(); break;
+      case ArgumentKind::Workspace: values[i].pointer = workspace + argument.value; break;
+      case ArgumentKind::Int64: values[i].number = argument.value; break;
+    }
+    addresses[i] = &values[i];
+  }
+  LaunchAttribute overlap{};
+  overlap.id = ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  overlap.value.programmatic_stream_serialization = 1;
+  const LaunchConfig config{launch.grid, 1, 1, launch.block, 1, 1, launch.shared_bytes, stream,
+                            &overlap,    launch.overlaps_previous ? 1u : 0u};
+  check(driver().launch_kernel(&config, launch.kernel, addresses, nullptr), "cuLaunchKernelEx");
+}
+
+std::vector<Tensor> launch(int64_t handle, Tensor first, Tensor second, std::optional<Tensor> third) {
+  const Plan* plan;
+  {
+    std::lock_guard<std::mutex> lock(plans_mutex);
+    plan = &plans.at(static_cast<size_t>(handle));
+  }
+  const int device = first.get_device_index();
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  ensure_context(device);
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+
+  std::vector<Tensor> outputs;
+  outputs.reserve(plan->outputs.size());
+  for (const Output& output : plan->outputs)
+    outputs.push_back(allocate(output.sizes, output.strides, plan->dtype, device));
+  std::optional<Tensor> workspace;
+  if (plan->workspace_bytes)
+    workspace = allocate({plan->workspace_bytes}, {1}, aoti_torch_dtype_uint8(), device);
+
+  void* const inputs[] = {first.data_ptr(), second.data_ptr(), third ? third->data_ptr() : nullptr};
+  char* scratch = workspace ? static_cast<char*>(workspace->data_ptr()) : nullptr;
+  for (const Launch& step : plan->launches) run(step, stream, inputs, outputs, scratch);
+  return outputs;
+}
+
+// ---- the cold path, called by ctypes: an error's text is kept for tconv_last_error ---------------------------
+
+thread_local std::string last_error;
+
+template <class Work>
+int guarded(Work work) {
+  try {
+    work();
+    return 0;
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return 1;
+  }
+}
+
+}  // namespace
+
+extern "C" const char* tconv_last_error() { return last_error.c_str(); }
+
+// Loads machine code and finds one kernel in it, for every device of the process. The code is never unloaded.
+extern "C" int tconv_load_kernel(const void* image, const char* entry, void** kernel) {
+  return guarded([&] {
+    void* library = nullptr;
+    check(driver().library_load_data(&library, image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
+    check(driver().library_get_kernel(kernel, library, entry), "cuLibraryGetKernel");
+  });
+}
+
+// Adds a plan for a device; `words` as plan_words in launch.py writes them.
+extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle) {
+  return guarded([&] {
+    auto next = [&words] { return *words++; };
+    Plan plan;
+    plan.dtype = static_cast<int32_t>(next());
+    plan.workspace_bytes = next();
+    plan.outputs.resize(static_cast<size_t>(next()));
+    for (Output& output : plan.outputs) {
+      const int64_t dimensions = next();
+      for (int64_t i = 0; i < dimensions; ++i) output.sizes.push_back(next());
+      for (int64_t i = 0; i < dimensions; ++i) output.strides.push_back(next());
+    }
+    plan.launches.resize(static_cast<size_t>(next()));
+    for (Launch& launch : plan.launches) {
+      launch.kernel = reinterpret_cast<void*>(next());
+      launch.grid = static_cast<unsigned>(next());
+      launch.block = static_cast<unsigned>(next());
+      launch.shared_bytes = static_cast<unsigned>(next());
+      launch.overlaps_previous = next() != 0;
+      launch.arguments.resize(static_cast<size_t>(next()));
+      for (Argument& argument : launch.arguments) {
+        argument.kind = static_cast<ArgumentKind>(next());
+        argument.value = next();
+      }
+      if (launch.shared_bytes > DEFAULT_SHARED_LIMIT)
+        check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(launch.shared_bytes),
+                                            launch.kernel, device),
+              "cuKernelSetAttribute");
+    }
+    std::lock_guard<std::mutex> lock(plans_mutex);
+    *handle = static_cast<int64_t>(plans.size());
+    plans.push_back(std::move(plan));
+  });
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
+  library.def("launch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) { library.impl("launch", TORCH_BOX(&launch)); }

@@ -1,0 +1,78 @@
+"""From a kernel's description to machine code, kept on disk: rendering, compiling, caching."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import lru_cache
+
+from tconv_swap import nvrtc
+from tconv_swap.cache import cache_directory, csrc_directory, write_atomically
+from tconv_swap.program import Constant, Kernel
+
+logger = logging.getLogger("tconv_swap")
+
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+
+
+@lru_cache(maxsize=1)
+def _kernel_files() -> dict[str, str]:
+    directory = csrc_directory() / "kernels"
+    return {path.name: path.read_text() for path in sorted(directory.iterdir()) if path.suffix in (".cu", ".cuh")}
+
+
+@lru_cache(maxsize=1)
+def _sources_digest() -> bytes:
+    digest = hashlib.sha256()
+    for name, text in _kernel_files().items():
+        digest.update(f"{name}\0{text}\0".encode())
+    return digest.digest()
+
+
+def _render_constant(name: str, value: Constant) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {'true' if value else 'false'};"
+    if isinstance(value, int):
+        return f"constexpr int {name} = {value};"
+    return f"using {name} = {value};"
+
+
+def render(kernel: Kernel) -> str:
+    """The source that is compiled: the storage types, the constants by name, the kernel's file."""
+    constants = "\n".join(_render_constant(name, value) for name, value in kernel.constants)
+    return f'#include "types.cuh"\n{constants}\n#line 1 "{kernel.source}"\n{_kernel_files()[kernel.source]}'
+
+
+def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
+    """Machine code of a kernel for an architecture such as ``"sm_90"``, from the cache on disk where it lies.
+
+    Raises:
+        CompileError: with the compiler's log and the path of the rendered source.
+    """
+    return compile_with_log(kernel, architecture)[0]
+
+
+def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
+    """The same, with the compiler's resource report (registers, spills) of every entry in the source."""
+    source = render(kernel)
+    options = (*OPTIONS, f"--gpu-architecture={architecture}")
+    key = hashlib.sha256()
+    for part in (source.encode(), _sources_digest(), repr(options).encode(), repr(nvrtc.version()).encode()):
+        key.update(hashlib.sha256(part).digest())
+    stem = cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
+    cubin_path, log_path = stem.with_suffix(".cubin"), stem.with_suffix(".log")
+    try:
+        return cubin_path.read_bytes(), log_path.read_text()
+    except FileNotFoundError:
+        pass
+    headers = {name: text for name, text in _kernel_files().items() if name.endswith(".cuh")}
+    logger.info("compiling %s for %s", kernel.entry, architecture)
+    try:
+        cubin, log = nvrtc.compile_cubin(source, kernel.source, headers, options)
+    except nvrtc.CompileError as error:
+        path = stem.with_suffix(".cu")
+        write_atomically(path, source.encode())
+        raise nvrtc.CompileError(f"{error}\nThe source is in {path}") from None
+    write_atomically(log_path, log.encode())
+    write_atomically(cubin_path, cubin)
+    return cubin, log

@@ -1,0 +1,150 @@
+"""The bridge to csrc/launch.cpp: build it once, hand it kernels and plans, get a handle to call."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from tconv_swap import jit
+from tconv_swap.cache import cache_directory, csrc_directory
+from tconv_swap.program import Kernel, Output, Plan
+
+logger = logging.getLogger("tconv_swap")
+
+_lock = threading.Lock()
+_kernels: dict[tuple[Kernel, str], int] = {}
+
+
+class BuildError(RuntimeError):
+    """The host part cannot be built: the message names what is missing."""
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    path = build()
+    torch.ops.load_library(path)
+    library = ctypes.CDLL(str(path))
+    library.tconv_last_error.restype = ctypes.c_char_p
+    return library
+
+
+def build() -> Path:
+    """The shared library of csrc/launch.cpp, built on the first use for this torch and source, then kept.
+
+    Raises:
+        BuildError: naming the missing tool, or with the compiler's output.
+    """
+    source = csrc_directory() / "launch.cpp"
+    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
+    target = cache_directory() / "host" / f"torch-{torch.__version__}-{digest}" / "launch.so"
+    if target.exists():
+        return target
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise BuildError(
+            f"the CUDA launcher of tconv_swap is built on its first use and needs a C++ compiler, but "
+            f"{compiler!r} was not found; install g++ (Debian, Ubuntu: apt-get install g++) or set CXX"
+        )
+    from torch.utils import cpp_extension
+
+    if not cpp_extension.is_ninja_available():
+        raise BuildError(
+            "the CUDA launcher of tconv_swap is built on its first use and needs ninja, but it was not found; "
+            "pip install ninja"
+        )
+    logger.warning("tconv_swap: building the CUDA launcher for torch %s, once (a few seconds)", torch.__version__)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    libraries = Path(torch.__file__).parent / "lib"
+    # A directory of this process's own: processes may race, and a killed one must leave no lock behind.
+    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+        try:
+            built = cpp_extension.load(
+                name="tconv_swap_launch",
+                sources=[str(source)],
+                build_directory=directory,
+                extra_cflags=["-O2", "-std=c++17"],
+                extra_ldflags=[f"-L{libraries}", "-ltorch_cuda", "-ldl"],
+                with_cuda=False,
+                is_python_module=False,
+                is_standalone=False,
+            )
+        except RuntimeError as error:
+            raise BuildError(f"the CUDA launcher of tconv_swap does not build from {source}:\n{error}") from error
+        os.replace(built or Path(directory) / "tconv_swap_launch.so", target)
+    return target
+
+
+def _check(code: int) -> None:
+    if code != 0:
+        raise RuntimeError(_library().tconv_last_error().decode())
+
+
+def _kernel(kernel: Kernel, architecture: str) -> int:
+    key = (kernel, architecture)
+    if key not in _kernels:
+        handle = ctypes.c_void_p()
+        cubin = jit.compile_kernel(kernel, architecture)
+        _check(_library().tconv_load_kernel(cubin, kernel.entry.encode(), ctypes.byref(handle)))
+        assert handle.value is not None
+        _kernels[key] = handle.value
+    return _kernels[key]
+
+
+def _strides(output: Output) -> list[int]:
+    order = list(range(len(output.shape)))
+    if output.channels_last:
+        order = [0, 2, 3, 1]
+    strides = [0] * len(order)
+    step = 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(output.shape[dimension], 1)
+    return strides
+
+
+def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
+    """A plan as the numbers that tconv_add_plan in csrc/launch.cpp reads."""
+    words = [_DTYPE_CODES[dtype], plan.workspace_bytes, len(plan.outputs)]
+    for output in plan.outputs:
+        words += [len(output.shape), *output.shape, *_strides(output)]
+    words.append(len(plan.launches))
+    for launch in plan.launches:
+        words += [
+            _kernel(launch.kernel, architecture),
+            launch.grid,
+            launch.block,
+            launch.shared_bytes,
+            int(launch.overlaps_previous),
+            len(launch.arguments),
+        ]
+        for argument in launch.arguments:
+            words += [int(argument.kind), argument.value]
+    return words
+
+
+#: c10::ScalarType, the numbers aoti_torch_empty_strided takes.
+_DTYPE_CODES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+
+
+def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
+    """Compile and load what a plan needs; returns the handle that ``torch.ops.tconv_swap.launch`` takes.
+
+    Raises:
+        BuildError, CompileError: what has to be built or compiled does not.
+        RuntimeError: the driver refuses.
+    """
+    with _lock, torch.cuda.device(device):
+        words = plan_words(plan, dtype, architecture)
+        array = (ctypes.c_int64 * len(words))(*words)
+        handle = ctypes.c_int64()
+        _check(_library().tconv_add_plan(array, device.index, ctypes.byref(handle)))
+        return handle.value

@@ -1,0 +1,109 @@
+"""NVRTC, NVIDIA's run-time compiler, by ctypes. Every CUDA build of torch brings it; it needs no GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile: the message holds the compiler's log."""
+
+
+class NvrtcMissingError(RuntimeError):
+    """The NVRTC library cannot be found."""
+
+
+def _candidates(major: str) -> Iterator[str]:
+    name = f"libnvrtc.so.{major}"
+    yield name
+    torch_directory = Path(torch.__file__).parent
+    for root in (torch_directory.parent, Path(sysconfig.get_path("purelib"))):
+        yield str(root / "nvidia" / f"cu{major}" / "lib" / name)
+        yield str(root / "nvidia" / "cuda_nvrtc" / "lib" / name)
+    yield str(torch_directory / "lib" / name)
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if home:
+            yield str(Path(home) / "lib64" / name)
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    if torch.version.cuda is None:
+        raise NvrtcMissingError(
+            f"torch {torch.__version__} is not a CUDA build, so it brings no NVRTC; install a CUDA build of torch"
+        )
+    major = torch.version.cuda.split(".")[0]
+    tried = list(dict.fromkeys(_candidates(major)))
+    for path in tried:
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise NvrtcMissingError(
+        f"libnvrtc.so.{major} was not found; it comes with the package nvidia-cuda-nvrtc. Looked in: {', '.join(tried)}"
+    )
+
+
+def _check(code: int, what: str) -> None:
+    if code != 0:
+        describe = _library().nvrtcGetErrorString
+        describe.restype = ctypes.c_char_p
+        raise CompileError(f"{what}: {describe(code).decode()}")
+
+
+@lru_cache(maxsize=1)
+def version() -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
+    return major.value, minor.value
+
+
+def compile_cubin(
+    source: str, name: str, headers: Mapping[str, str], options: Sequence[str]
+) -> tuple[bytes, str]:
+    """Compile CUDA C++ to machine code.
+
+    Args:
+        source: the text; ``name`` is what messages call it.
+        headers: text of each file that it may include, by the name in the ``#include``.
+        options: NVRTC's, with ``--gpu-architecture=sm_XX``.
+
+    Returns:
+        The cubin and the compiler's log.
+
+    Raises:
+        CompileError: with the log.
+    """
+    library = _library()
+    program = ctypes.c_void_p()
+    texts = (ctypes.c_char_p * len(headers))(*(text.encode() for text in headers.values()))
+    names = (ctypes.c_char_p * len(headers))(*(key.encode() for key in headers))
+    _check(
+        library.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), len(headers), texts, names
+        ),
+        "nvrtcCreateProgram",
+    )
+    try:
+        flags = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        code = library.nvrtcCompileProgram(program, len(options), flags)
+        size = ctypes.c_size_t()
+        _check(library.nvrtcGetProgramLogSize(program, ctypes.byref(size)), "nvrtcGetProgramLogSize")
+        log = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetProgramLog(program, log), "nvrtcGetProgramLog")
+        text = log.value.decode(errors="replace")
+        if code != 0:
+            raise CompileError(f"{name} does not compile ({' '.join(options)}):\n{text}")
+        _check(library.nvrtcGetCUBINSize(program, ctypes.byref(size)), "nvrtcGetCUBINSize")
+        cubin = ctypes.create_string_buffer(size.value)
+        _check(library.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+        return cubin.raw, text
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))

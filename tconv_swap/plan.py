@@ -1,0 +1,51 @@
+"""The choice: a problem and a GPU in, a plan out. Pure functions of data; nothing here touches a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tconv_swap import plan_general
+from tconv_swap.geometry import Geometry
+from tconv_swap.program import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What planning knows of a GPU. ``architecture`` is NVRTC's name for it, such as ``"sm_90"``."""
+
+    architecture: str
+    multiprocessors: int
+    shared_memory_per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One transposed convolution to compute. ``precision``: ``"tf32"`` allows float32 products to be rounded
+    to TF32, ``"ieee"`` does not. ``channels_last`` is the layout of every activation."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    precision: str
+    channels_last: bool
+    weight_channels_last: bool
+
+
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
+    """Inputs: input, weight, bias (or none). Output: the output."""
+    return plan_general.plan_forward(
+        problem.geometry, problem.dtype, problem.channels_last, problem.weight_channels_last, has_bias
+    )
+
+
+def plan_backward(problem: Problem, output_mask: tuple[bool, bool, bool], device: Device) -> Plan:
+    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
+    return plan_general.plan_backward(
+        problem.geometry,
+        problem.dtype,
+        problem.channels_last,
+        problem.weight_channels_last,
+        output_mask,
+        device.multiprocessors,
+    )

@@ -1,0 +1,94 @@
+"""Writes a network to a file that is either whole or not there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+
+class SaveError(Exception):
+    """The network was not written; the message is one line, and nothing was left behind."""
+
+
+def check_target(target: Path, source: Path) -> None:
+    """Find out before any work is done that `target` could be written.
+
+    Raises:
+        SaveError: `target` is `source` (by another name, a symbolic or a hard link too), a directory or a
+            device, or lies in a directory that is not there or not writable.
+    """
+    try:
+        if target.exists():
+            if source.exists() and os.path.samefile(target, source):
+                raise SaveError(f"{target} is the input itself: give --out another name")
+            mode = target.stat().st_mode
+            if stat.S_ISDIR(mode):
+                raise SaveError(f"{target} is a directory: give --out the name of a file")
+            if not stat.S_ISREG(mode):
+                raise SaveError(f"{target} is not a regular file")
+        directory = _destination(target).parent
+        if not directory.is_dir():
+            raise SaveError(f"{target} cannot be written: {directory} is not a directory")
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise SaveError(f"{target} cannot be written: no permission to write in {directory}")
+    except (OSError, ValueError) as error:
+        raise SaveError(f"{target} cannot be written ({error})") from None
+
+
+def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] | None = None) -> None:
+    """`torch.save(model, target)`, atomically: until the last moment `target` is what it was before.
+
+    Args:
+        model: the network.
+        target: an existing file is replaced and keeps its permissions; a symbolic link is followed.
+        check: called with the complete temporary file before that takes its place; may raise to prevent it.
+
+    Raises:
+        SaveError: the file could not be written (disk full, no permission), or the network not be pickled.
+    """
+    destination = _destination(target)
+    # In the same directory: os.replace is atomic only within one file system.
+    temporary = destination.with_name(f".{destination.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        descriptor = os.open(
+            temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
+        )
+        with os.fdopen(descriptor, "wb") as stream:
+            torch.save(model, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+        if check is not None:
+            check(temporary)
+        if destination.exists():
+            os.chmod(temporary, stat.S_IMODE(destination.stat().st_mode))
+        os.replace(temporary, destination)
+        _sync_directory(destination.parent)
+    except OSError as error:
+        raise SaveError(f"{target} cannot be written ({error.strerror or error})") from error
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        # torch's zip writer reports a full disk as a RuntimeError; pickling refuses lambdas and the like.
+        raise SaveError(f"{target} cannot be written ({str(error).splitlines()[0]})") from error
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
+
+def _destination(target: Path) -> Path:
+    return Path(os.path.realpath(target))
+
+
+def _sync_directory(directory: Path) -> None:
+    """The rename itself survives a power failure; not every system lets a directory be opened."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,384 @@
+"""Which layers of a network are swapped, swapping them, and undoing it.
+
+A swap gives a layer another class and touches nothing else (see ``layer``). Everything is decided before the
+first layer is touched, and what is then done cannot fail half-way.
+"""
+
+from __future__ import annotations
+
+import copy
+import fnmatch
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+
+from tconv_swap import op
+from tconv_swap.layer import ConvTranspose2d, original_class, swapped_class
+
+Patterns: TypeAlias = str | Iterable[str] | None
+FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
+
+_LIKE_OURS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
+
+
+class SwapWarning(UserWarning):
+    """A swap that is probably not what was meant: nothing to swap, or a pattern that matches no layer."""
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What happens to one transposed convolution of a network, and why.
+
+    Attributes:
+        names: its dotted names in the network, several where it is shared; the network itself is ``""``.
+        kind: the name of its class (before any parametrization).
+        geometry: channels and arguments in short, such as ``"128->64 k4 s2 p1 bias"``; arguments at their
+            default are left out.
+        parameters: the number of numbers in its parameters.
+        swap: whether it is one of our layers after the swap.
+        already: whether it is one of our layers before the swap.
+        reason: why it is not swapped; ``""`` where it is.
+    """
+
+    names: tuple[str, ...]
+    kind: str
+    geometry: str
+    parameters: int
+    swap: bool
+    already: bool = False
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values that ``json`` can write."""
+        return {**vars(self), "names": list(self.names)}
+
+    def __str__(self) -> str:
+        names = " = ".join(name or "(the model itself)" for name in self.names)
+        what = "already swapped" if self.already else "swap" if self.swap else f"leave: {self.reason}"
+        return f"{names}: {self.kind} {self.geometry}, {self.parameters:,} parameters: {what}"
+
+
+@dataclass(frozen=True)
+class SwapPlan:
+    """What ``swap_layers`` does to a network; its ``str`` says it in lines.
+
+    Attributes:
+        layers: every transposed convolution found, in the order of ``named_modules``.
+        unused_patterns: the include and exclude patterns that match none of them.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    unused_patterns: tuple[str, ...] = ()
+
+    @property
+    def swapped(self) -> tuple[LayerPlan, ...]:
+        """The layers that are ours after the swap, those that were so before it included."""
+        return tuple(layer for layer in self.layers if layer.swap)
+
+    @property
+    def skipped(self) -> tuple[LayerPlan, ...]:
+        """The layers that are left as they are, each with its reason."""
+        return tuple(layer for layer in self.layers if not layer.swap)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values that ``json`` can write."""
+        return {
+            "layers": [layer.to_dict() for layer in self.layers],
+            "unused_patterns": list(self.unused_patterns),
+        }
+
+    def __str__(self) -> str:
+        if not self.layers:
+            lines = ["nothing to swap: the model has no transposed convolution"]
+        elif not self.swapped:
+            lines = [f"nothing to swap: 0 of {len(self.layers)} transposed convolutions"]
+        else:
+            lines = [f"swapped: {len(self.swapped)} of {len(self.layers)} transposed convolutions"]
+        lines += [str(layer) for layer in self.layers]
+        lines += [self.describe_unused(pattern) for pattern in self.unused_patterns]
+        return "\n  ".join(lines)
+
+    def describe_unused(self, pattern: str) -> str:
+        """The text of the warning that ``pattern`` matches nothing."""
+        names = [name for layer in self.layers for name in layer.names]
+        hint = f"; '{pattern}.**' would match what is below" if _matches_any(f"{pattern}.**", names) else ""
+        return f"pattern '{pattern}' matches no transposed convolution{hint}"
+
+
+def plan_swap(
+    model: nn.Module,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    filter_fn: FilterFn | None = None,
+) -> SwapPlan:
+    """Says what ``swap_layers`` would do with the same arguments; changes nothing.
+
+    Args:
+        model: the network; may itself be the layer.
+        include: patterns, at least one of which a layer's name has to match; None includes every layer. A
+            pattern is compared with the dotted name component by component: ``*``, ``?`` and ``[...]`` stand
+            for characters within one component, a component ``**`` for any number of components, none
+            included. So ``decoder.*`` matches ``decoder.up`` but not ``decoder.up.0``, ``decoder.**`` both.
+            A single string is one pattern. A shared layer is matched by any of its names.
+        exclude: patterns, none of which may match any of a layer's names.
+        filter_fn: called with a module and each of its names for every layer that could be swapped and that
+            the patterns let through, until it returns true; it is left where it never does.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
+    """
+    return _plan(model, include, exclude, filter_fn)
+
+
+def swap_layers(
+    model: nn.Module,
+    *,
+    include: Patterns = None,
+    exclude: Patterns = None,
+    filter_fn: FilterFn | None = None,
+    inplace: bool = True,
+) -> nn.Module:
+    """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
+
+    Parameters, buffers, hooks, names, attributes and modes stay the very same objects; so optimizers, tied
+    weights and references to a layer go on working. Layers that are ours already stay so. ``plan_swap`` tells
+    which layers are left, and why.
+
+    Args:
+        model, include, exclude, filter_fn: as in ``plan_swap``.
+        inplace: False swaps in a deep copy and leaves ``model`` as it is.
+
+    Returns:
+        ``model``, or the copy.
+
+    Raises:
+        TypeError: as in ``plan_swap``. Whatever is raised, ``model`` is as it was.
+
+    Warns:
+        SwapWarning: nothing to swap, or a pattern matches no layer.
+    """
+    plan = _plan(model, include, exclude, filter_fn)
+    for pattern in plan.unused_patterns:
+        warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
+    if not plan.swapped:
+        warnings.warn(str(plan), SwapWarning, stacklevel=2)
+    target = model if inplace else copy.deepcopy(model)
+    modules = dict(target.named_modules(remove_duplicate=False))
+    layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
+    _set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
+    return target
+
+
+def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
+    """Undoes ``swap_layers``: every layer of ours becomes what it was, all else stays as it is.
+
+    A ``tconv_swap.ConvTranspose2d`` built as such becomes an ``nn.ConvTranspose2d``; a class that somebody
+    derived from ours has no original and is left.
+
+    Args:
+        model: the network; may itself be the layer.
+        inplace: False works on a deep copy and leaves ``model`` as it is.
+
+    Returns:
+        ``model``, or the copy.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+    """
+    _check_model(model)
+    target = model if inplace else copy.deepcopy(model)
+    layers = [module for module in target.modules() if isinstance(module, ConvTranspose2d)]
+    _set_classes([(layer, original_class(type_before_parametrizations(layer))) for layer in layers])
+    return target
+
+
+def _plan(model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: FilterFn | None) -> SwapPlan:
+    _check_model(model)
+    included = None if include is None else _as_patterns(include, "include")
+    excluded = _as_patterns(exclude, "exclude")
+    found = _transposed_convolutions(model)
+    layers = []
+    for module, names in found:
+        already = isinstance(module, ConvTranspose2d)
+        reason = ""
+        if not already:
+            reason = _why_unfit(module) or _why_unwanted(module, names, included, excluded, filter_fn)
+        layers.append(
+            LayerPlan(
+                names=names,
+                kind=_kind(module),
+                geometry=_geometry(module),
+                parameters=_count_parameters(module),
+                swap=not reason,
+                already=already,
+                reason=reason,
+            )
+        )
+    all_names = [name for _, names in found for name in names]
+    patterns = dict.fromkeys([*(included or ()), *excluded])
+    unused = tuple(pattern for pattern in patterns if not _matches_any(pattern, all_names))
+    return SwapPlan(tuple(layers), unused)
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {type(model).__name__}")
+
+
+def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
+    """Every module that is a transposed convolution of some kind, once, with all its names."""
+    found: dict[int, tuple[nn.Module, list[str]]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, _LIKE_OURS) or _is_quantized(module) or _is_scripted(module):
+            found.setdefault(id(module), (module, []))[1].append(name)
+    return [(module, tuple(names)) for module, names in found.values()]
+
+
+def _is_quantized(module: nn.Module) -> bool:
+    # By name: importing torch.ao is slow, and it is on its way out of PyTorch.
+    return any(
+        cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _LIKE_OURS_NAMES
+        for cls in type(module).__mro__
+    )
+
+
+def _is_scripted(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule) and _kind(module) in _LIKE_OURS_NAMES
+
+
+def _why_unfit(module: nn.Module) -> str:
+    """Why ``module`` cannot be swapped, or ``""``."""
+    kind = _kind(module)
+    if _is_scripted(module):
+        return "compiled by TorchScript, which has fixed its code"
+    if _is_quantized(module):
+        return f"quantized ({type(module).__module__})"
+    if not isinstance(module, nn.ConvTranspose2d):
+        return f"{'1-D' if isinstance(module, nn.ConvTranspose1d) else '3-D'}; only 2-D layers are swapped"
+    if isinstance(module, LazyModuleMixin):
+        return "lazy and not initialised; run the model once, then swap"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    if type(module).forward is not nn.ConvTranspose2d.forward:
+        return f"{kind} has a forward of its own"
+    if any(
+        getattr(type(module), name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__")
+    ):
+        return f"{kind} has its own way of being pickled"
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if unsupported := sorted(str(dtype) for dtype in dtypes.difference(op.SUPPORTED_DTYPES)):
+        return f"unsupported dtype {', '.join(unsupported)}"
+    try:
+        swapped_class(type_before_parametrizations(module))
+    except Exception as error:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+        return f"{kind} cannot be subclassed ({error})"
+    return ""
+
+
+def _why_unwanted(
+    module: nn.Module,
+    names: tuple[str, ...],
+    included: tuple[str, ...] | None,
+    excluded: tuple[str, ...],
+    filter_fn: FilterFn | None,
+) -> str:
+    """Why the user does not want ``module`` swapped, or ``""``."""
+    if included is not None and not any(_matches_any(pattern, names) for pattern in included):
+        return "matches no include pattern"
+    for pattern in excluded:
+        if _matches_any(pattern, names):
+            return f"excluded by '{pattern}'"
+    if filter_fn is not None and not any(filter_fn(module, name) for name in names):
+        return "filter_fn does not want it"
+    return ""
+
+
+def _kind(module: nn.Module) -> str:
+    if isinstance(module, torch.jit.ScriptModule):
+        return str(getattr(module, "original_name", type(module).__name__))
+    return type_before_parametrizations(module).__name__
+
+
+def _geometry(module: Any) -> str:
+    if not hasattr(module, "kernel_size"):  # a traced module keeps no attributes
+        return "of unknown geometry"
+    parts = [f"{module.in_channels or '?'}->{module.out_channels}", f"k{_short(module.kernel_size)}"]
+    arguments = (
+        ("s", module.stride, 1),
+        ("p", module.padding, 0),
+        ("op", module.output_padding, 0),
+        ("d", module.dilation, 1),
+        ("g", module.groups, 1),
+    )
+    parts += [
+        f"{letter}{_short(value)}" for letter, value, default in arguments if _short(value) != str(default)
+    ]
+    if _has_bias(module):
+        parts.append("bias")
+    return " ".join(parts)
+
+
+def _short(value: int | tuple[int, ...]) -> str:
+    """``4`` for (4, 4), ``3x5`` for (3, 5)."""
+    values = [str(v) for v in value] if isinstance(value, tuple | list) else [str(value)]
+    return values[0] if len(set(values)) == 1 else "x".join(values)
+
+
+def _has_bias(module: Any) -> bool:
+    if is_parametrized(module, "bias"):  # reading it would compute it
+        return True
+    return (module.bias() if callable(module.bias) else module.bias) is not None  # quantized: a method
+
+
+def _count_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
+
+
+def _set_classes(classes: list[tuple[nn.Module, type[nn.ConvTranspose2d]]]) -> None:
+    """Gives each layer its class; all classes are made before the first is assigned."""
+    for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
+        object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise
+
+
+def _parametrized_like(layer: nn.Module, cls: type[nn.ConvTranspose2d]) -> type[nn.Module]:
+    """``cls`` with the properties that ``torch.nn.utils.parametrize`` has put into the class of ``layer``.
+
+    A new class, as deep copies of a layer share theirs; with ``cls`` as its first base, which is where
+    ``remove_parametrizations`` looks for the class to go back to.
+    """
+    if not is_parametrized(layer):
+        return cls
+    namespace = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
+    return type(layer.__class__.__name__, (cls,), namespace)
+
+
+def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
+    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(f"{argument}: expected patterns as strings, got {pattern!r}")
+    return patterns
+
+
+def _matches_any(pattern: str, names: Iterable[str]) -> bool:
+    return any(_matches(_split(name), _split(pattern)) for name in names)
+
+
+def _split(dotted: str) -> list[str]:
+    return dotted.split(".") if dotted else []
+
+
+def _matches(name: list[str], pattern: list[str]) -> bool:
+    if not pattern:
+        return not name
+    if pattern[0] == "**":
+        return any(_matches(name[i:], pattern[1:]) for i in range(len(name) + 1))
+    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])

@@ -1,0 +1,127 @@
+"""The examples, tiny: each swaps the layers it should, verifies, and trains its two networks alike."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import nn
+
+from tconv_swap import op
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = 2
+# Ten times what rounding does to these losses, a hundredth of what a wrong layer does.
+LOSS_TOLERANCE = 1e-4
+
+
+class Case(NamedTuple):
+    example: str
+    options: str
+    layers: int
+
+
+CASES = [
+    Case("dcgan", "--size 32 --width 8 --batch 4", layers=4),
+    Case("pix2pix", "--size 64 --width 4", layers=6),
+    Case("cyclegan", "--size 32 --width 4", layers=4),
+    Case("vae", "--size 32 --width 4 --batch 4", layers=4),
+    Case("unet", "--size 32 --width 4", layers=4),
+    Case("mask_rcnn", "--size 64 --batch 1", layers=1),
+]
+each_example = pytest.mark.parametrize("case", CASES, ids=[case.example for case in CASES])
+
+
+@pytest.fixture(autouse=True)
+def _examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importable, as they are to each other when one is run; and without a network, as they promise."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("an example tried to reach the network")
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+
+
+def example(name: str) -> ModuleType:
+    return importlib.import_module(name)
+
+
+def run(case: Case, device: str) -> Any:
+    options = f"{case.options} --steps {STEPS} --iters 1 --device {device}"
+    return example(case.example).main(options.split())
+
+
+def check(case: Case, outcome: Any, printed: str) -> None:
+    assert len(outcome.plan.swapped) == case.layers
+    assert f"Layers swapped: {case.layers}\n" in printed
+    assert outcome.verification.passed
+    assert "Verified: yes" in printed
+    assert {row.stage for row in outcome.timing.network} == {"forward", "backward", "step"}
+    assert all(f"{row.speedup:.2f}x" in printed for row in outcome.timing.network)
+    assert len(outcome.losses) == STEPS
+    for original, swapped in outcome.losses:
+        assert swapped == pytest.approx(original, rel=LOSS_TOLERANCE)
+    assert outcome.losses[0][0] != outcome.losses[1][0], "nothing was trained"
+
+
+@each_example
+def test_swaps_verifies_and_trains_alike(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    check(case, run(case, "cpu"), capsys.readouterr().out)
+
+
+@pytest.mark.gpu
+@each_example
+def test_swaps_verifies_and_trains_alike_on_cuda(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    check(case, run(case, "cuda"), capsys.readouterr().out)
+
+
+@each_example
+def test_a_wrong_operator_fails_the_example(
+    case: Case, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = op.conv_transpose2d
+    monkeypatch.setattr(op, "conv_transpose2d", lambda *args: 1.05 * right(*args))
+    with pytest.raises(SystemExit, match="verification failed"):
+        run(case, "cpu")
+    assert "Verified: NO" in capsys.readouterr().out
+
+
+def test_runs_as_a_command() -> None:
+    case = CASES[0]
+    command = [sys.executable, "examples/dcgan.py", *case.options.split(), "--steps", "1", "--iters", "1"]
+    result = subprocess.run(
+        [*command, "--device", "cpu"],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert f"Layers swapped: {case.layers}\n" in result.stdout
+
+
+def test_networks_have_the_published_number_of_parameters() -> None:
+    """Those of pytorch/examples (DCGAN), pytorch-CycleGAN-and-pix2pix and Pytorch-UNet at their full size."""
+    common, dcgan = example("common"), example("dcgan")
+    with torch.device("meta"):
+        networks = {
+            3_576_704: dcgan.build_generator(size=64, width=64),
+            2_765_568: dcgan.build_discriminator(size=64, width=64),
+            54_413_955: example("pix2pix").UNetGenerator(levels=8, width=64),
+            2_768_705: common.patch_discriminator(6, 64, nn.BatchNorm2d),
+            11_378_179: example("cyclegan").build_generator(width=64, blocks=9),
+            2_764_737: common.patch_discriminator(3, 64, nn.InstanceNorm2d),
+            31_037_698: example("unet").UNet(classes=2, width=64),
+        }
+    counted = [sum(parameter.numel() for parameter in network.parameters()) for network in networks.values()]
+    assert counted == list(networks)
