@@ -32,7 +32,7 @@ from tconv_swap.stages import (
     sum_of_squares,
 )
 from tconv_swap.state import preserved
-from tconv_swap.timing import Launches, Timing, Variant, speedup_interval, time_interleaved
+from tconv_swap.timing import MIN_ITERS, Launches, Timing, Variant, speedup_interval, time_interleaved
 
 logger = logging.getLogger("tconv_swap")
 
@@ -235,6 +235,9 @@ class _Run:
     def record_circumstances(self) -> None:
         cuda = self.device.type == "cuda"
         self.report.environment = environment(self.device)
+        iters = self.settings["iters"]
+        if iters is not None and iters < MIN_ITERS:
+            self._note(f"{iters} samples per timing are too few to tell a difference from noise")
         self.report.method = self.settings | {
             "order": "interleaved",
             "statistic": "median, quartiles",

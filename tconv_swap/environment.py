@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 import subprocess
@@ -23,6 +24,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "device": str(device),
         "platform": platform.platform(),
         "python": platform.python_version(),
+        "tconv_swap": _own_version(),
         "torch": str(torch.__version__),
         "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -63,6 +65,13 @@ def cpu_name() -> str:
     if platform.system() == "Darwin" and (name := _output_of("sysctl", "-n", "machdep.cpu.brand_string")):
         return name
     return platform.processor() or platform.machine() or "unknown CPU"
+
+
+def _own_version() -> str | None:
+    try:
+        return importlib.metadata.version("tconv-swap")
+    except importlib.metadata.PackageNotFoundError:  # a checkout that nobody installed
+        return None
 
 
 def _usable_cores() -> int | None:

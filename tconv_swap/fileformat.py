@@ -7,6 +7,7 @@ Two formats go on to `loading`: the zip archives of `torch.save`, and what it wr
 from __future__ import annotations
 
 import os
+import re
 import stat
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import deque
@@ -23,7 +24,7 @@ ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGIC = b"\x80"
 # torch.serialization.MAGIC_NUMBER, the first object of a legacy file.
 LEGACY_MAGIC = 0x1950A86A20F9469CFC6C
-# After the magic number: protocol version, byte order and word sizes, the object itself, the storage keys.
+# After the magic number: the protocol version, byte order and word sizes, the object, its storage keys.
 LEGACY_PICKLES = 4
 
 
@@ -87,8 +88,10 @@ def examine(path: Path) -> TorchFile:
         raise LoadError(f"{shown}: no such file") from None
     except PermissionError:
         raise LoadError(f"{shown}: no permission to read it") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        raise LoadError(f"{shown} cannot be read ({first_line(error)})") from None
+    except OSError as error:
+        raise LoadError(f"{shown} cannot be read ({error.strerror or error})") from None
+    except ValueError as error:  # a null byte in the name
+        raise LoadError(f"{shown} cannot be read ({error})") from None
 
 
 def _examine_stream(path: Path, stream: IO[bytes]) -> TorchFile:
@@ -160,9 +163,12 @@ def _examine_pickles(path: Path, stream: IO[bytes]) -> TorchFile:
 
 
 def _reason(error: BaseException) -> str:
-    # "PytorchStreamReader failed reading zip archive: <the reason>", then a C++ stack trace.
+    # "PytorchStreamReader failed reading zip archive: <the reason>. <advice>", then a C++ stack trace.
     lines = str(error).strip().splitlines()
-    return printable(lines[0].removeprefix("PytorchStreamReader ")) if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    text = re.sub(r"^PytorchStreamReader |^\[enforce fail at [^]]*\] \. ", "", lines[0])
+    return printable(text.partition(". ")[0])
 
 
 def _globals_of(stream: IO[bytes]) -> Iterator[GlobalName]:

@@ -10,12 +10,13 @@ import dataclasses
 import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tconv_swap.state import preserved
 
 # Batch 2: with one sample, BatchNorm over 1x1 maps has a single value per channel and refuses to train.
 BATCHES = (2, 1)
@@ -199,7 +200,7 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
 
     The first shape is taken that runs in eval and in train mode and reaches every `nn.ConvTranspose2d`; if
     none does, the one that reaches the most of them. Runs on the model's own device, without gradients. The
-    model's modes and buffers and the global random state are left as they were.
+    model and the global random state are left as they were.
 
     Args:
         model: the network.
@@ -230,12 +231,10 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
             continue
         reached = len(targets & (evaluated.reached | trained.reached))
         both = not evaluated.error and not trained.error
-        note = (
-            ""
-            if reached == len(targets)
-            else f", reaches {reached} of {len(targets)} transposed convolutions"
-        )
-        ran.append(((reached, both), InferredInputs(inputs, f"inferred from {layer}{note}")))
+        how = f"inferred from {layer}"
+        if reached < len(targets):
+            how += f", reaches {reached} of {len(targets)} transposed convolutions"
+        ran.append(((reached, both), InferredInputs(inputs, how)))
         if (reached, both) == (len(targets), True):
             break
     if ran:
@@ -272,10 +271,10 @@ class ModeTrial:
 def try_modes(model: nn.Module, inputs: Inputs) -> tuple[ModeTrial, ModeTrial]:
     """Call `model` once in eval and once in train mode, without gradients, and say what came of it.
 
-    The model's modes and buffers and the global random state are left as they were. Nothing is raised,
-    whatever the model's forward raises.
+    The model and the global random state are left as they were. Nothing is raised, whatever the model's
+    forward raises.
     """
-    with _left_untouched(model):
+    with preserved(model), torch.no_grad():
         return _trial(model.eval(), "eval", inputs), _trial(model.train(), "train", inputs)
 
 
@@ -291,23 +290,6 @@ def _trial(model: nn.Module, mode: str, inputs: Inputs) -> ModeTrial:
         for hook in hooks:
             hook.remove()
     return ModeTrial(mode, error, frozenset(reached))
-
-
-@contextmanager
-def _left_untouched(model: nn.Module) -> Iterator[None]:
-    """No gradients inside; afterwards the modes, the buffers and the random state are what they were."""
-    modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    device = model_device(model)
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
-        try:
-            yield
-        finally:
-            for module, training in modes:
-                module.training = training
-            for buffer, saved in buffers:
-                buffer.copy_(saved)
 
 
 def _candidates(model: nn.Module) -> Iterator[tuple[str, tuple[int, ...], int | None]]:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import IO, Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from tconv_swap import layer
 from tconv_swap.fileformat import GlobalName, LoadError, TorchFile, examine, first_line, printable
 from tconv_swap.inputs import Inputs
+from tconv_swap.legacy import container_class, readable_by_safe_loader
 
 __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model"]
 
@@ -90,7 +91,7 @@ def load_model(path: Path | str, *, trust: Iterable[str] = (), unsafe_pickle: bo
     file = examine(path)
     allowed = _allowed(file, trust, unsafe_pickle)
     devices = _Devices()
-    loaded = _load(path, allowed, unsafe_pickle, devices)
+    loaded = _load(file, allowed, unsafe_pickle, devices)
     if not isinstance(loaded, nn.Module):
         raise LoadError(f"{printable(path)} {_other_content(loaded)}")
     _check_whole(path, loaded)
@@ -112,7 +113,7 @@ def load_inputs(path: Path | str) -> Inputs:
             f"{printable(path)} holds more than tensors, tuples, lists and dicts: "
             f"{printable(', '.join(name.dotted for name in sorted(unknown)))}"
         )
-    loaded = _load(path, [], False, lambda storage, _: storage)
+    loaded = _load(file, [], False, lambda storage, _: storage)
     try:
         return Inputs.of(loaded)
     except TypeError as error:
@@ -154,19 +155,24 @@ def _exists(location: str) -> bool:
     return True
 
 
-def _load(path: Path, allowed: _Allowed, unsafe: bool, map_location: Callable[[Any, str], Any]) -> Any:
+def _load(file: TorchFile, allowed: _Allowed, unsafe: bool, map_location: Callable[[Any, str], Any]) -> Any:
+    path = file.path
     try:
+        source: Path | IO[bytes] = path
+        if file.format == "legacy" and not unsafe:
+            with open(path, "rb") as stream:
+                source = readable_by_safe_loader(stream)
         # Warnings about the pickle protocol, storages and changed sources say nothing the user can act on.
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location=map_location, weights_only=not unsafe)
+            return torch.load(source, map_location=map_location, weights_only=not unsafe)
     except Exception as error:  # a damaged pickle may fail in any way; so may the code of a trusted class
         reason = str(error)
         if "Unsupported operand" in reason:
             raise LoadError(
                 f"{printable(path)} is damaged, or was saved with another pickle protocol than torch.save's "
-                "default (2), the one that PyTorch's safe loader reads: save it again, or use --unsafe-pickle "
-                "if you trust it"
+                "default (2), the one that PyTorch's safe loader reads: save it again, or, if you trust it, "
+                "use --unsafe-pickle"
             ) from error
         raise LoadError(f"{printable(path)} cannot be loaded ({_inner_reason(error)})") from error
 
@@ -235,6 +241,7 @@ def _own_names() -> dict[str, Any]:
         SpectralNormLoadStateDictPreHook,
         layer.ConvTranspose2d,
         layer._new_swapped_layer,
+        container_class,
         *pruning,
     )
     found |= {f"{value.__module__}.{value.__qualname__}": value for value in extra}
@@ -313,10 +320,13 @@ def _other_content(loaded: Any) -> str:
 def _check_whole(path: Path, model: nn.Module) -> None:
     """A pickle may give a module any attributes, or none: find out now and not in the middle of the work."""
     try:
-        model.apply(lambda module: None)
-        for module in model.modules():
-            repr(module.training)
-            for _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
-                pass
+        model.apply(lambda module: None)  # recurses as .to() does: finds a module that contains itself
+        for name, module in model.named_modules():
+            if not name.isprintable():
+                raise ValueError(f"a layer is called {name!r}")
+            if not isinstance(module.training, bool):
+                raise TypeError("training is not a bool")
+            list(module.named_parameters(recurse=False))
+            list(module.named_buffers(recurse=False))
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise LoadError(f"{printable(path)} holds a damaged network ({first_line(error)})") from None

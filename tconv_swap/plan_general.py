@@ -54,8 +54,8 @@ def _tile(columns: int) -> Tile:
     if columns > 16:
         return Tile(64, 64, 16, 4, 4)
     if columns > 4:
-        return Tile(256, 16, 16, 4, 4)
-    return Tile(256, 4, 16, 4, 1)
+        return Tile(256, 16, 8, 4, 4)
+    return Tile(256, 4, 8, 4, 1)
 
 
 def _common(

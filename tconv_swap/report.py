@@ -1,11 +1,12 @@
 """What a person sees of a swap: the plan, the verification and the timing as text, and as JSON for programs.
 
-`print_report` fits 80 columns and is plain text where its console is no terminal; `to_json_dict` has the same and all
-details. Neither knows how anything was made or measured.
+`print_report` fits 80 columns and is plain text where its console is no terminal; `to_json_dict` has the
+same and all details. Neither knows how anything was made or measured.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -18,11 +19,14 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from tconv_swap.environment import machine_name
+from tconv_swap.fileformat import printable
+
 if TYPE_CHECKING:
     from tconv_swap.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
     from tconv_swap.surgery import LayerPlan, SwapPlan
     from tconv_swap.timing import Timing
-    from tconv_swap.verify import Check, VerifyReport
+    from tconv_swap.verify_report import Check, VerifyReport
 
 SCHEMA_VERSION = 1
 """Of the JSON. Grows by one when a field is removed or changes its meaning; new fields do not count."""
@@ -30,6 +34,7 @@ SCHEMA_VERSION = 1
 MODEL_ITSELF = "(the model itself)"
 WIDTH = 80
 FAILURES_SHOWN = 10
+EQUAL_WITHIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Facts:
 
 
 def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
-    """A console for the report: colours on a terminal only; at most as wide as the terminal, 80 columns elsewhere.
+    """A console for the report: in colour and as wide as it is on a terminal, plain 80 columns elsewhere.
 
     Args:
         file: where to write instead of stdout.
@@ -80,8 +85,9 @@ def to_json_dict(
 ) -> dict[str, Any]:
     """Everything that is known, as plain values that `json` writes and any parser reads.
 
-    Keys: `schema_version`, `tool`, `outcome` (see `outcome`), `facts`, `plan`, `verification` and `benchmark` (null
-    where not done). JSON has no infinities: they and NaN are the strings "inf", "-inf", "nan".
+    Keys: `schema_version`, `tool`, `outcome` (see `outcome`), `facts`, `plan`, `verification` and
+    `benchmark` (null where not done). JSON has no infinities: they and NaN are the strings "inf", "-inf",
+    "nan".
     """
     return {
         "schema_version": SCHEMA_VERSION,
@@ -107,28 +113,35 @@ def print_report(
         _layers(plan),
         _verification(verification) if plan.swapped else [],
         _timing(benchmark) if plan.swapped else [],
-        _notes(plan, benchmark, facts),
+        _notes(plan, verification, benchmark, facts),
     ]
-    for section in sections:
-        for renderable in section:
+    with console.capture() as capture:
+        for renderable in itertools.chain.from_iterable(sections):
             console.print(renderable)
-    if facts.load_snippet:
-        console.print(Text("Load it", style="bold"))
-        for line in facts.load_snippet.strip().splitlines():
-            # To be copied: never wrapped, however narrow the console.
-            console.print(Text(f"    {line}"), soft_wrap=True)
+        if facts.load_snippet:
+            console.print(Text("Load it", style="bold"))
+            for line in facts.load_snippet.strip().splitlines():
+                # To be copied: never wrapped, however narrow the console.
+                console.print(_text(f"    {line}"), soft_wrap=True)
+    # Tables pad every line to their width, which a file or a diff has no use for.
+    text = "\n".join(line.rstrip() for line in capture.get().split("\n"))
+    console.out(text, end="", highlight=False)
 
 
 def speedup_text(comparison: Comparison) -> Text:
-    """ "1.93x faster", "0.90x (slower)", "1.00x", or "1.00x +-0.04" where no difference can be told from noise."""
+    """ "1.93x faster", "0.90x (slower)" or "1.00x" where the two are the same within noise.
+
+    "1.31x (noisy)" where the medians are more than 5 % apart, but the samples cannot tell which one is
+    faster.
+    """
     low, high = comparison.interval
     speedup = comparison.speedup
-    if low <= 1 <= high:
-        noise = max(1 - low, high - 1)
-        return Text(f"1.00x +-{noise:.2f}")
-    if f"{speedup:.2f}" == "1.00":
-        return Text("1.00x")
     number = f"{speedup:.2f}x" if speedup < 100 else f"{speedup:.0f}x"
+    noise_explains_it = low <= 1 <= high
+    if number == "1.00x" or (noise_explains_it and abs(speedup - 1) <= EQUAL_WITHIN):
+        return Text("1.00x")
+    if noise_explains_it:
+        return Text(f"{number} (noisy)", style="yellow")
     return Text(f"{number} faster", style="green") if speedup > 1 else Text(f"{number} (slower)", style="red")
 
 
@@ -138,11 +151,11 @@ def _heading(
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True)
     rows.add_column(overflow="fold")
-    rows.add_row("model", Text(facts.model))
-    rows.add_row("inputs", Text(f"{facts.inputs} ({facts.inputs_origin})"))
-    rows.add_row("device", Text(facts.device))
+    rows.add_row("model", _text(facts.model))
+    rows.add_row("inputs", _text(f"{facts.inputs} ({facts.inputs_origin})"))
+    rows.add_row("device", _text(facts.device))
     if benchmark is not None:
-        rows.add_row("machine", Text(_machine(benchmark.environment)))
+        rows.add_row("machine", _text(machine_name(benchmark.environment)))
     rows.add_row("layers", f"{len(plan.swapped)} of {len(plan.layers)} transposed convolutions swapped")
     if plan.swapped:
         rows.add_row("result", _verdict(verification))
@@ -150,9 +163,14 @@ def _heading(
         parts = [Text.assemble(f"{c.stage} ", speedup_text(c)) for c in benchmark.network]
         rows.add_row("speed", Text(", ").join(parts))
     if facts.output is not None:
-        rows.add_row("written", Text(facts.output))
+        rows.add_row("written", _text(facts.output))
     yield rows
     yield ""
+
+
+def _text(foreign: str, style: str = "") -> Text:
+    """Names come out of files that anybody may have written: nothing in them may steer the terminal."""
+    return Text(printable(foreign), style=style)
 
 
 def _verdict(verification: VerifyReport | None) -> Text:
@@ -161,18 +179,13 @@ def _verdict(verification: VerifyReport | None) -> Text:
     if not verification.passed:
         count = len(verification.failures)
         return Text(f"MISMATCH: {count} failure{'s' if count != 1 else ''}", style="bold red")
-    count = len(verification.checks)
-    return Text(f"VERIFIED: all {count} comparisons within their limits", style="bold green")
-
-
-def _machine(environment: dict[str, Any]) -> str:
-    from tconv_swap.environment import machine_name
-
-    return machine_name(environment)
+    count, margin = len(verification.checks), verification.margin
+    worst = f"the largest error is {1 / margin:.0%} of its limit" if math.isfinite(margin) else "all exact"
+    return Text(f"VERIFIED: {count} comparisons, {worst}", style="bold green")
 
 
 def _title(text: str, explanation: str = "") -> RenderableType:
-    return Text.assemble((text, "bold"), (f"  {explanation}" if explanation else "", "dim"))
+    return Text.assemble((text, "bold"), (f"  {printable(explanation)}" if explanation else "", "dim"))
 
 
 def _table() -> Table:
@@ -195,8 +208,8 @@ def _layers(plan: SwapPlan) -> Iterator[RenderableType]:
     table.add_column("parameters", justify="right", no_wrap=True)
     table.add_column("swapped", overflow="fold", ratio=4)
     for layer in plan.layers:
-        swapped = Text("yes", style="green") if layer.swap else Text(f"no: {layer.reason}", style="yellow")
-        table.add_row(Text(_names(layer)), Text(layer.geometry), f"{layer.parameters:,}", swapped)
+        swapped = Text("yes", style="green") if layer.swap else _text(f"no: {layer.reason}", "yellow")
+        table.add_row(_text(_names(layer)), _text(layer.geometry), f"{layer.parameters:,}", swapped)
     yield _indented(table)
 
 
@@ -211,7 +224,7 @@ def _verification(verification: VerifyReport | None) -> Iterator[RenderableType]
     worst: dict[tuple[str, str], Check] = {}
     for check in verification.checks:
         key = (check.kind, check.mode)
-        if key not in worst or _severity(check) > _severity(worst[key]):
+        if key not in worst or (check.passed, check.margin) < (worst[key].passed, worst[key].margin):
             worst[key] = check
     table = _table()
     table.add_column("compared", overflow="fold", ratio=3)
@@ -223,7 +236,7 @@ def _verification(verification: VerifyReport | None) -> Iterator[RenderableType]
         table.add_row(
             Text(kind.replace("_", " ")),
             mode,
-            Text(check.name),
+            _text(check.name or (MODEL_ITSELF if kind.startswith("layer_") else "")),
             _error(check.error_original),
             Text(_error(check.error_swapped), style="green" if check.passed else "bold red"),
             _error(check.limit),
@@ -232,28 +245,15 @@ def _verification(verification: VerifyReport | None) -> Iterator[RenderableType]
         yield _indented(table)
     if verification.passed:
         return
-    failures = [Text(line, style="red") for line in verification.failures[:FAILURES_SHOWN]]
+    failures = [_text(line, "red") for line in verification.failures[:FAILURES_SHOWN]]
     if (more := len(verification.failures) - FAILURES_SHOWN) > 0:
         failures.append(Text(f"and {more} more"))
     if verification.first_divergence:
-        failures.append(Text(f"first layer that diverges: {verification.first_divergence}", style="bold"))
+        failures.append(_text(f"first layer that diverges: {verification.first_divergence}", "bold"))
     yield from _bullets("Failures", failures)
 
 
-def _severity(check: Check) -> tuple[bool, float]:
-    """Failed before passed, then by how much of the limit is used up; what is no number is the worst."""
-    if check.error_swapped is None or check.limit is None:
-        return not check.passed, -1.0
-    if math.isnan(check.error_swapped):
-        return not check.passed, math.inf
-    if check.limit > 0:
-        return not check.passed, check.error_swapped / check.limit
-    return not check.passed, math.inf if check.error_swapped > 0 else 0.0
-
-
-def _error(value: float | None) -> str:
-    if value is None:
-        return "-"
+def _error(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
@@ -270,13 +270,16 @@ def _timing(benchmark: BenchmarkReport | None) -> Iterator[RenderableType]:
     for comparison in benchmark.network:
         label = "whole network" if comparison is benchmark.network[0] else ""
         _add_comparison(table, Text(label, style="bold"), comparison)
-    previous: tuple[Any, ...] = ()
-    for layer in benchmark.layers:
-        key = (layer.name, layer.input_shape, layer.dtype, layer.memory_format)
-        if key != previous:
-            table.add_section()
-        _add_comparison(table, _layer_label(layer) if key != previous else Text(), layer)
-        previous = key
+    for (name, form), group in itertools.groupby(benchmark.layers, lambda c: (c.name, _form(c))):
+        stages = list(group)
+        # The second stage's row has room for what the layer was given.
+        labels = [_text(name or MODEL_ITSELF), Text(form, style="dim")]
+        table.add_section()
+        for cell, layer in itertools.zip_longest(labels, stages):
+            if layer is None:
+                table.add_row(cell)
+            else:
+                _add_comparison(table, cell or Text(), layer)
     if table.row_count:
         yield _indented(table)
     facts = [Text(line) for line in (*_shares(benchmark), *map(_memory, benchmark.peak_memory or ()))]
@@ -290,11 +293,11 @@ def _add_comparison(table: Table, label: Text, comparison: Comparison) -> None:
     table.add_row(label, comparison.stage, original, swapped, speedup_text(comparison))
 
 
-def _layer_label(layer: LayerComparison) -> Text:
+def _form(layer: LayerComparison) -> str:
     shape = "x".join(map(str, layer.input_shape))
     form = "" if layer.memory_format == "contiguous" else f" {layer.memory_format}"
     calls = f", {layer.calls} calls" if layer.calls > 1 else ""
-    return Text.assemble(layer.name or MODEL_ITSELF, (f" {shape} {layer.dtype}{form}{calls}", "dim"))
+    return f"{shape} {layer.dtype}{form}{calls}"
 
 
 def _milliseconds(timing: Timing) -> str:
@@ -305,7 +308,7 @@ def _milliseconds(timing: Timing) -> str:
 
 
 def _shares(benchmark: BenchmarkReport) -> Iterator[str]:
-    shares = [(stage, benchmark.transposed_share(stage)) for stage in ("forward", "backward")]  # type: ignore[arg-type]
+    shares = [(stage, benchmark.transposed_share(stage)) for stage in ("forward", "backward")]
     known = [f"{share:.0%} of the {stage} pass" for stage, share in shares if share is not None]
     if known:
         yield f"These layers are about {' and '.join(known)} of the original network."
@@ -319,12 +322,15 @@ def _bytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def _notes(plan: SwapPlan, benchmark: BenchmarkReport | None, facts: Facts) -> Iterator[RenderableType]:
+def _notes(
+    plan: SwapPlan, verification: VerifyReport | None, benchmark: BenchmarkReport | None, facts: Facts
+) -> Iterator[RenderableType]:
     lines = list(facts.warnings)
     lines += [plan.describe_unused(pattern) for pattern in plan.unused_patterns]
+    lines += verification.notes if verification is not None else []
     lines += benchmark.notes if benchmark is not None else ["not timed"] if plan.swapped else []
     # The command line hands on warnings that the plan may know as well.
-    yield from _bullets("Notes", [Text(line) for line in dict.fromkeys(lines)])
+    yield from _bullets("Notes", [_text(line) for line in dict.fromkeys(lines)])
 
 
 def _bullets(title: str, lines: list[Text]) -> Iterator[RenderableType]:

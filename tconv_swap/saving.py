@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import secrets
 import stat
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] 
         _sync_directory(destination.parent)
     except OSError as error:
         raise SaveError(f"{target} cannot be written ({error.strerror or error})") from error
-    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+    except (RuntimeError, TypeError, AttributeError, ValueError, pickle.PickleError) as error:
         # torch's zip writer reports a full disk as a RuntimeError; pickling refuses lambdas and the like.
         raise SaveError(f"{target} cannot be written ({str(error).splitlines()[0]})") from error
     finally:

@@ -269,9 +269,7 @@ def _why_unfit(module: nn.Module) -> str:
         return "its forward was replaced on the instance"
     if type(module).forward is not nn.ConvTranspose2d.forward:
         return f"{kind} has a forward of its own"
-    if any(
-        getattr(type(module), name) is not getattr(object, name) for name in ("__reduce__", "__reduce_ex__")
-    ):
+    if _pickles_itself(type(module)):
         return f"{kind} has its own way of being pickled"
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if unsupported := sorted(str(dtype) for dtype in dtypes.difference(op.SUPPORTED_DTYPES)):
@@ -281,6 +279,10 @@ def _why_unfit(module: nn.Module) -> str:
     except Exception as error:  # the __init_subclass__ or metaclass of somebody's class may raise anything
         return f"{kind} cannot be subclassed ({error})"
     return ""
+
+
+def _pickles_itself(cls: type[nn.Module]) -> bool:
+    return cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__
 
 
 def _why_unwanted(

@@ -266,18 +266,24 @@ def balanced_order(names: Sequence[str], round_index: int) -> list[str]:
     return order[::-1] if round_index % 2 else order
 
 
-def speedup_interval(original: Timing, swapped: Timing, z: float = 1.96) -> tuple[float, float]:
-    """A confidence interval for how many times faster `swapped` is: the median of the paired ratios.
+def speedup_interval(original: Timing, swapped: Timing, confidence: float = 0.95) -> tuple[float, float]:
+    """A confidence interval for how many times faster `swapped` is: of the median of the paired ratios.
 
-    Distribution-free (order statistics), 95 % for the default `z`; the whole range where there are few
-    samples. From the quartiles, which is wider, if the samples of the two do not pair.
+    Exact and distribution-free: the narrowest pair of order statistics that holds the median with that
+    confidence, the whole range where there are too few samples (less than 6 for 0.95). From the quartiles
+    if the samples do not pair.
     """
     count = len(original.samples_ms)
     if count == 0 or count != len(swapped.samples_ms):
         return original.q1_ms / swapped.q3_ms, original.q3_ms / swapped.q1_ms
     ratios = sorted(a / b for a, b in zip(original.samples_ms, swapped.samples_ms, strict=True))
-    rank = max(1, math.floor((count - z * math.sqrt(count)) / 2))
-    return ratios[rank - 1], ratios[count - rank]
+    # The k-th smallest lies above the median as often as a fair coin shows fewer than k heads.
+    rank, ways, outside = 0, 1, 2
+    while outside / 2**count <= 1 - confidence:
+        rank += 1
+        ways = ways * (count - rank + 1) // rank
+        outside += 2 * ways
+    return ratios[max(rank, 1) - 1], ratios[count - max(rank, 1)]
 
 
 def _ignoring_state(run: Callable[[], object]) -> Callable[[Any], object]:

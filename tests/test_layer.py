@@ -198,6 +198,7 @@ def test_complex_goes_to_pytorchs_operator(calls: list[tuple[Any, ...]]) -> None
     assert not calls
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
 def test_moving_between_dtypes_after_construction(calls: list[tuple[Any, ...]]) -> None:
     layer = ConvTranspose2d(4, 6, 4, 2, 1)
     for dtype in (torch.float64, torch.bfloat16, torch.float32, torch.complex64):

@@ -19,7 +19,7 @@ from tconv_swap.surgery import plan_swap, swap_layers, unswap_layers
 pytestmark = pytest.mark.filterwarnings("error::tconv_swap.surgery.SwapWarning")  # a test expects its own
 
 
-# --- the swap ------------------------------------------------------------------------------------------------
+# --- the swap -----------------------------------------------------------------------------------------------
 
 
 def test_swaps_every_container_and_computes_the_same() -> None:
@@ -197,7 +197,7 @@ def test_a_model_is_a_module(function: Callable[[Any], Any]) -> None:
         function(Net().state_dict())
 
 
-# --- saving, copying, undoing --------------------------------------------------------------------------------
+# --- saving, copying, undoing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("round_trip", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
@@ -241,6 +241,7 @@ def test_unswap_not_in_place_leaves_the_swapped_model() -> None:
     assert swapped_names(model) == NAMES
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules")
 def test_moves_between_dtypes_after_the_swap() -> None:
     model = swap_layers(nn.Sequential(up(), up(4, 2, kernel_size=3)))
     for dtype in (torch.float64, torch.bfloat16, torch.complex64):

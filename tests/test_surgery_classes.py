@@ -20,7 +20,7 @@ from tconv_swap.surgery import plan_swap, swap_layers, unswap_layers
 pytestmark = pytest.mark.filterwarnings("error::tconv_swap.surgery.SwapWarning")  # a test expects its own
 
 
-# --- subclasses that keep PyTorch's forward ------------------------------------------------------------------
+# --- subclasses that keep PyTorch's forward -----------------------------------------------------------------
 
 
 class Named(nn.ConvTranspose2d):
@@ -78,7 +78,7 @@ def test_swapped_subclass_survives_deepcopy_and_torch_save() -> None:
         assert again[0].weight is not model[0].weight
 
 
-# --- reparametrized layers -----------------------------------------------------------------------------------
+# --- reparametrized layers ----------------------------------------------------------------------------------
 
 
 class Halved(nn.Module):

@@ -20,7 +20,7 @@ def planned_names(model: nn.Module, **arguments: Any) -> list[str]:
     return [layer.names[0] for layer in plan_swap(model, **arguments).swapped]
 
 
-# --- patterns ------------------------------------------------------------------------------------------------
+# --- patterns -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_patterns_are_strings(argument: str) -> None:
         plan_swap(Net(), **{argument: [3]})
 
 
-# --- plans ---------------------------------------------------------------------------------------------------
+# --- plans --------------------------------------------------------------------------------------------------
 
 
 def test_plan_of_a_network() -> None:
@@ -204,7 +204,7 @@ def test_nothing_that_can_be_swapped_says_why() -> None:
         swap_layers(nn.Sequential(nn.ConvTranspose1d(3, 4, 3)))
 
 
-# --- layers that are left ------------------------------------------------------------------------------------
+# --- layers that are left -----------------------------------------------------------------------------------
 
 
 class OwnForward(nn.ConvTranspose2d):
@@ -234,7 +234,7 @@ def reference_quantized() -> nn.Module:
     return reference.ConvTranspose2d(4, 4, 2)
 
 
-@pytest.mark.filterwarnings("ignore:Complex modules")
+@pytest.mark.filterwarnings("ignore:Complex modules", "ignore:.*torch.jit")
 @pytest.mark.parametrize(
     ("make", "kind", "reason"),
     [

@@ -15,6 +15,9 @@ constexpr int CELLS_W = (OUT_WIDTH + STRIDE_W - 1) / STRIDE_W;
 constexpr int TILES_N = (CO_GROUP + TILE_N - 1) / TILE_N;
 using Vertical = Axis<KERNEL_H, STRIDE_H, DILATION_H>;
 using Horizontal = Axis<KERNEL_W, STRIDE_W, DILATION_W>;
+// As many taps as a phase can have, times the channels.
+constexpr long long MOST_TERMS =
+    (KERNEL_H / Vertical::STEP + 1LL) * (KERNEL_W / Horizontal::STEP + 1) * CI_GROUP;
 
 struct Pixel {
   long long n;
@@ -29,7 +32,7 @@ __device__ __forceinline__ Pixel pixel_of(long long m, long long batch, int phas
   return p;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_forward(const Element* __restrict__ input, const Element* __restrict__ weight,
                     const Element* __restrict__ bias, Element* __restrict__ output, long long batch) {
   __shared__ TileShared shared;
@@ -74,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   constexpr bool M_FASTEST = !CHANNELS_LAST;
   Sum sum[THREAD_M][THREAD_N];
-  tile_gemm<CHANNELS_LAST, false, M_FASTEST, 0>(shared, 0, k_end, load_a, load_b, sum);
+  tile_gemm<CHANNELS_LAST, false, M_FASTEST, MOST_TERMS>(shared, 0, k_end, load_a, load_b, sum);
 
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i) {

@@ -10,6 +10,7 @@
 #include "tile_gemm.cuh"
 
 constexpr int TILES_N = (CI_GROUP + TILE_N - 1) / TILE_N;
+constexpr long long TERMS = (long long)TAPS * CO_GROUP;
 
 struct Pixel {
   long long n;
@@ -23,7 +24,7 @@ __device__ __forceinline__ Pixel pixel_of(long long m, long long batch) {
   return p;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_grad_input(const Element* __restrict__ grad_output, const Element* __restrict__ weight,
                        Element* __restrict__ grad_input, long long batch) {
   __shared__ TileShared shared;
@@ -55,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
   constexpr bool M_FASTEST = !CHANNELS_LAST;
   Sum sum[THREAD_M][THREAD_N];
-  tile_gemm<CHANNELS_LAST, false, M_FASTEST, 0>(shared, 0, (long long)TAPS * CO_GROUP, load_a, load_b, sum);
+  tile_gemm<CHANNELS_LAST, false, M_FASTEST, TERMS>(shared, 0, TERMS, load_a, load_b, sum);
 
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i) {

@@ -13,9 +13,9 @@
 constexpr int COLUMNS = TAPS * CO_GROUP;
 constexpr int TILES_M = (CI_GROUP + TILE_M - 1) / TILE_M;
 constexpr int TILES_N = (COLUMNS + TILE_N - 1) / TILE_N;
-constexpr int FLUSH_STEPS = 32;
+constexpr long long UNBOUNDED = 1LL << 62;  // the batch may be of any size
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_grad_weight(const Element* __restrict__ input, const Element* __restrict__ grad_output,
                         Sum* __restrict__ partial, long long batch, long long pixels_per_slice) {
   __shared__ TileShared shared;
@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   };
 
   Sum sum[THREAD_M][THREAD_N];
-  tile_gemm<K_FASTEST, K_FASTEST, false, FLUSH_STEPS>(shared, k_begin, k_end, load_a, load_b, sum);
+  tile_gemm<K_FASTEST, K_FASTEST, false, UNBOUNDED>(shared, k_begin, k_end, load_a, load_b, sum);
 
   Sum* mine = partial + slice * ((long long)IN_CHANNELS * COLUMNS);
 #pragma unroll

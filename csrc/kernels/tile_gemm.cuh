@@ -9,9 +9,8 @@
 constexpr int THREADS_M = TILE_M / THREAD_M;
 constexpr int THREADS_N = TILE_N / THREAD_N;
 constexpr int THREADS = THREADS_M * THREADS_N;
-constexpr int A_LOADS = TILE_M * TILE_K / THREADS;
-constexpr int B_LOADS = TILE_N * TILE_K / THREADS;
-static_assert(TILE_M * TILE_K % THREADS == 0 && TILE_N * TILE_K % THREADS == 0, "a tile loads evenly");
+constexpr int A_LOADS = (TILE_M * TILE_K + THREADS - 1) / THREADS;
+constexpr int B_LOADS = (TILE_N * TILE_K + THREADS - 1) / THREADS;
 
 using Sum = Accumulate<Element>::type;
 
@@ -20,10 +19,13 @@ struct TileShared {
   Sum b[TILE_K][TILE_N + 1];
 };
 
-// Which element of a ROWS x TILE_K operand tile a thread's i-th load is. Neighbouring threads walk along the
-// index that is contiguous in memory.
+// Which element of a ROWS x TILE_K operand tile a thread's i-th load is, if there is one left for it.
+// Neighbouring threads walk along the index that is contiguous in memory.
 template <int ROWS, bool K_FASTEST>
 struct Share {
+  __device__ static bool exists(int i) {
+    return ROWS * TILE_K % THREADS == 0 || threadIdx.x + i * THREADS < ROWS * TILE_K;
+  }
   __device__ static int row(int i) {
     const int e = threadIdx.x + i * THREADS;
     return K_FASTEST ? e / TILE_K : e % ROWS;
@@ -45,11 +47,13 @@ struct Owned {
 };
 
 // load_a(i, k) and load_b(i, k) give the value of the thread's i-th share at k (a multiple of TILE_K plus the
-// share's own k). FLUSH_STEPS > 0 adds the running sum to a second one every so many steps, which keeps the
-// rounding error of very long sums that of short ones.
-template <bool A_K_FASTEST, bool B_K_FASTEST, bool M_FASTEST, int FLUSH_STEPS, class LoadA, class LoadB>
+// share's own k). LONGEST is the most terms a sum may have: long sums are added up in pieces, which keeps their
+// rounding error that of short ones.
+constexpr int PIECE_TERMS = 512;
+template <bool A_K_FASTEST, bool B_K_FASTEST, bool M_FASTEST, long long LONGEST, class LoadA, class LoadB>
 __device__ __forceinline__ void tile_gemm(TileShared& shared, long long k_begin, long long k_end, LoadA load_a,
                                           LoadB load_b, Sum (&total)[THREAD_M][THREAD_N]) {
+  constexpr bool PIECES = LONGEST > 2 * PIECE_TERMS;
   Sum sum[THREAD_M][THREAD_N];
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i)
@@ -59,11 +63,13 @@ __device__ __forceinline__ void tile_gemm(TileShared& shared, long long k_begin,
   for (long long k0 = k_begin; k0 < k_end; k0 += TILE_K) {
 #pragma unroll
     for (int i = 0; i < A_LOADS; ++i) {
+      if (!Share<TILE_M, A_K_FASTEST>::exists(i)) break;
       const int k = Share<TILE_M, A_K_FASTEST>::k(i);
       shared.a[k][Share<TILE_M, A_K_FASTEST>::row(i)] = k0 + k < k_end ? load_a(i, k0 + k) : Sum(0);
     }
 #pragma unroll
     for (int i = 0; i < B_LOADS; ++i) {
+      if (!Share<TILE_N, B_K_FASTEST>::exists(i)) break;
       const int k = Share<TILE_N, B_K_FASTEST>::k(i);
       shared.b[k][Share<TILE_N, B_K_FASTEST>::row(i)] = k0 + k < k_end ? load_b(i, k0 + k) : Sum(0);
     }
@@ -81,7 +87,7 @@ __device__ __forceinline__ void tile_gemm(TileShared& shared, long long k_begin,
         for (int j = 0; j < THREAD_N; ++j) sum[i][j] += a[i] * b[j];
     }
     __syncthreads();
-    if (FLUSH_STEPS > 0 && ++step == FLUSH_STEPS) {
+    if (PIECES && ++step == PIECE_TERMS / TILE_K) {
       step = 0;
 #pragma unroll
       for (int i = 0; i < THREAD_M; ++i)

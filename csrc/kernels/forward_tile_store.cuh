@@ -1,0 +1,135 @@
+// Accumulators to output: adds the bias, stores the longest vectors that the layout and the shape allow.
+#pragma once
+
+
+/// Partial sums of a split over k leave in float32; whole sums in the output's type.
+template <bool PARTIAL>
+struct Stored {
+  using type = Element;
+};
+template <>
+struct Stored<true> {
+  using type = float;
+};
+using Out = Stored<(SPLITS > 1)>::type;
+constexpr bool OUT_16_BIT = sizeof(Out) == 2;
+constexpr int STORE_MOST = 16 / sizeof(Out);
+
+template <int COUNT>
+__device__ __forceinline__ void store_vector(Out* to, const float* v) {
+  if constexpr (OUT_16_BIT && COUNT == 1) {
+    *to = store_as<Out>(v[0]);
+  } else {
+    constexpr int WORDS = COUNT * sizeof(Out) / 4;
+    u32 words[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (OUT_16_BIT) {
+        words[i] = ptx::pack_pair<PRECISION>(v[2 * i], v[2 * i + 1]);
+      } else {
+        words[i] = __float_as_uint(v[i]);
+      }
+    }
+    if constexpr (WORDS == 4) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (WORDS == 2) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    } else {
+      *reinterpret_cast<u32*>(to) = words[0];
+    }
+  }
+}
+
+/// Phases x WARP_M_TILES x images x rows x columns of fragments, as one warp holds them.
+constexpr int PHASES = PHASE_ROWS * PHASE_COLS;
+struct Sums {
+  float at[PHASES][WARP_M_TILES][WARP_IMAGES][WARP_ROWS][WARP_COLS][4];
+};
+
+/// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
+__device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Element* bias, const Origin& origin,
+                                           int group, int first_channel, int n, int h, int w, int phase_row,
+                                           int phase_col, int batch) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float biases[WARP_M_TILES][2];
+#pragma unroll
+  for (int i = 0; i < WARP_M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int channel = first_channel + channel_of_row(i, g + half * 8);
+      biases[i][half] = HAS_BIAS && SPLITS == 1 && channel < CO_GROUP ? load_as(bias[group * CO_GROUP + channel]) : 0.f;
+    }
+
+  // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
+  constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || WIDTH % 2 == 0);
+#pragma unroll
+  for (int image = 0; image < WARP_IMAGES; ++image)
+#pragma unroll
+    for (int row = 0; row < WARP_ROWS; ++row)
+#pragma unroll
+      for (int col = 0; col < WARP_COLS; ++col)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool pair = PAIR && !OUTPUT_CHANNELS_LAST;
+          if (pair && e == 1) continue;
+          const int position = 2 * t + e;
+          const Cell cell = cell_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
+                                    h + row * FRAGMENT_H + position / FRAGMENT_W % FRAGMENT_H,
+                                    w + col * FRAGMENT_W + position % FRAGMENT_W, batch);
+#pragma unroll
+          for (int a = 0; a < PHASE_ROWS; ++a) {
+            const int out_row = cell.row * STRIDE_H + phase_row + a;
+            const bool row_inside = cell.inside && (OUT_HEIGHT % STRIDE_H == 0 || out_row < OUT_HEIGHT);
+            if constexpr (OUTPUT_CHANNELS_LAST) {
+              constexpr int RUN = 2 * WARP_M_TILES;
+              constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, STORE_MOST));
+#pragma unroll
+              for (int b = 0; b < PHASE_COLS; ++b) {
+                const int out_col = cell.col * STRIDE_W + phase_col + b;
+                if (!row_inside || (OUT_WIDTH % STRIDE_W != 0 && out_col >= OUT_WIDTH)) continue;
+                const int channel = first_channel + g * RUN;
+                Out* to = output + ((cell.image * OUT_HEIGHT + out_row) * OUT_WIDTH + out_col) * OUT_CHANNELS +
+                          group * CO_GROUP + channel;
+                float run[RUN];
+#pragma unroll
+                for (int i = 0; i < RUN; ++i)
+                  run[i] = sums.at[a * PHASE_COLS + b][i / 2][image][row][col][i % 2 * 2 + e] + biases[i / 2][i % 2];
+#pragma unroll
+                for (int i = 0; i < RUN; i += VECTOR)
+                  if (CO_GROUP % RUN == 0 ? channel < CO_GROUP : channel + i < CO_GROUP)
+                    store_vector<VECTOR>(to + i, run + i);
+              }
+            } else {
+              // A cell's phases lie side by side, and so do both cells' when all columns are here.
+              constexpr int CELLS = PAIR && PHASE_COLS == STRIDE_W ? 2 : 1;
+              constexpr int RUN = CELLS * PHASE_COLS;
+              constexpr int VECTOR = power_dividing(
+                  OUT_WIDTH, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
+#pragma unroll
+              for (int i = 0; i < WARP_M_TILES; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  const int channel = first_channel + channel_of_row(i, g + half * 8);
+                  if (!row_inside || channel >= CO_GROUP) continue;
+#pragma unroll
+                  for (int pass = 0; pass < (PAIR && CELLS == 1 ? 2 : 1); ++pass) {
+                    const int out_col = (cell.col + pass) * STRIDE_W + phase_col;
+                    Out* to = output +
+                              ((cell.image * OUT_CHANNELS + group * CO_GROUP + channel) * OUT_HEIGHT + out_row) *
+                                  OUT_WIDTH +
+                              out_col;
+                    float run[RUN];
+#pragma unroll
+                    for (int r = 0; r < RUN; ++r)
+                      run[r] = sums.at[a * PHASE_COLS + r % PHASE_COLS][i][image][row][col]
+                                      [half * 2 + (PAIR ? r / PHASE_COLS + pass : e)] +
+                               biases[i][half];
+#pragma unroll
+                    for (int r = 0; r < RUN; r += VECTOR)
+                      if (FLAT || out_col + r < OUT_WIDTH) store_vector<VECTOR>(to + r, run + r);
+                  }
+                }
+            }
+          }
+        }
+}

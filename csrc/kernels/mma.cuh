@@ -1,0 +1,151 @@
+// Every PTX instruction of the tensor-core kernels behind a small inline function, sm_80 and up.
+#pragma once
+
+namespace ptx {
+
+using u32 = unsigned int;
+
+/// What the operands of one multiply are. The values are shared with plan_tile.py.
+constexpr int TF32 = 0;
+constexpr int FP16 = 1;
+constexpr int BF16 = 2;
+constexpr int IEEE = 3;  // float32 out of three TF32 products
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+  return static_cast<u32>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- conversions ------------------------------------------------------------------------------------------
+
+/// Round to nearest, ties away: raw bits would be truncated by the multiplier, at twice the error.
+__device__ __forceinline__ u32 round_to_tf32(u32 bits) {
+  u32 result;
+  asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(__uint_as_float(bits)));
+  return result;
+}
+
+/// What rounding `value` to `high` left over, itself rounded to TF32.
+__device__ __forceinline__ u32 low_part(float value, u32 high) {
+  return round_to_tf32(__float_as_uint(value - __uint_as_float(high)));
+}
+
+/// Two floats as one word of two 16-bit numbers, `low` in the low half.
+template <int PRECISION>
+__device__ __forceinline__ u32 pack_pair(float low, float high) {
+  u32 result;
+  if constexpr (PRECISION == FP16) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  }
+  return result;
+}
+
+/// The word of the low halves of a and b, and the word of their high halves.
+__device__ __forceinline__ u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
+__device__ __forceinline__ u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
+
+// ---- matrix multiply --------------------------------------------------------------------------------------
+
+/// c += a * b for one 16 x 8 tile over 8 words of k: 8 TF32 numbers or 16 of 16 bits. In words both shapes have
+/// the same fragments. With g = lane / 4 and t = lane % 4: a = (m g, k t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
+/// b = (k t, n g), (t + 4, g); c = (m g, n 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
+template <int PRECISION>
+__device__ __forceinline__ void mma(float (&c)[4], const uint4& a, const u32 (&b)[2]) {
+#define TCONV_MMA(SHAPE)                                                                                          \
+  asm volatile("mma.sync.aligned." SHAPE " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                 \
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                   \
+               : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]))
+  if constexpr (PRECISION == FP16) {
+    TCONV_MMA("m16n8k16.row.col.f32.f16.f16.f32");
+  } else if constexpr (PRECISION == BF16) {
+    TCONV_MMA("m16n8k16.row.col.f32.bf16.bf16.f32");
+  } else {
+    TCONV_MMA("m16n8k8.row.col.f32.tf32.tf32.f32");
+  }
+#undef TCONV_MMA
+}
+
+// ---- shared memory ----------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 load_shared(u32 address) {
+  u32 value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address));
+  return value;
+}
+
+__device__ __forceinline__ uint4 load_shared_vector(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+template <int WORDS>
+__device__ __forceinline__ void store_shared(u32 address, const u32* v) {
+  if constexpr (WORDS == 4) {
+    asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3]));
+  } else if constexpr (WORDS == 2) {
+    asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(address), "r"(v[0]), "r"(v[1]));
+  } else {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v[0]));
+  }
+}
+
+/// Lane 8m + r names row r (16 bytes) of matrix m; lane 4r + t receives word t of row r of each matrix.
+__device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void load_matrices(u32 (&m)[2], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
+}
+
+// ---- asynchronous copies global -> shared -------------------------------------------------------------------
+
+template <int BYTES>
+__device__ __forceinline__ void copy_async(u32 to, const void* from) {
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from));
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES));
+  }
+}
+
+/// The same; where `inside` is false nothing is read and zeros are written.
+template <int BYTES>
+__device__ __forceinline__ void copy_async_or_zero(u32 to, const void* from, bool inside) {
+  const int bytes = inside ? BYTES : 0;
+  if constexpr (BYTES == 16) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
+  } else {
+    asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));
+  }
+}
+
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/// Wait until at most `PENDING` of this thread's committed groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// ---- programmatic dependent launch --------------------------------------------------------------------------
+
+/// Everything the launch before this one wrote is visible after this.
+__device__ __forceinline__ void wait_for_previous_launch() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+/// The launch after this one may start its blocks.
+__device__ __forceinline__ void let_next_launch_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace ptx

@@ -1,0 +1,115 @@
+// The arithmetic of phases and the memory accesses of the narrow forward kernels, from the constants a plan gives
+// (geometry.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
+#pragma once
+#include "geometry.cuh"
+
+constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// The taps of one phase on one axis: first, first + STEP, ..., `count` of them. The first reads the input `origin`
+// pixels after the cell, each further one REACH pixels before the last.
+struct Phase {
+  int first, count, origin;
+};
+template <int KERNEL, int STRIDE, int PADDING, int DILATION>
+struct PhaseAxis {
+  static constexpr int COMMON = gcd(STRIDE, DILATION);
+  static constexpr int STEP = STRIDE / COMMON;
+  static constexpr int REACH = DILATION / COMMON;
+  static constexpr int COUNT = ceil_div(KERNEL, STEP);  // the most taps a phase has
+
+  // The tap 0 <= k < STEP with k * REACH congruent to 1 modulo STEP: k * DILATION = r then has the first solution
+  // r / COMMON * INVERSE.
+  static constexpr int inverse() {
+    int k = 0;
+    while (k < STEP && k * REACH % STEP != 1 % STEP) ++k;
+    return k;
+  }
+  static constexpr int INVERSE = inverse();
+
+  static constexpr Phase phase(int index) {
+    const int residue = (index + PADDING) % STRIDE;
+    const int first = residue / COMMON * INVERSE % STEP;
+    if (residue % COMMON != 0 || first >= KERNEL) return {0, 0, 0};
+    return {first, (KERNEL - 1 - first) / STEP + 1, (index + PADDING - first * DILATION) / STRIDE};
+  }
+  static constexpr int lowest() {
+    int least = 1 << 30;
+    for (int index = 0; index < STRIDE; ++index) {
+      const Phase p = phase(index);
+      const int low = p.origin - (p.count - 1) * REACH;
+      if (p.count > 0 && low < least) least = low;
+    }
+    return least;
+  }
+  static constexpr int highest() {
+    int most = -(1 << 30);
+    for (int index = 0; index < STRIDE; ++index)
+      if (phase(index).count > 0 && phase(index).origin > most) most = phase(index).origin;
+    return most;
+  }
+  static constexpr bool full() {
+    for (int index = 0; index < STRIDE; ++index)
+      if (phase(index).count != COUNT) return false;
+    return true;
+  }
+  // Inputs that a cell reads: LOWEST to LOWEST + SPAN pixels after its own position. FULL: every phase has COUNT taps.
+  static constexpr int LOWEST = lowest();
+  static constexpr int SPAN = highest() - LOWEST;
+  static constexpr bool FULL = full();
+};
+using Vertical = PhaseAxis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
+using Horizontal = PhaseAxis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
+
+constexpr int CELLS_H = ceil_div(OUT_HEIGHT, STRIDE_H);
+constexpr int CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
+constexpr bool ALL_H = PHASES_H == STRIDE_H;
+constexpr bool ALL_W = PHASES_W == STRIDE_W;
+
+template <int N>
+__device__ __forceinline__ void read_vector(float* to, const float* from) {
+  if constexpr (N == 4) {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+  } else if constexpr (N == 2) {
+    const float2 v = *reinterpret_cast<const float2*>(from);
+    to[0] = v.x, to[1] = v.y;
+  } else {
+    to[0] = *from;
+  }
+}
+
+// A run: elements of a thread that lie side by side in the output, RUN_COLUMNS pixels of RUN_CHANNELS channels.
+constexpr int RUN_CHANNELS = CHANNELS_LAST ? THREAD_CHANNELS : 1;
+constexpr int RUN_COLUMNS =
+    ALL_W && RUN_CHANNELS == (CHANNELS_LAST ? OUT_CHANNELS : 1) ? (ADJACENT ? THREAD_COLUMNS : 1) * PHASES_W : 1;
+constexpr int RUN = RUN_COLUMNS * RUN_CHANNELS;
+
+// Widest store, in elements, that fits the run and the alignment of every run's first element.
+constexpr int store_width() {
+  int width = 1;
+  const int pitch = !CHANNELS_LAST ? OUT_WIDTH : RUN_COLUMNS > 1 ? OUT_WIDTH * OUT_CHANNELS : CO_GROUP;
+  while (2 * width * sizeof(Element) <= 16 && RUN % (2 * width) == 0 && pitch % (2 * width) == 0) width *= 2;
+  return width;
+}
+template <int N>
+struct alignas(N * sizeof(Element)) Pack {
+  Element elements[N];
+};
+
+// Store the part of a run that lies inside the output: `columns` pixels and `channels` channels are left there.
+__device__ __forceinline__ void store_run(Element* to, const float (&run)[RUN], int columns, int channels) {
+  constexpr int N = store_width();
+  if (columns >= RUN_COLUMNS && channels >= RUN_CHANNELS) {
+#pragma unroll
+    for (int i = 0; i < RUN; i += N) {
+      Pack<N> pack;
+#pragma unroll
+      for (int j = 0; j < N; ++j) pack.elements[j] = store_as<Element>(run[i + j]);
+      *reinterpret_cast<Pack<N>*>(to + i) = pack;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < RUN; ++i)
+    if (i / RUN_CHANNELS < columns && i % RUN_CHANNELS < channels) to[i] = store_as<Element>(run[i]);
+}

@@ -1,0 +1,274 @@
+"""How far a tensor is from the truth, and how far rounding alone may drive it.
+
+Two norms, always both. The largest single error finds one wrong pixel in a large tensor; the L2 norm finds an
+error that is small everywhere, such as a gradient off by a factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# How often the original's own error the swapped network's may be: two correct kernels that add in different
+# orders differ by more in float32, where nothing but the order counts, than where one rounding dominates.
+FACTORS = {torch.float64: 16.0, torch.float32: 8.0}
+REDUCED_PRECISION_FACTOR = 4.0
+
+_CHUNK_ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Errors relative to the tensor's scale: of the worst element, and root mean square."""
+
+    maximum: float = 0.0
+    l2: float = 0.0
+
+    def larger(self, other: Norms) -> Norms:
+        return Norms(max(self.maximum, other.maximum), max(self.l2, other.l2))
+
+    def times(self, factor: float) -> Norms:
+        return Norms(self.maximum * factor, self.l2 * factor)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """What the user allows instead of the automatic limit: an error of `atol + rtol * |reference|`."""
+
+    atol: float
+    rtol: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One comparison, in the norm that came closest to its limit."""
+
+    norm: str
+    error_original: float
+    error_swapped: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error_swapped <= self.limit
+
+
+def judge(original: Norms, swapped: Norms, limit: Norms, tolerance: Tolerance | None = None) -> Verdict:
+    """The verdict in the norm whose limit is the most used; with a tolerance, errors are in units of it."""
+    if tolerance is not None:
+        return Verdict("allclose", original.maximum, swapped.maximum, 1.0)
+    verdicts = (
+        Verdict("max", original.maximum, swapped.maximum, limit.maximum),
+        Verdict("L2", original.l2, swapped.l2, limit.l2),
+    )
+    return max(verdicts, key=lambda v: _ratio(v.error_swapped, v.limit))
+
+
+def _ratio(error: float, limit: float) -> float:
+    return error / limit if limit > 0 else (math.inf if error > 0 else 0.0)
+
+
+class ErrorSum:
+    """The error of one tensor against the truth, added up piece by piece so that no float64 copy is whole.
+
+    An element counts where truth and original are finite. There, a value that is not finite is an error
+    without bound; where both are not, one that is finite is (an overflow or a NaN was hidden).
+    """
+
+    def __init__(self) -> None:
+        self.elements = 0
+        self.not_finite = 0
+        self.hidden = 0
+        self.worst = (0.0, -1, 0.0, 0.0)  # ratio, flat index, value, truth
+        self._squares = 0.0
+        self._energy = 0.0
+
+    def add(self, value: Tensor, truth: Tensor, original: Tensor, scale: Tensor, energy: Tensor) -> None:
+        """Adds the next piece.
+
+        Args:
+            value, truth, original: float64, one shape.
+            scale: what the largest error is measured in, per element or a scalar; 0 only where truth is 0.
+            energy: squares that the squared errors are measured against, summed over the piece.
+        """
+        if value.numel() == 0:
+            return
+        expected = truth.isfinite() & original.isfinite()
+        finite = value.isfinite()
+        error = torch.where(expected & finite, (value - truth).abs(), 0.0)
+        ratio = torch.where(error > 0, error / scale, 0.0)
+        broken = expected & ~finite
+        self.not_finite += int(broken.sum())
+        self.hidden += int((finite & ~truth.isfinite() & ~original.isfinite()).sum())
+        self._squares += float(error.square().sum())
+        self._energy += float(torch.where(expected, energy, 0.0).sum())
+        at = int(torch.where(broken, math.inf, ratio).argmax())
+        worst = float("inf") if bool(broken.flatten()[at]) else float(ratio.flatten()[at])
+        if worst > self.worst[0]:
+            self.worst = (
+                worst,
+                self.elements + at,
+                float(value.flatten()[at]),
+                float(truth.flatten()[at]),
+            )
+        self.elements += value.numel()
+
+    @property
+    def norms(self) -> Norms:
+        if self.not_finite or self.hidden:
+            return Norms(math.inf, math.inf)
+        if self._squares == 0.0:
+            return Norms(self.worst[0], 0.0)
+        l2 = math.sqrt(self._squares / self._energy) if self._energy > 0 else math.inf
+        return Norms(self.worst[0], l2)
+
+    def describe(self, shape: torch.Size) -> str:
+        """Where the worst element is and what is wrong with it; empty if all are equal."""
+        parts = []
+        if self.not_finite:
+            parts.append(f"{self.not_finite} of {self.elements} NaN or Inf where the original has none")
+        if self.hidden:
+            parts.append(f"{self.hidden} of {self.elements} finite where the original is NaN or Inf")
+        _, index, value, truth = self.worst
+        if index >= 0:
+            parts.append(f"worst at {_unravel(index, shape)}: {value:.6g}, expected {truth:.6g}")
+        return "; ".join(parts)
+
+
+def difference(
+    value: Tensor, truth: Tensor, original: Tensor, tolerance: Tolerance | None = None
+) -> ErrorSum:
+    """The error of `value` against `truth`, relative to the largest |truth| and to its L2 norm.
+
+    Args:
+        value, truth, original: one shape, any dtype. Integers and booleans differ or they do not: the
+            error is then the fraction that differs, in both norms.
+    """
+    result = ErrorSum()
+    if not (value.is_floating_point() or value.is_complex()):
+        for piece, exact, _ in _pieces(value, truth, original):
+            apart = (piece != exact).double()
+            zero, one = torch.zeros_like(apart), torch.ones_like(apart)
+            result.add(apart, zero, zero, one * value.numel() if tolerance is None else one, one)
+        return _as_fraction(result)
+    largest = 0.0
+    # A gradient that is exactly zero in float64 is measured in units of what rounding left of it.
+    for source in (truth, original):
+        for piece, _, mine in _pieces(source, source, original):
+            finite = torch.where(piece.isfinite() & mine.isfinite(), piece.abs(), 0.0)
+            largest = max(largest, float(finite.max()) if piece.numel() else 0.0)
+        if largest > 0:
+            break
+    for piece, exact, mine in _pieces(value, truth, original):
+        if tolerance is None:
+            scale = torch.full_like(exact, largest)
+        else:
+            scale = tolerance.atol + tolerance.rtol * exact.abs()
+        energy = exact.square() if float(exact.abs().nan_to_num(0.0).max()) > 0 else mine.square()
+        result.add(piece, exact, mine, scale, energy)
+    return result
+
+
+def distance(value: Tensor, other: Tensor, scale: Tensor, tolerance: Tolerance | None = None) -> Norms:
+    """How far two tensors are apart on the scale of a third; where one is not finite, nothing counts."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return difference(value, other, other, tolerance).norms
+    largest, energy, maximum, squares = 0.0, 0.0, 0.0, 0.0
+    for source in (scale, other):
+        for piece, mine, _ in _pieces(source, other, other):
+            size = torch.where(piece.isfinite() & mine.isfinite(), piece.abs(), 0.0)
+            largest = max(largest, float(size.max()))
+            energy += float(size.square().sum())
+        if largest > 0:
+            break
+    for piece, against, exact in _pieces(value, other, scale):
+        error = torch.where(piece.isfinite() & against.isfinite(), (piece - against).abs(), 0.0)
+        squares += float(error.square().sum())
+        if tolerance is not None:
+            error = error / (tolerance.atol + tolerance.rtol * exact.abs())
+        maximum = max(maximum, float(error.nan_to_num(0.0, math.inf).max()))
+    if tolerance is None:
+        maximum = maximum / largest if largest else (math.inf if maximum else 0.0)
+    l2 = math.sqrt(squares / energy) if energy else (math.inf if squares else 0.0)
+    return Norms(maximum, l2)
+
+
+def _as_fraction(result: ErrorSum) -> ErrorSum:
+    """Differing elements were added with the error 1 each: both norms become the fraction that differs."""
+    fraction = result._squares / result.elements if result.elements else 0.0
+    result.worst = (fraction, *result.worst[1:])
+    result._squares, result._energy = fraction**2, 1.0
+    return result
+
+
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Three tensors in float64, a bounded number of elements at a time, on the device of the first."""
+    flat = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).reshape(-1) for t in tensors]
+    device = flat[0].device if flat[0].device.type != "mps" else torch.device("cpu")
+    for start in range(0, flat[0].numel(), _CHUNK_ELEMENTS):
+        a, b, c = (t[start : start + _CHUNK_ELEMENTS].to(device).double() for t in flat)
+        yield a, b, c
+
+
+def _unravel(index: int, shape: torch.Size) -> list[int]:
+    position = []
+    for size in reversed(shape):
+        index, at = divmod(index, size)
+        position.append(at)
+    return position[::-1]
+
+
+def roundoff(dtype: torch.dtype, device: torch.device) -> float:
+    """The largest relative error with which a convolution in `dtype` rounds an operand or its result.
+
+    float32 obeys PyTorch's switches: 2^-11 where they allow TF32 on this device, 2^-24 where not.
+    """
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return roundoff(torch.float32, device)
+    real = dtype.to_real() if dtype.is_complex else dtype
+    unit = torch.finfo(real).eps / 2
+    if real is torch.float32:
+        return max(unit, {"tf32": 2.0**-11, "bf16": 2.0**-9}.get(_float32_precision(device), 0.0))
+    return unit
+
+
+def _float32_precision(device: torch.device) -> str:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        backend = torch.backends.cudnn
+    elif device.type == "cpu":
+        backend = torch.backends.mkldnn  # type: ignore[assignment]
+    else:
+        return "ieee"
+    # What is not set on the operator is what is set on the backend, and so on upwards.
+    chosen = (backend.conv.fp32_precision, backend.fp32_precision, torch.backends.fp32_precision)
+    return next((str(setting) for setting in chosen if setting != "none"), "ieee")
+
+
+def factor(dtype: torch.dtype, device: torch.device) -> float:
+    """How often the original's own error the swapped network's may be, for a tensor of this dtype."""
+    reduced = roundoff(dtype, device) > 2.0**-23
+    return REDUCED_PRECISION_FACTOR if reduced else FACTORS.get(dtype, FACTORS[torch.float32])
+
+
+def excused(original: Norms, dtype: torch.dtype, device: torch.device, most: float) -> Norms:
+    """The error that the original's own excuses: a factor times it, but not beyond `most`.
+
+    Where the original itself is worse than that, twice its error.
+    """
+    times = factor(dtype, device)
+    return Norms(
+        *(max(min(times * error, most), 2 * error) for error in (original.maximum, original.l2)),
+    )
+
+
+def allowed_without_error(unit: float, elements: int) -> Norms:
+    """What a correct result may be off even if the original happens to be exact.
+
+    Four roundings for the worst of many elements; half of that on average, but the average over a handful of
+    elements strays as a single one does.
+    """
+    return Norms(4 * unit, 2 * unit * (1 + 1 / math.sqrt(max(elements, 1))))

@@ -1,0 +1,43 @@
+"""The network of `tconv-swap demo`: a DCGAN generator with random weights, saved as a user would save it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LATENT = 100
+CHANNELS = (512, 256, 128, 64)
+
+
+def dcgan_generator() -> nn.Sequential:
+    """From 100 x 1 x 1 noise to a 3 x 64 x 64 image (Radford et al., 2016), with the paper's initial weights.
+
+    Built of PyTorch's own layers alone, so that its file loads without trusting anything.
+    """
+    layers: list[nn.Module] = [nn.ConvTranspose2d(LATENT, CHANNELS[0], 4, bias=False)]
+    for before, after in itertools.pairwise(CHANNELS):
+        layers += [nn.BatchNorm2d(before), nn.ReLU(inplace=True)]
+        layers += [nn.ConvTranspose2d(before, after, 4, stride=2, padding=1, bias=False)]
+    layers += [nn.BatchNorm2d(CHANNELS[-1]), nn.ReLU(inplace=True)]
+    layers += [nn.ConvTranspose2d(CHANNELS[-1], 3, 4, stride=2, padding=1, bias=False), nn.Tanh()]
+    for layer in layers:
+        if isinstance(layer, nn.ConvTranspose2d):
+            nn.init.normal_(layer.weight, 0.0, 0.02)
+        elif isinstance(layer, nn.BatchNorm2d):
+            nn.init.normal_(layer.weight, 1.0, 0.02)
+    return nn.Sequential(*layers)
+
+
+def input_shape(device: torch.device) -> tuple[int, ...]:
+    """A training batch on a GPU; on a CPU one that two cores get through in seconds."""
+    return (128 if device.type == "cuda" else 16, LATENT, 1, 1)
+
+
+def write_generator(path: Path, seed: int) -> None:
+    """Save the generator, its weights drawn with `seed`; the global random state is left alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        torch.save(dcgan_generator(), path)

@@ -1,0 +1,130 @@
+"""The options of the command line, each defined once for the subcommands that take it, and their parsers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import torch
+import typer
+
+_T = TypeVar("_T")
+
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="A network saved with torch.save(model, path).", show_default=False),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out",
+        "-o",
+        metavar="FILE",
+        help="Write the swapped network here, once it is verified; never over MODEL. Devices and dtypes are "
+        "those in MODEL. Without --out nothing is written.",
+    ),
+]
+InputShape = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="N,C,H,W",
+        help="Shape of one positional input, filled with random numbers; repeat it for further ones. Without "
+        "it, what the first layers allow is tried.",
+    ),
+]
+InputsFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--inputs",
+        metavar="FILE",
+        help="Inputs saved with torch.save: a tensor, a tuple or list (positional arguments) or a dict "
+        "(keyword arguments).",
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="Where to verify and time.", show_default="cuda if there is one, else cpu")
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="Verify and time in this dtype, such as float16.", show_default="as in MODEL"),
+]
+ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Verify and time in channels_last.")]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="PATTERN",
+        help="Swap only layers whose dotted name matches, such as 'decoder.**': * stands for part of one "
+        "name, ** for any number of names. Repeatable.",
+    ),
+]
+Exclude = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these layers. Repeatable.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which layers would be swapped.")]
+NoBackward = Annotated[bool, typer.Option("--no-backward", help="Neither verify nor time gradients.")]
+NoBenchmark = Annotated[bool, typer.Option("--no-benchmark", help="Verify, but do not time.")]
+Tolerance = Annotated[
+    float | None,
+    typer.Option(min=0, help="Instead of the limit that follows from the dtype.", show_default=False),
+]
+Seed = Annotated[int, typer.Option(help="Of random inputs and of dropout.")]
+Warmup = Annotated[
+    int | None, typer.Option(min=0, help="Untimed runs before each timing.", show_default="by time")
+]
+Iters = Annotated[int | None, typer.Option(min=1, help="Timed runs of each.", show_default="by time")]
+JsonTarget = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="FILE|-",
+        help="Write the whole result as JSON; - means stdout, instead of the report.",
+    ),
+]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and --json -).")]
+Trust = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="MODULE:CLASS",
+        help="Let MODEL use this class. Its module is imported, which executes the module's code. "
+        "Repeatable.",
+    ),
+]
+UnsafePickle = Annotated[
+    bool,
+    typer.Option(
+        "--unsafe-pickle", help="Let MODEL execute whatever it contains. Only for files of your own."
+    ),
+]
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """`2,3,64,64` (or `2x3x64x64`) as a tuple.
+
+    Raises:
+        ValueError: it is not a list of positive whole numbers.
+    """
+    sizes = text.lower().replace("x", ",").split(",")
+    if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
+        raise ValueError(f"{text!r} is not a shape such as 2,3,64,64")
+    return tuple(int(size) for size in sizes)
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """`float16`, `half` or `torch.float16` as a dtype.
+
+    Raises:
+        ValueError: there is no floating-point dtype of this name.
+    """
+    found = getattr(torch, text.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(
+            f"{text!r} is not a floating-point dtype such as float64, float32, float16 or bfloat16"
+        )
+    return found
+
+
+def parsed(option: str, parse: Callable[[str], _T], text: str) -> _T:
+    """`parse(text)`; a ValueError or RuntimeError becomes a usage error that names the option."""
+    try:
+        return parse(text)
+    except (ValueError, RuntimeError) as error:
+        raise typer.BadParameter(str(error).splitlines()[0], param_hint=option) from None

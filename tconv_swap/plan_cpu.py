@@ -1,0 +1,121 @@
+"""Which formulation computes a transposed convolution fastest on the CPU: a pure function of the geometry."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+
+from tconv_swap.geometry import Geometry, phase_taps
+
+Formulation = Literal["plain", "outer", "products", "phases", "stacked_phases"]
+
+
+class Phase(NamedTuple):
+    """The stride-1 convolution that computes every ``stride``-th output position of one axis."""
+
+    taps: slice  #: of the kernel
+    dilation: int
+    padding: int
+    computed: slice  #: of the convolution's output
+    output: slice  #: where it goes
+
+
+class Axis(NamedTuple):
+    """One spatial axis of a transposed convolution: ``output = input * stride + tap * dilation - padding``."""
+
+    size: int
+    out_size: int
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    @classmethod
+    def of(cls, g: Geometry, axis: int) -> Axis:
+        size, out_size = (g.height, g.out_height) if axis == 0 else (g.width, g.out_width)
+        return cls(size, out_size, g.kernel[axis], g.stride[axis], g.padding[axis], g.dilation[axis])
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether two taps can meet in an output position."""
+        residues = {tap * self.dilation % self.stride for tap in range(self.kernel)}
+        return self.size > 1 and len(residues) < self.kernel
+
+    @property
+    def covered(self) -> bool:
+        """Whether every output position gets a tap."""
+        return sum(len(range(*phase.output.indices(self.out_size))) for phase in self.phases) == self.out_size
+
+    @property
+    def phases(self) -> list[Phase]:
+        """The phases that get a tap at all."""
+        return list(_phases(self))
+
+    def tap(self, tap: int, inputs: slice) -> tuple[slice, slice]:
+        """The part of ``inputs`` that ``tap`` takes into the output, and where."""
+        shift = tap * self.dilation - self.padding
+        start = max(inputs.start, -(shift // self.stride))
+        stop = min(inputs.stop, (self.out_size - 1 - shift) // self.stride + 1)
+        if stop <= start:
+            return slice(0, 0), slice(0, 0)
+        first = start * self.stride + shift
+        return slice(start, stop), slice(first, first + (stop - start - 1) * self.stride + 1, self.stride)
+
+
+@lru_cache(maxsize=4096)
+def _phases(axis: Axis) -> tuple[Phase, ...]:
+    common = math.gcd(axis.stride, axis.dilation)
+    found = []
+    for residue in range(axis.stride):
+        taps = phase_taps(axis.kernel, axis.stride, axis.dilation, residue)
+        if not taps:
+            continue
+        nearest, farthest = taps[0] * axis.dilation // axis.stride, taps[-1] * axis.dilation // axis.stride
+        # output = stride * q + residue - padding; tap reads input q - tap * dilation // stride
+        first = max(nearest, -((residue - axis.padding) // axis.stride))
+        last = min(axis.size - 1 + farthest, (axis.out_size - 1 + axis.padding - residue) // axis.stride)
+        if last < first:
+            continue
+        padding = max(0, farthest - first, last - axis.size + 1 - nearest)
+        start = first - farthest + padding
+        output = axis.stride * first + residue - axis.padding
+        found.append(
+            Phase(
+                slice(taps[0], None, axis.stride // common),
+                axis.dilation // common,
+                padding,
+                slice(start, start + last - first + 1),
+                slice(output, output + (last - first) * axis.stride + 1, axis.stride),
+            )
+        )
+    return tuple(found)
+
+
+def claims(formulation: Formulation, g: Geometry, dtype: torch.dtype) -> bool:
+    """Whether a formulation computes this geometry, at the accuracy of ``dtype``."""
+    unpadded = g.padding == (0, 0) == g.output_padding
+    if formulation == "outer":
+        return g.height == g.width == 1 and unpadded and g.groups == 1 and g.dilation == (1, 1)
+    if formulation == "products":
+        # Sums of several products in the output's dtype: float16 and bfloat16 must accumulate in float32.
+        overlapping = Axis.of(g, 0).overlapping or Axis.of(g, 1).overlapping
+        return not overlapping or dtype in (torch.float32, torch.float64)
+    if formulation == "stacked_phases":
+        return (
+            g.dilation == (1, 1)
+            and g.output_padding == (0, 0)
+            and all(k % s == 0 for k, s in zip(g.kernel, g.stride, strict=True))
+            and all(2 * p % s == 0 for p, s in zip(g.padding, g.stride, strict=True))
+        )
+    return True
+
+
+def choose_forward(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int) -> Formulation:
+    return "plain"
+
+
+def choose_backward(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int) -> Formulation:
+    return "plain"

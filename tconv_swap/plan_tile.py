@@ -1,0 +1,340 @@
+"""Plans of csrc/kernels/forward_tile.cu, the halo-tile implicit GEMM: which geometries it claims, which tiles."""
+
+from __future__ import annotations
+
+import math as mathematics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.program import Constant, Kernel, Launch, Output, Plan, input_, int64, output, workspace
+
+_ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_PACK_THREADS = 128
+_REDUCE_THREADS = 256
+_STEP_WORDS = 8
+_TAP_TILE_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one block computes, in the terms of forward_tile_layout.cuh. Fragments are 16 channels x 8 cells."""
+
+    warps_m: int
+    warp_m_tiles: int
+    images: int
+    rows: int
+    cols: int
+    warp_images: int
+    warp_rows: int
+    warp_cols: int
+    chunk_words: int
+    stages: int
+    blocks_per_multiprocessor: int
+    splits: int = 1
+
+    @property
+    def fragment(self) -> tuple[int, int, int]:
+        """Images, rows and columns of cells of one fragment."""
+        cols = min(8, self.cols)
+        rows = min(8 // cols, self.rows)
+        return 8 // (cols * rows), rows, cols
+
+    @property
+    def warps_n(self) -> int:
+        images, rows, cols = self.fragment
+        return (
+            self.images
+            // (images * self.warp_images)
+            * (self.rows // (rows * self.warp_rows))
+            * (self.cols // (cols * self.warp_cols))
+        )
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def block_m(self) -> int:
+        return 16 * self.warps_m * self.warp_m_tiles
+
+    @property
+    def warp_fragments(self) -> int:
+        """Fragments of one phase that a warp keeps the sums of."""
+        return self.warp_m_tiles * self.warp_images * self.warp_rows * self.warp_cols
+
+    def __str__(self) -> str:
+        text = f"{self.block_m} channels x {self.images}x{self.rows}x{self.cols} cells, {self.threads // 32} warps"
+        return text + (f", {self.splits} splits" if self.splits > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A transposed convolution as the kernel sees it. ``geometry`` may differ from the caller's in the stride
+    of an axis whose input is one pixel: nothing depends on it, and stride = kernel makes every tap a phase."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    precision: str
+    input_channels_last: bool
+    output_channels_last: bool
+    weight_channels_last: bool
+    has_bias: bool
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.precision == "IEEE" else 1
+
+    @property
+    def words(self) -> int:
+        """Words of k of one group: input channels, or pairs of them."""
+        return -(-self.geometry.in_channels_per_group * self.item // 4)
+
+    @property
+    def phases(self) -> Pair:
+        """Phases that one block computes."""
+        stride = self.geometry.stride
+        if stride[0] * stride[1] <= 4:
+            return stride
+        if stride[1] <= 8 and not (self.flat and stride[1] % 4 == 0):
+            return (1, stride[1])
+        return (1, 4)
+
+    @property
+    def cells(self) -> Pair:
+        geometry = self.geometry
+        return (-(-geometry.out_height // geometry.stride[0]), -(-geometry.out_width // geometry.stride[1]))
+
+    @property
+    def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Least and greatest distance from a cell to the input pixel that a tap reads, of each axis."""
+        bounds = []
+        for axis in (0, 1):
+            kernel, stride = self.geometry.kernel[axis], self.geometry.stride[axis]
+            padding, dilation = self.geometry.padding[axis], self.geometry.dilation[axis]
+            shifts = [((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)]
+            bounds.append((min(shifts), max(shifts)))
+        return bounds[0], bounds[1]
+
+    @property
+    def flat(self) -> bool:
+        """No tap is shifted: all cells of all images can stand in one row."""
+        return self.shifts == ((0, 0), (0, 0)) and self.cells == (self.geometry.height, self.geometry.width)
+
+
+def _problem(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    math: str,
+    channels_last: bool,
+    weight_channels_last: bool,
+    has_bias: bool,
+) -> Problem:
+    stride = list(geometry.stride)
+    for axis, size in ((0, geometry.height), (1, geometry.width)):
+        if size == 1 and (geometry.padding[axis], geometry.output_padding[axis], geometry.dilation[axis]) == (0, 0, 1):
+            stride[axis] = geometry.kernel[axis]
+    precision = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(dtype, "IEEE" if math == "ieee" else "TF32")
+    pixels = geometry.height * geometry.width
+    return Problem(
+        replace(geometry, stride=(stride[0], stride[1])),
+        dtype,
+        precision,
+        channels_last or pixels == 1,
+        channels_last,
+        weight_channels_last,
+        has_bias,
+    )
+
+
+def _group_taps(problem: Problem) -> list[int]:
+    """Taps of each phase group."""
+    counts = []
+    for axis in (0, 1):
+        kernel, stride = problem.geometry.kernel[axis], problem.geometry.stride[axis]
+        padding, dilation = problem.geometry.padding[axis], problem.geometry.dilation[axis]
+        phases = problem.phases[axis]
+        count = [0] * (stride // phases)
+        for k in range(kernel):
+            count[(k * dilation - padding) % stride // phases] += 1
+        counts.append(count)
+    return [rows * cols for rows in counts[0] for cols in counts[1]]
+
+
+def _power_dividing(n: int, most: int) -> int:
+    return mathematics.gcd(n, most)
+
+
+def _aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
+    n = -(-start // of) * of
+    while n % modulus != rest:
+        n += of
+    return n
+
+
+def _copy_elements(problem: Problem, tile: Tile) -> int:
+    """Elements of one copy to shared memory."""
+    most = 16 // problem.item
+    if problem.input_channels_last:
+        return _power_dividing(problem.geometry.in_channels_per_group, most)
+    width = problem.geometry.width * (problem.geometry.height if problem.flat else 1)
+    return _power_dividing(width, _power_dividing(tile.cols, most))
+
+
+def shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory of one block; mirrors forward_tile_layout.cuh, which asserts that they agree."""
+    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    lead = least_w % copy_pixels
+    halo_h = tile.rows + most_h - least_h
+    halo_w = -(-(lead + tile.cols + most_w - least_w) // copy_pixels) * copy_pixels
+    images, rows, cols = tile.fragment
+    row_pitch = _aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
+    image_pitch = halo_h * row_pitch
+    if images > 1:
+        image_pitch = _aligned_to(image_pitch, copy_pixels, 8, cols * rows % 8)
+    pixels = tile.images * image_pitch
+    if problem.input_channels_last:
+        input_words = pixels * (tile.chunk_words + 4)
+    else:
+        input_words = tile.chunk_words * _aligned_to(pixels, 8, 32, 8)
+    input_words = -(-input_words // 4) * 4
+    steps = tile.chunk_words // _STEP_WORDS
+    weight_bytes = steps * max(_group_taps(problem)) * problem.parts * tile.block_m // 16 * _TAP_TILE_BYTES
+    return tile.stages * (input_words * 4 + weight_bytes)
+
+
+def block_count(problem: Problem, tile: Tile) -> int:
+    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
+    if problem.flat:
+        tiles = -(-geometry.batch * cells_h * cells_w // tile.cols)
+    else:
+        tiles = -(-geometry.batch // tile.images) * -(-cells_h // tile.rows) * -(-cells_w // tile.cols)
+    m_blocks = -(-geometry.out_channels_per_group // tile.block_m)
+    return tiles * m_blocks * geometry.groups * len(_group_taps(problem)) * tile.splits
+
+
+def _constants(problem: Problem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
+    """What forward_tile.cu and pack_weights.cu share."""
+    geometry = problem.geometry
+    return (
+        ("Element", _ELEMENTS[problem.dtype]),
+        ("PRECISION", ("TF32", "FP16", "BF16", "IEEE").index(problem.precision)),
+        ("IN_CHANNELS", geometry.in_channels),
+        ("OUT_CHANNELS", geometry.out_channels),
+        ("GROUPS", geometry.groups),
+        ("KERNEL_H", geometry.kernel[0]),
+        ("KERNEL_W", geometry.kernel[1]),
+        ("STRIDE_H", geometry.stride[0]),
+        ("STRIDE_W", geometry.stride[1]),
+        ("PADDING_H", geometry.padding[0]),
+        ("PADDING_W", geometry.padding[1]),
+        ("DILATION_H", geometry.dilation[0]),
+        ("DILATION_W", geometry.dilation[1]),
+        ("PHASE_ROWS", problem.phases[0]),
+        ("PHASE_COLS", problem.phases[1]),
+        ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
+        ("WARPS_M", tile.warps_m),
+        ("WARP_M_TILES", tile.warp_m_tiles),
+        ("CHUNK_WORDS", tile.chunk_words),
+    )
+
+
+def plan_with_tile(problem: Problem, tile: Tile) -> Plan:
+    """The plan that computes the problem with this tile."""
+    geometry = problem.geometry
+    common = _constants(problem, tile)
+    m_tiles = -(-geometry.out_channels_per_group // tile.block_m) * tile.block_m // 16
+    steps = -(-problem.words // tile.chunk_words) * tile.chunk_words // _STEP_WORDS
+    pack = Launch(
+        Kernel(
+            "pack_weights.cu",
+            "pack_weights",
+            (*common, ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last), ("THREADS", _PACK_THREADS)),
+        ),
+        grid=m_tiles * geometry.groups * steps,
+        block=_PACK_THREADS,
+        arguments=(input_(1), workspace(0)),
+    )
+    packed_bytes = m_tiles * geometry.groups * steps * geometry.taps * problem.parts * _TAP_TILE_BYTES
+    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    shared = shared_bytes(problem, tile)
+    forward = Launch(
+        Kernel(
+            "forward_tile.cu",
+            "forward_tile",
+            (
+                *common,
+                ("HEIGHT", geometry.height),
+                ("WIDTH", geometry.width),
+                ("OUT_HEIGHT", geometry.out_height),
+                ("OUT_WIDTH", geometry.out_width),
+                ("INPUT_CHANNELS_LAST", problem.input_channels_last),
+                ("HAS_BIAS", problem.has_bias),
+                ("FLAT", problem.flat),
+                ("WARPS_N", tile.warps_n),
+                ("TILE_N", tile.images),
+                ("TILE_H", tile.rows),
+                ("TILE_W", tile.cols),
+                ("WARP_IMAGES", tile.warp_images),
+                ("WARP_ROWS", tile.warp_rows),
+                ("WARP_COLS", tile.warp_cols),
+                ("STAGES", tile.stages),
+                ("SPLITS", tile.splits),
+                ("SHARED_BYTES", shared),
+                ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
+            ),
+        ),
+        grid=block_count(problem, tile),
+        block=tile.threads,
+        arguments=(
+            input_(0),
+            workspace(0),
+            input_(2),
+            output(0) if tile.splits == 1 else workspace(packed_bytes),
+            int64(geometry.batch),
+        ),
+        shared_bytes=shared,
+        overlaps_previous=True,
+    )
+    launches = [pack, forward]
+    if tile.splits > 1:
+        launches.append(_reduce(problem, tile, packed_bytes, outputs))
+    return Plan(
+        "halo tile",
+        f"{problem.precision} tensor cores, {tile}",
+        outputs=(Output(geometry.output_shape, problem.output_channels_last),),
+        launches=tuple(launches),
+        workspace_bytes=packed_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
+    )
+
+
+def _reduce(problem: Problem, tile: Tile, offset: int, count: int) -> Launch:
+    vector = 4 if count % 4 == 0 else 1
+    kernel = Kernel(
+        "forward_tile_reduce.cu",
+        "forward_tile_reduce",
+        (
+            ("Element", _ELEMENTS[problem.dtype]),
+            ("OUT_CHANNELS", problem.geometry.out_channels),
+            ("OUT_PIXELS", problem.geometry.out_height * problem.geometry.out_width),
+            ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
+            ("HAS_BIAS", problem.has_bias),
+            ("SPLITS", tile.splits),
+            ("VECTOR", vector),
+            ("THREADS", _REDUCE_THREADS),
+        ),
+    )
+    return Launch(
+        kernel,
+        grid=-(-count // (_REDUCE_THREADS * vector)),
+        block=_REDUCE_THREADS,
+        arguments=(workspace(offset), input_(2), output(0), int64(count)),
+        overlaps_previous=True,
+    )

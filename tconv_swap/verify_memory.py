@@ -1,0 +1,84 @@
+"""Whether a float64 run of a network fits, told before a machine without swap kills the process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from tconv_swap.inputs import Inputs, named_tensors
+
+_FLOAT64_BYTES = 8
+# Outputs of modules are about half of what a forward keeps; functional calls, which nobody sees, the rest.
+_SEEN = 0.5
+
+
+@contextmanager
+def leaf_outputs(module: nn.Module, elements: list[int]) -> Iterator[None]:
+    """Appends how many elements each module without children returns: what a run's activations come to."""
+
+    def hook(_: nn.Module, args: Any, output: Any) -> None:
+        elements.append(sum(tensor.numel() for _, tensor in named_tensors(output)))
+
+    handles = [m.register_forward_hook(hook) for m in module.modules() if not any(m.children())]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gradients: bool) -> str:
+    """Why a float64 copy of `module` will not run; empty if it should.
+
+    Args:
+        activations: elements that `leaf_outputs` counted.
+        gradients: whether activations are kept for backward, and gradients of the parameters made.
+    """
+    tensors = [*module.parameters(), *module.buffers()]
+    devices = {t.device for t in tensors} | {t.device for _, t in inputs.named_tensors()}
+    if unable := sorted({device.type for device in devices} - {"cpu", "cuda"}):
+        return f"{unable[0]} is not known to compute in float64"
+    state = sum(tensor.numel() for tensor in tensors) * (2 if gradients else 1)
+    needed = _FLOAT64_BYTES * (state + (activations / _SEEN if gradients else activations * 0.1))
+    for device in devices:
+        free = _free_bytes(device)
+        if free is not None and needed > free:
+            return (
+                f"float64 needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on {device}"
+            )
+    return ""
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    free = [_meminfo_available(), _cgroup_available()]
+    return min((n for n in free if n is not None), default=None)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    """Of this container, where the limit is set on the group that is seen as the root."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return limit - used + int(statistics.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None

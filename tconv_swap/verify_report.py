@@ -1,0 +1,118 @@
+"""What `verify` found: one `Check` for every tensor that was compared, and the verdict over all of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Kind = Literal[
+    "output",
+    "grad_input",
+    "grad_parameter",
+    "buffer",
+    "layer_output",
+    "layer_grad_input",
+    "layer_grad_weight",
+    "layer_grad_bias",
+]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One tensor of the swapped network against the reference, beside the original's.
+
+    Attributes:
+        mode: `eval` or `train`; `probe` for a layer that no input reached, run on random numbers instead.
+        kind: what was compared; kinds beginning with `layer_` are of one layer by itself.
+        name: the path of an output or input; the dotted name of a parameter, buffer or layer (`""`: root).
+        error_original, error_swapped: relative errors; infinite where there is nothing to measure.
+        limit: the largest `error_swapped` that passes.
+        passed: `error_swapped <= limit`.
+        detail: where it is worst, and what else a reader should know; may be empty.
+        norm: what the errors are: `max` (largest error, relative to the tensor's scale), `L2`, or `allclose`
+            (largest error in units of the user's tolerance).
+    """
+
+    mode: str
+    kind: Kind
+    name: str
+    error_original: float
+    error_swapped: float
+    limit: float
+    passed: bool
+    detail: str = ""
+    norm: str = "max"
+
+    @property
+    def margin(self) -> float:
+        """How many times larger the error could be: `limit / error_swapped`; below 1 it fails."""
+        if self.error_swapped == 0:
+            return math.inf
+        return self.limit / self.error_swapped if math.isfinite(self.error_swapped) else 0.0
+
+    @property
+    def label(self) -> str:
+        """`layer grad_weight of up.0`, `output 0.boxes`."""
+        what = self.kind.replace("layer_", "layer ")
+        if self.kind.startswith("layer_"):
+            return f"{what} of {self.name or '(root)'}"
+        return f"{what} {self.name}".rstrip()
+
+    def failure(self) -> str:
+        """The check as one line that says what is wrong."""
+        if not math.isfinite(self.error_swapped):
+            return f"{self.mode}: {self.label}: {self.detail}"
+        return (
+            f"{self.mode}: {self.label}: error {self.error_swapped:.2e} ({self.norm}), the original's "
+            f"{self.error_original:.2e}, limit {self.limit:.2e}" + (f"; {self.detail}" if self.detail else "")
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that JSON does not know are strings."""
+        return {key: _jsonable(value) for key, value in vars(self).items()}
+
+
+@dataclass
+class VerifyReport:
+    """Whether a swapped network computes what the original does, and every comparison behind that.
+
+    Attributes:
+        checks: one for every tensor compared, in the order of the modes.
+        failures: one readable line for everything that is wrong; empty when verified.
+        notes: one line for everything worth knowing but not wrong (a mode the original cannot run).
+        reference: `float64` or `original`, followed by the reason where it is not float64.
+        first_divergence: the first layer in the order of execution that diverges, and by how much.
+    """
+
+    checks: list[Check] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    reference: str = "float64"
+    first_divergence: str | None = None
+
+    @property
+    def passed(self) -> bool:
+        """True if there is no failure and something was compared."""
+        return not self.failures and bool(self.checks)
+
+    @property
+    def margin(self) -> float:
+        """The smallest `limit / error_swapped` of all checks; infinite if all are exact."""
+        return min((check.margin for check in self.checks), default=0.0)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: numbers that JSON does not know are strings (`"inf"`, `"nan"`)."""
+        return {
+            "passed": self.passed,
+            "reference": self.reference,
+            "margin": _jsonable(self.margin),
+            "first_divergence": self.first_divergence,
+            "failures": list(self.failures),
+            "notes": list(self.notes),
+            "checks": [check.to_dict() for check in self.checks],
+        }
+
+
+def _jsonable(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,320 @@
+"""Running one network once, from a known state: what came out, and everything back as it was afterwards."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tconv_swap.inputs import Inputs
+from tconv_swap.verify_tree import Tree, flatten
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How a network is run: with which gradients, and how they are taken.
+
+    `accumulate` calls `backward()` instead of `torch.autograd.grad`, which re-entrant checkpointing refuses.
+    """
+
+    gradients: bool = True
+    of_inputs: bool = True
+    accumulate: bool = False
+
+
+# Tried in this order on the original; the first that it can do is what every network is run with.
+PASSES = (Pass(), Pass(accumulate=True), Pass(of_inputs=False), Pass(gradients=False, of_inputs=False))
+
+
+@dataclass
+class Outcome:
+    """What one run gave: outputs, gradients by name (None: no gradient reached it), buffers it changed."""
+
+    output: Tree
+    grad_inputs: dict[str, Tensor | None] = field(default_factory=dict)
+    grad_parameters: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    differentiable: frozenset[str] = frozenset()
+    random_state: tuple[bytes, ...] = ()
+
+
+class Subject:
+    """A network whose state can be put back to what it was when this was made.
+
+    Covers every buffer (object and value), every training flag and every `.grad`. The parameters are not
+    copied: nothing here writes to them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._modules = list(module.modules())
+        self._flags = [m.training for m in self._modules]
+        self._buffers = [(m, dict(m._buffers)) for m in self._modules]
+        self._values = [(b, b.detach().clone()) for b in module.buffers()]
+        self._gradients = [(p, p.grad) for p in module.parameters()]
+
+    def rewind(self) -> None:
+        """Buffers as they were, and no gradients: where every run begins."""
+        for module, buffers in self._buffers:
+            for name, buffer in buffers.items():
+                if module._buffers.get(name) is not buffer:
+                    module._buffers[name] = buffer
+        with torch.no_grad():
+            for buffer, value in self._values:
+                if not _same(buffer, value):
+                    buffer.copy_(value)
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def restore(self) -> None:
+        """Everything as it was."""
+        self.rewind()
+        for module, flag in zip(self._modules, self._flags, strict=True):
+            module.training = flag
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Copies of the buffers that differ from what they were."""
+        before = {id(buffer): value for buffer, value in self._values}
+        return {
+            name: buffer.detach().clone()
+            for name, buffer in self.module.named_buffers()
+            if id(buffer) not in before or not _same(buffer, before[id(buffer)])
+        }
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def devices_of(*sources: nn.Module | Inputs) -> list[torch.device]:
+    """The devices that parameters, buffers and inputs lie on, in a fixed order."""
+    tensors = [
+        tensor
+        for source in sources
+        for tensor in (
+            (*source.parameters(), *source.buffers())
+            if isinstance(source, nn.Module)
+            else [t for _, t in source.named_tensors()]
+        )
+    ]
+    return sorted({tensor.device for tensor in tensors}, key=str)
+
+
+@contextmanager
+def untouched(subjects: list[Subject], devices: list[torch.device]) -> Iterator[None]:
+    """Afterwards, also after an exception, the networks and all random states are as before."""
+    python_state = random.getstate()
+    cuda = [device.index for device in devices if device.type == "cuda"]
+    with torch.random.fork_rng(devices=cuda), torch.inference_mode(False), torch.enable_grad():
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            for subject in subjects:
+                subject.restore()
+
+
+class Runner:
+    """Runs networks on the same inputs, random numbers and output gradients, over and over."""
+
+    def __init__(self, inputs: Inputs, devices: list[torch.device], seed: int) -> None:
+        self.inputs = inputs
+        self.devices = devices
+        self.seed = seed
+        self._cuda = [d for d in devices if d.type == "cuda"]
+
+    def run(self, subject: Subject, mode: str, how: Pass, *, double: bool = False) -> Outcome:
+        """Raises whatever the network raises."""
+        subject.rewind()
+        subject.module.train(mode == "train")
+        # A cast weight cached by a run without gradients would cut the graph of the next.
+        torch.clear_autocast_cache()  # type: ignore[no-untyped-call]
+        self._seed()
+        leaves: dict[str, Tensor] = {}
+        inputs = self._fresh_inputs(how, leaves, double)
+        with torch.enable_grad() if how.gradients else torch.no_grad():
+            output = flatten(inputs(subject.module))
+        outcome = Outcome(output, random_state=self._random_state())
+        if how.gradients:
+            self._differentiate(subject, how, leaves, outcome)
+        output.leaves = {k: v.detach() if isinstance(v, Tensor) else v for k, v in output.leaves.items()}
+        outcome.buffers = subject.changed_buffers()
+        return outcome
+
+    def _seed(self) -> None:
+        random.seed(self.seed)
+        torch.random.default_generator.manual_seed(self.seed)
+        for device in self._cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(self.seed)
+
+    def _random_state(self) -> tuple[bytes, ...]:
+        states = [torch.get_rng_state(), *(torch.cuda.get_rng_state(d) for d in self._cuda)]
+        return tuple(bytes(state.tolist()) for state in states)
+
+    def _fresh_inputs(self, how: Pass, leaves: dict[str, Tensor], double: bool) -> Inputs:
+        names = iter(self.inputs.named_tensors())
+
+        def fresh(tensor: Tensor) -> Tensor:
+            name, _ = next(names)
+            copy = tensor.detach().clone()
+            if double and copy.is_floating_point():
+                copy = copy.double()
+            if how.of_inputs and (copy.is_floating_point() or copy.is_complex()):
+                leaves[name] = copy.requires_grad_()
+                # A network may write to its input, which a leaf that requires grad forbids.
+                return copy.clone()
+            return copy
+
+        return self.inputs.map(fresh)
+
+    def _differentiate(
+        self, subject: Subject, how: Pass, leaves: dict[str, Tensor], outcome: Outcome
+    ) -> None:
+        outputs = {path: t for path, t in outcome.output.tensors.items() if t.requires_grad}
+        outcome.differentiable = frozenset(outputs)
+        if not outputs:
+            return
+        cotangents = [self._cotangent(path, t) for path, t in outputs.items()]
+        parameters = {n: p for n, p in subject.module.named_parameters() if p.requires_grad}
+        targets = [*leaves.values(), *parameters.values()]
+        if not targets:
+            return
+        gradients: tuple[Tensor | None, ...]
+        if how.accumulate:
+            torch.autograd.backward(list(outputs.values()), cotangents)
+            gradients = tuple(target.grad for target in targets)
+        else:
+            gradients = torch.autograd.grad(
+                list(outputs.values()), targets, cotangents, allow_unused=True, materialize_grads=False
+            )
+        outcome.grad_inputs = dict(zip(leaves, gradients[: len(leaves)], strict=True))
+        outcome.grad_parameters = dict(zip(parameters, gradients[len(leaves) :], strict=True))
+
+    def _cotangent(self, path: str, output: Tensor) -> Tensor:
+        """Standard normal numbers, 1 for a scalar; rounded to bfloat16, so the same in every dtype."""
+        if output.numel() == 1:
+            return torch.ones_like(output)
+        return normal(output.shape, output.device, f"{self.seed} {path}").to(output.dtype)
+
+
+def normal(shape: torch.Size, device: torch.device, key: str) -> Tensor:
+    """Standard normal float32 numbers that bfloat16 can hold, seeded by `key` and no global state."""
+    place = device if device.type in ("cpu", "cuda") else torch.device("cpu")
+    generator = torch.Generator(place).manual_seed(random.Random(key).getrandbits(62))
+    numbers = torch.randn(shape, generator=generator, device=place, dtype=torch.float32)
+    return numbers.bfloat16().float().to(device)
+
+
+class SameDraws(TorchDispatchMode):
+    """Lets a float64 run draw the random numbers that the same network draws in `dtype`.
+
+    Most generators give other numbers in float64 (and dropout another mask on a GPU); a float64 run with
+    other noise is no truth.
+    """
+
+    def __init__(self, dtype: torch.dtype, default_dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._default_dtype = default_dtype
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.native_dropout.default and args[0].dtype == torch.float64:
+            # Only the mask is random, and it must not cost the accuracy of what it is applied to.
+            scaled, mask = func(torch.ones_like(args[0], dtype=self._dtype), *args[1:], **kwargs)
+            keep = 1.0 - args[1]
+            return args[0] * mask / keep if keep > 0 else args[0] * scaled, mask
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        if any(argument.name == "dtype" for argument in func._schema.arguments):
+            wanted = kwargs.get("dtype")
+            if wanted is torch.float64 or (wanted is None and not tensors):
+                kwargs = {**kwargs, "dtype": self._dtype if wanted is not None else self._default_dtype}
+        drawn = func(*(self._narrow(a) for a in args), **{k: self._narrow(v) for k, v in kwargs.items()})
+        if func._schema.name.endswith("_") and isinstance(args[0], Tensor):
+            return args[0].copy_(drawn)
+        return torch.utils._pytree.tree_map_only(Tensor, self._widen, drawn)
+
+    def _narrow(self, value: Any) -> Any:
+        narrow = isinstance(value, Tensor) and value.dtype == torch.float64
+        return value.to(self._dtype) if narrow else value
+
+    def _widen(self, value: Tensor) -> Tensor:
+        return value.double() if value.is_floating_point() else value
+
+
+@contextmanager
+def in_float64(dtype: torch.dtype, devices: list[torch.device]) -> Iterator[None]:
+    """What a network makes by itself is float64 too, and it draws the numbers it draws in `dtype`."""
+    default = torch.get_default_dtype()
+    kinds = sorted({device.type for device in devices} | {"cpu"})
+    off = [torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext() for kind in kinds]
+    torch.set_default_dtype(torch.float64)
+    try:
+        with SameDraws(dtype, default):
+            for context in off:
+                context.__enter__()
+            try:
+                yield
+            finally:
+                for context in reversed(off):
+                    context.__exit__(None, None, None)
+    finally:
+        torch.set_default_dtype(default)
+
+
+class _Jitter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, amplitude: float, generator: torch.Generator) -> Tensor:
+        ctx.amplitude, ctx.generator = amplitude, generator
+        return _shaken(value, amplitude, generator)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _shaken(gradients[0], ctx.amplitude, ctx.generator), None, None
+
+
+def _shaken(value: Tensor, amplitude: float, generator: torch.Generator) -> Tensor:
+    wide = value.double() if value.dtype == torch.float64 else value.float()
+    scale = torch.hypot(wide, wide.square().mean().sqrt())
+    noise = torch.rand(value.shape, generator=generator, device=generator.device, dtype=wide.dtype) * 2 - 1
+    return torch.addcmul(wide, scale, noise.to(value.device), value=amplitude).to(value.dtype)
+
+
+@contextmanager
+def shaken(
+    module: nn.Module, layers: list[str], amplitude: Callable[[nn.Module, Tensor], float], seed: int
+) -> Iterator[None]:
+    """The named layers' outputs, and the gradients into them, are off by as much as rounding may make them.
+
+    What comes out then shows how far the network itself amplifies rounding in these layers.
+    """
+    modules = dict(module.named_modules())
+    generators: dict[torch.device, torch.Generator] = {}
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
+            return output
+        if output.device not in generators:
+            place = output.device if output.device.type in ("cpu", "cuda") else torch.device("cpu")
+            generators[output.device] = torch.Generator(place).manual_seed(seed)
+        return _Jitter.apply(output, amplitude(layer, output), generators[output.device])
+
+    handles = [modules[n].register_forward_hook(hook, prepend=True) for n in layers if n in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

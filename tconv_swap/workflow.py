@@ -1,0 +1,255 @@
+"""One swap from file to file: load, plan, find inputs, swap, verify, time, save.
+
+What the command line does, without a word about options, printing or exit codes.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from tconv_swap.bench import benchmark
+from tconv_swap.fileformat import first_line
+from tconv_swap.inputs import InferredInputs, Inputs, InputShapeError, infer_inputs, random_inputs, try_modes
+from tconv_swap.loading import LoadedModel, load_inputs, load_model
+from tconv_swap.report import Facts
+from tconv_swap.saving import SaveError, check_target, save_model
+from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
+from tconv_swap.verify import verify
+
+if TYPE_CHECKING:
+    from tconv_swap.bench import BenchmarkReport
+    from tconv_swap.verify import VerifyReport
+
+Progress = Callable[[str], None]
+
+
+class RequestError(Exception):
+    """What was asked for cannot be done as asked; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Everything a user can ask of one swap.
+
+    `device`, `dtype` and `channels_last` say how the network runs while it is verified and timed. They do not
+    touch what is saved: `out` has the devices, dtypes and memory formats of the file.
+    """
+
+    model: Path
+    out: Path | None = None
+    input_shapes: tuple[tuple[int, ...], ...] = ()
+    inputs: Path | None = None
+    device: torch.device | None = None
+    dtype: torch.dtype | None = None
+    channels_last: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    dry_run: bool = False
+    backward: bool = True
+    benchmark: bool = True
+    atol: float | None = None
+    rtol: float | None = None
+    seed: int = 0
+    warmup: int | None = None
+    iters: int | None = None
+    trust: tuple[str, ...] = ()
+    unsafe_pickle: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a request; `verification` and `benchmark` are None where they were not done."""
+
+    plan: SwapPlan
+    facts: Facts
+    verification: VerifyReport | None = None
+    benchmark: BenchmarkReport | None = None
+
+
+def run(request: Request, progress: Progress) -> Result:
+    """Do what `request` says. The output file is written last, and only if the verification has passed.
+
+    Args:
+        request: what to do.
+        progress: called with what comes next, in a few words.
+
+    Raises:
+        LoadError: the file is not a network that may be loaded.
+        RequestError: no such device, no inputs on which the network runs, an output that cannot be.
+        SaveError: the verified network could not be written.
+    """
+    device = _device(request.device)
+    if request.out is not None:
+        _check_output(request.out, request.model)
+    progress(f"loading {request.model}")
+    loaded = load_model(request.model, trust=request.trust, unsafe_pickle=request.unsafe_pickle)
+    include = request.include or None
+    plan = plan_swap(loaded.model, include=include, exclude=request.exclude)
+    notes = _notes(loaded)
+    if request.dry_run or not plan.swapped:
+        return Result(plan, _facts(request, device, "none", "nothing was run", notes))
+
+    original, swapped = _pair(loaded.model, request, device)
+    progress("finding inputs")
+    found = _inputs(request, original)
+    trials = try_modes(original, found.inputs)
+    if all(trial.error for trial in trials):
+        raise RequestError(
+            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): "
+            "give --input-shape or --inputs FILE"
+        )
+    progress(f"verifying on {found.inputs.describe()}")
+    verification = verify(
+        original,
+        swapped,
+        found.inputs,
+        backward=request.backward,
+        atol=request.atol,
+        rtol=request.rtol,
+        seed=request.seed,
+    )
+    timing = None
+    if request.benchmark and verification.passed:
+        timing = benchmark(
+            original,
+            swapped,
+            found.inputs,
+            warmup=request.warmup,
+            iters=request.iters,
+            backward=request.backward,
+            progress=lambda what, done, total: progress(f"timing {what} ({done} of {total} done)"),
+        )
+    written = None
+    if request.out is not None and verification.passed:
+        del original, swapped
+        progress(f"writing {request.out}")
+        _save(loaded.model, request)
+        written = request.out
+    elif verification.passed:
+        notes.append("nothing was written: --out FILE writes the swapped network")
+    else:
+        notes.append("nothing was written")
+    facts = _facts(request, device, found.inputs.describe(), found.how, notes, written)
+    return Result(plan, facts, verification, timing)
+
+
+def _device(wanted: torch.device | None) -> torch.device:
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"--device {wanted} is not to be had here ({first_line(error)})") from None
+    return wanted
+
+
+def _check_output(out: Path, source: Path) -> None:
+    try:
+        check_target(out, source)
+    except SaveError as error:
+        raise RequestError(str(error)) from None
+
+
+def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    """The original and the swapped network, two copies on `device`; a file may be swapped already."""
+    original = unswap_layers(copy.deepcopy(model))
+    swapped = _swap(copy.deepcopy(model), request)
+    try:
+        for network in (original, swapped):
+            network.to(device=device, dtype=request.dtype)
+            if request.channels_last:
+                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    except (
+        RuntimeError,
+        NotImplementedError,
+        TypeError,
+    ) as error:  # no memory; the meta device; integer dtypes
+        raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
+    return original, swapped
+
+
+def _swap(model: nn.Module, request: Request) -> nn.Module:
+    with warnings.catch_warnings():
+        # The plan says the same, and the report shows it.
+        warnings.simplefilter("ignore", SwapWarning)
+        return swap_layers(model, include=request.include or None, exclude=request.exclude)
+
+
+def _inputs(request: Request, model: nn.Module) -> InferredInputs:
+    if request.inputs is not None:
+        given = load_inputs(request.inputs)
+        device = torch.device(next((p.device for p in model.parameters()), "cpu"))
+        found = InferredInputs(given.to(device, request.dtype), f"read from {request.inputs}")
+    elif request.input_shapes:
+        found = InferredInputs(
+            random_inputs(request.input_shapes, model, seed=request.seed),
+            f"--input-shape, random with seed {request.seed}",
+        )
+    else:
+        try:
+            found = infer_inputs(model, seed=request.seed)
+        except InputShapeError as error:
+            raise RequestError(str(error)) from None
+    if not request.channels_last:
+        return found
+    inputs: Inputs = found.inputs.to(memory_format=torch.channels_last)
+    return InferredInputs(inputs, f"{found.how}, channels_last")
+
+
+def _save(model: nn.Module, request: Request) -> None:
+    """Swap the network as it was loaded, never moved or run, and write it where asked."""
+    assert request.out is not None
+    swapped = _swap(model, request)
+    expected = _structure(swapped)
+
+    def check(temporary: Path) -> None:
+        again = load_model(temporary, trust=request.trust, unsafe_pickle=request.unsafe_pickle).model
+        if _structure(again) != expected:
+            raise SaveError(f"{request.out} was not written: read back, the network is not the same")
+
+    save_model(swapped, request.out, check=check)
+
+
+def _structure(model: nn.Module) -> list[tuple[str, object]]:
+    layers: list[tuple[str, object]] = [(name, type(m).__name__) for name, m in model.named_modules()]
+    tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
+    return layers + [(name, (tensor.shape, tensor.dtype)) for name, tensor in tensors.items()]
+
+
+def _notes(loaded: LoadedModel) -> list[str]:
+    if not loaded.missing_devices:
+        return []
+    missing = ", ".join(loaded.missing_devices)
+    return [
+        f"the file's tensors were on {missing}, which is not here: they are on the CPU, also in the output"
+    ]
+
+
+def _facts(
+    request: Request,
+    device: torch.device,
+    inputs: str,
+    origin: str,
+    notes: list[str],
+    out: Path | None = None,
+) -> Facts:
+    snippet = ""
+    if out is not None:
+        snippet = f"import torch, tconv_swap\nmodel = torch.load({str(out)!r}, weights_only=False)"
+    return Facts(
+        model=str(request.model),
+        inputs=inputs,
+        inputs_origin=origin,
+        device=str(device),
+        output=None if out is None else str(out),
+        load_snippet=snippet,
+        warnings=tuple(notes),
+    )

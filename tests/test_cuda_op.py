@@ -1,0 +1,353 @@
+"""The operator on CUDA, against a float64 oracle that shares nothing with the kernels."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import conv_transpose2d_reference
+from torch import Tensor
+
+from tconv_swap import cuda, launch
+from tconv_swap.op import conv_transpose2d
+
+pytestmark = pytest.mark.gpu
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+#: Relative L2 error allowed: rounding of operands and result, a few units of it for the longest sums here.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+TF32_TOLERANCE = 1e-3
+
+NAMED = {
+    "dcgan1": dict(x=(8, 100, 1, 1), w=(100, 64, 4, 4)),
+    "dcgan4": dict(x=(4, 128, 16, 16), w=(128, 64, 4, 4), stride=2, padding=1),
+    "rgb": dict(x=(4, 64, 32, 32), w=(64, 3, 4, 4), stride=2, padding=1),
+    "cyclegan": dict(x=(2, 64, 31, 33), w=(64, 32, 3, 3), stride=2, padding=1, output_padding=1),
+    "unet": dict(x=(2, 128, 16, 16), w=(128, 64, 2, 2), stride=2),
+    "kb75": dict(
+        x=(2, 32, 12, 25), w=(32, 16, 3, 5), stride=(2, 3), padding=(1, 2), dilation=(2, 1), groups=4
+    ),
+    "phases without taps": dict(x=(2, 32, 9, 13), w=(32, 16, 3, 3), stride=5, padding=1, dilation=2),
+    "fcn32s": dict(x=(1, 21, 7, 6), w=(21, 21, 64, 64), stride=32, padding=16),
+    "depthwise": dict(x=(2, 21, 20, 19), w=(21, 1, 16, 16), stride=8, padding=4, groups=21),
+    "kernel 1": dict(x=(3, 7, 5, 6), w=(7, 9, 1, 1)),
+    "kernel 1, stride 3": dict(x=(3, 7, 5, 6), w=(7, 9, 1, 1), stride=3, output_padding=2),
+    "odd width": dict(x=(2, 16, 9, 257), w=(16, 24, 3, 7), padding=(1, 3)),
+    "one pixel out": dict(x=(2, 8, 3, 3), w=(8, 8, 3, 3), padding=2, stride=1),
+    "many images": dict(x=(70001, 3, 1, 2), w=(3, 2, 2, 2), stride=2),
+}
+
+
+def arguments(case: dict) -> dict:
+    return {k: v for k, v in case.items() if k not in ("x", "w")}
+
+
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    truth = truth.double().cpu()
+    return float((result.double().cpu() - truth).norm() / truth.norm().clamp_min(1e-30))
+
+
+def check_against_oracle(
+    x: Tensor, w: Tensor, b: Tensor | None, kwargs: dict, tolerance: float
+) -> None:
+    """Forward and all three gradients on the GPU against the oracle on the CPU."""
+    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, w, b) if t is not None]
+    y = conv_transpose2d(*leaves, **kwargs)
+    truths = [t.detach().double().cpu().requires_grad_() for t in leaves]
+    expected = conv_transpose2d_reference(*truths, **kwargs) if b is not None else conv_transpose2d_reference(
+        *truths, None, **kwargs
+    )
+    assert y.shape == expected.shape
+    assert y.dtype == x.dtype
+    assert relative_error(y, expected) <= tolerance
+    grad = torch.randn_like(y)
+    gradients = torch.autograd.grad(y, leaves, grad)
+    wanted = torch.autograd.grad(expected, truths, grad.double().cpu())
+    for name, got, truth in zip(("input", "weight", "bias"), gradients, wanted, strict=False):
+        assert got.shape == truth.shape
+        assert relative_error(got, truth) <= tolerance, f"gradient of {name}"
+
+
+@pytest.fixture(autouse=True)
+def _ieee(request: pytest.FixtureRequest):
+    before = torch.backends.cudnn.conv.fp32_precision
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    yield
+    torch.backends.cudnn.conv.fp32_precision = before
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("name", NAMED)
+def test_named_geometries(name: str, dtype: torch.dtype, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    case = NAMED[name]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(case["x"], device="cuda", dtype=dtype).to(memory_format=layout)
+    w = torch.randn(case["w"], device="cuda", dtype=dtype).to(memory_format=layout)
+    b = torch.randn(case["w"][1] * case.get("groups", 1), device="cuda", dtype=dtype)
+    check_against_oracle(x, w, b, arguments(case), TOLERANCE[dtype])
+    check_against_oracle(x, w, None, arguments(case), TOLERANCE[dtype])
+
+
+def random_case(seed: int) -> dict:
+    rng = random.Random(seed)
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3, 4))
+        stride = [rng.randint(1, 5) for _ in range(2)]
+        dilation = [rng.randint(1, 3) for _ in range(2)]
+        case = dict(
+            x=(
+                rng.choice((1, 2, 5)),
+                groups * rng.choice((1, 2, 3, 5, 8, 16, 24)),
+                rng.randint(1, 24),
+                rng.randint(1, 24),
+            ),
+            stride=tuple(stride),
+            dilation=tuple(dilation),
+            padding=tuple(rng.randint(0, 4) for _ in range(2)),
+            output_padding=tuple(rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)),
+            groups=groups,
+        )
+        case["w"] = (case["x"][1], rng.choice((1, 2, 3, 8, 17, 32)), rng.randint(1, 7), rng.randint(1, 7))
+        out = [
+            (case["x"][2 + a] - 1) * stride[a]
+            - 2 * case["padding"][a]
+            + dilation[a] * (case["w"][2 + a] - 1)
+            + case["output_padding"][a]
+            + 1
+            for a in range(2)
+        ]
+        if min(out) >= 1:
+            return case
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_geometries(seed: int) -> None:
+    torch.manual_seed(seed)
+    case = random_case(seed)
+    dtype = DTYPES[seed % 4]
+    layouts = list(itertools.product((torch.contiguous_format, torch.channels_last), repeat=2))
+    x_layout, w_layout = layouts[seed // 4 % 4]
+    x = torch.randn(case["x"], device="cuda", dtype=dtype).to(memory_format=x_layout)
+    w = torch.randn(case["w"], device="cuda", dtype=dtype).to(memory_format=w_layout)
+    b = torch.randn(case["w"][1] * case["groups"], device="cuda", dtype=dtype) if seed % 3 else None
+    check_against_oracle(x, w, b, arguments(case), TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("precision", ["tf32", "ieee"])
+@pytest.mark.parametrize("how", ["flag", "fp32_precision"])
+def test_float32_obeys_the_switches(how: str, precision: str) -> None:
+    torch.manual_seed(0)
+    if how == "flag":
+        torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    else:
+        torch.backends.cudnn.conv.fp32_precision = precision
+    assert cuda.precision(torch.float32) == precision
+    case = NAMED["dcgan4"]
+    x, w = (torch.randn(case[k], device="cuda") for k in "xw")
+    tolerance = TOLERANCE[torch.float32] if precision == "ieee" else TF32_TOLERANCE
+    check_against_oracle(x, w, None, arguments(case), tolerance)
+
+
+def test_every_output_is_written_even_into_poisoned_memory() -> None:
+    case = NAMED["phases without taps"]
+    x, w = (torch.randn(case[k], device="cuda") for k in "xw")
+    size = conv_transpose2d(x, w, **arguments(case)).numel()
+    for _ in range(3):
+        torch.full((size,), float("nan"), device="cuda")  # freed at once: the next allocation takes its memory
+        assert torch.isfinite(conv_transpose2d(x, w, **arguments(case))).all()
+
+
+@pytest.mark.parametrize("name", ["dcgan4", "kb75", "rgb", "unet"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_same_input_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
+    case = NAMED[name]
+    x, w = (torch.randn(case[k], device="cuda", dtype=dtype, requires_grad=True) for k in "xw")
+    first = None
+    for _ in range(3):
+        y = conv_transpose2d(x, w, **arguments(case))
+        results = [y.detach(), *torch.autograd.grad(y, (x, w), torch.ones_like(y))]
+        first = first or results
+        assert all(torch.equal(a, b) for a, b in zip(results, first, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("x_layout", [torch.contiguous_format, torch.channels_last], ids=["x", "x_last"])
+@pytest.mark.parametrize("w_layout", [torch.contiguous_format, torch.channels_last], ids=["w", "w_last"])
+def test_memory_formats_are_pytorchs(dtype, x_layout, w_layout) -> None:
+    x = torch.randn(2, 8, 5, 6, device="cuda", dtype=dtype).to(memory_format=x_layout).requires_grad_()
+    w = torch.randn(8, 4, 3, 3, device="cuda", dtype=dtype).to(memory_format=w_layout).requires_grad_()
+    ours, theirs = conv_transpose2d(x, w, stride=2), F.conv_transpose2d(x, w, stride=2)
+    assert ours.stride() == theirs.stride()
+    grad = torch.randn_like(ours)
+    for a, b in zip(torch.autograd.grad(ours, (x, w), grad), torch.autograd.grad(theirs, (x, w), grad), strict=True):
+        assert a.stride() == b.stride()
+
+
+def test_non_contiguous_everything() -> None:
+    x = torch.randn(6, 2, 10, 8, device="cuda").transpose(0, 1)[:, ::2, ::2]
+    w = torch.randn(3, 3, 3, 8, device="cuda").permute(2, 3, 0, 1)
+    b = torch.randn(16, device="cuda")[::2]
+    check_against_oracle(x, w[:3], b, dict(stride=2, padding=1), TOLERANCE[torch.float32])
+    y = conv_transpose2d(x, w[:3].requires_grad_(), None, 2, 1)
+    expanded = torch.ones((), device="cuda").expand_as(y)
+    torch.autograd.backward(y, expanded)
+
+
+def test_empty_batch_and_unbatched() -> None:
+    w = torch.randn(4, 3, 3, 3, device="cuda", requires_grad=True)
+    x = torch.randn(0, 4, 5, 5, device="cuda", requires_grad=True)
+    b = torch.randn(3, device="cuda", requires_grad=True)
+    y = conv_transpose2d(x, w, b, 2)
+    assert y.shape == (0, 3, 11, 11)
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    assert not w.grad.any()
+    assert not b.grad.any()
+    image = torch.randn(4, 5, 5, device="cuda")
+    torch.testing.assert_close(conv_transpose2d(image, w, b, 2), conv_transpose2d(image[None], w, b, 2)[0])
+
+
+def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = []
+    original = launch.add_plan
+
+    def spy(plan, *rest):
+        planned.append([one.kernel.entry for one in plan.launches])
+        return original(plan, *rest)
+
+    monkeypatch.setattr(cuda, "_handles", {})
+    monkeypatch.setattr(launch, "add_plan", spy)
+    x = torch.randn(2, 8, 5, 6, device="cuda", requires_grad=True)
+    w = torch.randn(8, 4, 3, 3, device="cuda")
+    conv_transpose2d(x, w).sum().backward()
+    assert len(planned) == 2
+    assert not any("weight" in entry or "bias" in entry for entry in planned[1])
+
+
+def test_gradcheck_and_gradgradcheck() -> None:
+    make = dict(device="cuda", dtype=torch.float64, requires_grad=True)
+    x, w, b = torch.randn(2, 4, 4, 3, **make), torch.randn(4, 2, 3, 2, **make), torch.randn(4, **make)
+
+    def function(x, w, b):
+        return conv_transpose2d(x, w, b, (2, 1), (1, 0), (1, 0), 2, (1, 2))
+
+    assert torch.autograd.gradcheck(function, (x, w, b))
+    assert torch.autograd.gradgradcheck(function, (x, w, b))
+
+
+def test_opcheck() -> None:
+    x, w = torch.randn(2, 4, 5, 6, device="cuda", requires_grad=True), torch.randn(4, 3, 3, 2, device="cuda")
+    geometry = ([2, 1], [1, 0], [1, 0], 1, [1, 2])
+    torch.library.opcheck(torch.ops.tconv_swap.conv_transpose2d.default, (x, w, None, *geometry))
+    grad = torch.randn_like(torch.ops.tconv_swap.conv_transpose2d(x, w, None, *geometry)).requires_grad_()
+    torch.library.opcheck(
+        torch.ops.tconv_swap.conv_transpose2d_backward.default, (grad, x, w, *geometry, [True, True, True])
+    )
+
+
+def test_autocast_is_pytorchs() -> None:
+    x = torch.randn(2, 4, 5, 6, device="cuda", requires_grad=True)
+    w = torch.randn(4, 3, 3, 2, device="cuda", requires_grad=True)
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype):
+            y, native = conv_transpose2d(x, w), F.conv_transpose2d(x, w)
+            assert y.dtype == native.dtype == dtype
+            assert conv_transpose2d(x.double(), w.double()).dtype == torch.float64
+        y.float().sum().backward()
+        assert x.grad.dtype == w.grad.dtype == torch.float32
+
+
+def test_current_stream_and_graph_capture() -> None:
+    case = NAMED["dcgan4"]
+    x, w = (torch.randn(case[k], device="cuda") for k in "xw")
+    expected = conv_transpose2d(x, w, **arguments(case))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        delayed = x * 1.0
+        y = conv_transpose2d(delayed, w, **arguments(case))
+    torch.cuda.current_stream().wait_stream(side)
+    assert torch.equal(y, expected)
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = conv_transpose2d(x, w, **arguments(case))
+    x.copy_(torch.randn_like(x))
+    w.mul_(2)
+    graph.replay()
+    assert torch.equal(captured, conv_transpose2d(x, w, **arguments(case)))
+
+
+def test_backward_from_a_thread_without_a_context() -> None:
+    x = torch.randn(2, 8, 5, 6, device="cuda", requires_grad=True)
+    w = torch.randn(8, 4, 3, 3, device="cuda", requires_grad=True)
+    conv_transpose2d(x, w).sum().backward()
+    assert x.grad is not None
+
+
+def test_two_devices_in_one_process() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    x, w = torch.randn(2, 8, 5, 6, device="cuda:1"), torch.randn(8, 4, 3, 3, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    y = conv_transpose2d(x, w)
+    assert y.device == x.device
+    torch.testing.assert_close(y.cpu(), conv_transpose2d(x.to("cuda:0"), w.to("cuda:0")).cpu())
+    with pytest.raises(RuntimeError, match="same device"):
+        conv_transpose2d(x, w.to("cuda:0"))
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.get_device_properties(0).total_memory < 40 << 30:
+        pytest.skip("needs 40 GiB of GPU memory")
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 16400, 16400, device="cuda", dtype=torch.float16)
+    w = torch.randn(2, 2, 2, 2, device="cuda", dtype=torch.float16)
+    y = conv_transpose2d(x, w, stride=2)
+    assert y.numel() > 2**31
+    corner = conv_transpose2d_reference(
+        x[:, :, -40:, -40:].double().cpu(), w.double().cpu(), None, stride=2
+    )
+    assert relative_error(y[:, :, -80:, -80:], corner) < TOLERANCE[torch.float16]
+    del x
+    grad_input = torch.ops.tconv_swap.conv_transpose2d_backward(
+        y, y[:, :, ::2, ::2], w, [2, 2], [0, 0], [0, 0], 1, [1, 1], [True, False, False]
+    )[0]
+    wanted = F.conv2d(y[:, :, -80:, -80:].double(), w.double(), stride=2)
+    assert relative_error(grad_input[:, :, -40:, -40:], wanted) < TOLERANCE[torch.float16]
+
+
+def test_no_call_to_cudnn_or_pytorchs_convolution() -> None:
+    x = torch.randn(2, 8, 5, 6, device="cuda", requires_grad=True)
+    w = torch.randn(8, 4, 3, 3, device="cuda", requires_grad=True)
+    b = torch.randn(4, device="cuda", requires_grad=True)
+    conv_transpose2d(x, w, b, 2).sum().backward()
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    ) as profile:
+        conv_transpose2d(x, w, b, 2).sum().backward()
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    assert any("tconv_swap::conv_transpose2d" in name for name in names)
+    assert not [name for name in names if "cudnn" in name.lower() or "aten::convolution" in name]
+
+
+def test_a_cuda_error_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        launch._check(launch._library().tconv_load_kernel(b"no machine code", b"none", None))
+
+
+def test_bad_arguments_raise_before_anything_is_launched() -> None:
+    x, w = torch.randn(2, 8, 5, 6, device="cuda"), torch.randn(8, 4, 3, 3, device="cuda")
+    with pytest.raises(RuntimeError, match="weight type"):
+        conv_transpose2d(x, w.double())
+    with pytest.raises(RuntimeError, match="same device"):
+        conv_transpose2d(x, w.cpu())
+    with pytest.raises(RuntimeError, match="stride"):
+        conv_transpose2d(x, w, stride=0)

@@ -1,0 +1,72 @@
+"""The host part builds from source without a GPU or a CUDA toolkit, is kept, and says what is missing."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+import torch
+
+from tconv_swap import cache, launch, plan
+from tconv_swap.geometry import Geometry
+
+
+@pytest.fixture
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(launch, "cache_directory", lambda: tmp_path)
+    return tmp_path
+
+
+def test_the_host_part_builds_once_and_is_kept(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = launch.build()
+    assert "building the CUDA launcher" in caplog.text
+    assert ctypes.CDLL(str(first)).tconv_add_plan
+    caplog.clear()
+    assert launch.build() == first
+    assert not caplog.records
+    assert [path.name for path in first.parent.iterdir()] == ["launch.so"]
+
+
+def test_a_missing_compiler_is_named(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(launch.BuildError, match=r"no-such-compiler.*install g\+\+"):
+        launch.build()
+
+
+def test_a_missing_ninja_is_named(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
+    with pytest.raises(launch.BuildError, match="pip install ninja"):
+        launch.build()
+
+
+def test_a_failing_build_shows_the_compilers_words(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = own_cache / "launch.cpp"
+    source.write_text("#error deliberately broken")
+    monkeypatch.setattr(launch, "csrc_directory", lambda: own_cache)
+    with pytest.raises(launch.BuildError, match="deliberately broken"):
+        launch.build()
+    assert not list((own_cache / "host").rglob("*.so"))
+
+
+def test_without_a_writable_home_the_cache_is_temporary_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(blocker / "below"))
+    directory = cache.cache_directory.__wrapped__()
+    assert directory.is_dir()
+    assert cache.ENVIRONMENT_VARIABLE in caplog.text
+
+
+def test_plan_words_are_what_launch_cpp_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_kernel", lambda kernel, architecture: 77)
+    problem = plan.Problem(Geometry(2, 4, 5, 6, 3, (3, 3)), torch.float32, "ieee", True, True)
+    made = plan.plan_forward(problem, True, plan.Device("sm_75", 30, 48 << 10))
+    words = launch.plan_words(made, torch.float32, "sm_75")
+    assert words[:3] == [6, made.workspace_bytes, 1]
+    assert words[3:12] == [4, 2, 3, 7, 8, 168, 1, 24, 3]
+    assert words[12:14] == [len(made.launches), 77]
+    one = made.launches[0]
+    assert words[14:19] == [one.grid, one.block, one.shared_bytes, 0, len(one.arguments)]

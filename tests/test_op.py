@@ -1,0 +1,195 @@
+"""The torch op: arguments, errors, gradients of every order, autocast, fake tensors. On the CPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tconv_swap.op import conv_transpose2d
+
+GEOMETRY = dict(stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2, dilation=(1, 2))
+OP_ARGUMENTS = ([2, 1], [1, 0], [1, 0], 2, [1, 2])
+
+
+def leaves(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 3, 4), (4, 3, 3, 2), (6,))
+    return [
+        torch.randn(s, dtype=dtype, generator=generator).requires_grad_(requires_grad) for s in shapes
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(stride=0),
+        dict(stride=(1, -2)),
+        dict(padding=-1),
+        dict(output_padding=-1),
+        dict(output_padding=1),
+        dict(output_padding=(0, 2), stride=2, dilation=2),
+        dict(groups=0),
+        dict(groups=-1),
+        dict(groups=3),
+        dict(padding=9),
+        dict(stride=(1, 2, 3)),
+        dict(stride=()),
+        dict(stride="a"),
+        dict(stride=2.0),
+        dict(padding=None),
+        dict(input=(2, 3, 5, 6)),
+        dict(input=(5, 6)),
+        dict(input=(1, 2, 4, 5, 6)),
+        dict(input=(2, 4, 0, 6)),
+        dict(weight=(4, 3, 3)),
+        dict(weight=(4, 0, 3, 3)),
+        dict(weight=(4, 3, 0, 3)),
+        dict(bias=(4,)),
+        dict(bias=(3, 1)),
+    ],
+    ids=str,
+)
+def test_bad_arguments_raise_what_pytorch_raises_and_name_the_argument(change: dict) -> None:
+    shapes = dict(input=(2, 4, 5, 6), weight=(4, 3, 3, 3), bias=(3,))
+    named = next(iter(change))
+    call = {k: torch.randn(change.pop(k, shape)) for k, shape in shapes.items()} | change
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as native:
+        F.conv_transpose2d(**call)
+    with pytest.raises(type(native.value)) as ours:
+        conv_transpose2d(**call)
+    message = str(ours.value).lower().replace(" ", "_")
+    assert named in message or (named == "padding" and "output_size_is_too_small" in message)
+    value = change.get(named)
+    numbers = value if isinstance(value, tuple) else (value,)
+    assert value is None or all(str(n) in message for n in numbers), message
+
+
+def test_dilation_zero_raises() -> None:
+    x, w, _ = leaves()
+    with pytest.raises(RuntimeError, match=r"non-positive dilation.*\[0, 0\]"):
+        conv_transpose2d(x, w, dilation=0)
+
+
+def test_mixed_dtypes_raise_and_name_both() -> None:
+    x, w, b = leaves()
+    with pytest.raises(RuntimeError, match=r"torch.float64.*weight type \(torch.float32\)"):
+        conv_transpose2d(x, w.float())
+    with pytest.raises(RuntimeError, match="bias type"):
+        conv_transpose2d(x, w, b.float(), **GEOMETRY)
+
+
+def test_integers_raise_and_complex_works_as_in_pytorch() -> None:
+    x, w, _ = leaves(requires_grad=False)
+    with pytest.raises(NotImplementedError):
+        conv_transpose2d(x.int(), w.int())
+    z = x.to(torch.complex128)
+    torch.testing.assert_close(conv_transpose2d(z, w + 0j), F.conv_transpose2d(z, w + 0j))
+
+
+def test_gradcheck_and_gradgradcheck_for_every_set_of_gradients() -> None:
+    def function(x, w, b):
+        return conv_transpose2d(x, w, b, **GEOMETRY)
+
+    assert torch.autograd.gradcheck(function, leaves())
+    for wanted in itertools.product([True, False], repeat=3):
+        if any(wanted):
+            small = [t.detach()[..., :2, :2] if t.dim() == 4 else t.detach() for t in leaves()]
+            inputs = [t.requires_grad_(w) for t, w in zip(small, wanted, strict=True)]
+            assert torch.autograd.gradgradcheck(function, inputs), wanted
+
+
+def test_opcheck() -> None:
+    forward = torch.ops.tconv_swap.conv_transpose2d.default
+    backward = torch.ops.tconv_swap.conv_transpose2d_backward.default
+    x, w, b = leaves()
+    torch.library.opcheck(forward, (x, w, b, *OP_ARGUMENTS))
+    torch.library.opcheck(forward, (x, w, None, *OP_ARGUMENTS))
+    grad = torch.randn_like(forward(x, w, b, *OP_ARGUMENTS)).requires_grad_()
+    for mask in ([True, True, True], [True, False, False], [False, True, False], [True, False, True]):
+        torch.library.opcheck(backward, (grad, x, w, *OP_ARGUMENTS, mask))
+
+
+def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = []
+    original = torch.ops.aten.convolution_backward
+
+    def spy(*args):
+        masks.append(list(args[-1]))
+        return original(*args)
+
+    monkeypatch.setattr(torch.ops.aten, "convolution_backward", spy)
+    x, w, b = leaves()
+    for wanted in itertools.product([True, False], repeat=3):
+        if not any(wanted[:2]):
+            continue
+        inputs = [t.detach().requires_grad_(need) for t, need in zip((x, w, b), wanted, strict=True)]
+        conv_transpose2d(*inputs, **GEOMETRY).sum().backward()
+        assert [t.grad is not None for t in inputs] == list(wanted)
+        assert not [m for m in masks if any(got and not need for got, need in zip(m, wanted, strict=True))]
+        masks.clear()
+
+
+def test_a_gradient_shape_that_does_not_fit_raises() -> None:
+    x, w, _ = leaves(requires_grad=False)
+    with pytest.raises(RuntimeError, match="grad_output of size"):
+        torch.ops.tconv_swap.conv_transpose2d_backward(x, x, w, *OP_ARGUMENTS, [True, True, True])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_pytorchs(dtype: torch.dtype) -> None:
+    x, w, b = leaves(torch.float32)
+    with torch.autocast("cpu", dtype):
+        y = conv_transpose2d(x, w, b, **GEOMETRY)
+        native = F.conv_transpose2d(x, w, b, **GEOMETRY)
+        assert y.dtype == native.dtype == dtype
+        assert conv_transpose2d(x.double(), w.double()).dtype == torch.float64
+        with torch.autocast("cpu", enabled=False):
+            assert conv_transpose2d(x, w).dtype == torch.float32
+    torch.testing.assert_close(y, native)
+    y.float().sum().backward()
+    assert {t.grad.dtype for t in (x, w, b)} == {torch.float32}
+
+
+def test_fake_and_meta_tensors_have_the_shape_and_format_of_the_real() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    x, w, b = leaves(torch.float32, requires_grad=False)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        laid_out = x.to(memory_format=layout)
+        real = conv_transpose2d(laid_out, w, b, **GEOMETRY)
+        with FakeTensorMode() as mode:
+            fakes = [mode.from_tensor(t) for t in (laid_out, w, b)]
+            fake = conv_transpose2d(*fakes, **GEOMETRY)
+        assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
+    meta = conv_transpose2d(x.to("meta"), w.to("meta"), **GEOMETRY)
+    assert meta.shape == real.shape
+    with pytest.raises(RuntimeError, match="channels"):
+        conv_transpose2d(x[:, :3].to("meta"), w.to("meta"), **GEOMETRY)
+
+
+def test_compiles_without_a_graph_break_forward_and_backward() -> None:
+    x, w, b = leaves(torch.float32)
+    compiled = torch.compile(
+        lambda x, w, b: conv_transpose2d(x, w, b, **GEOMETRY).relu(), fullgraph=True, backend="aot_eager"
+    )
+    compiled(x, w, b).sum().backward()
+    got = [t.grad for t in (x, w, b)]
+    again = leaves(torch.float32)
+    F.conv_transpose2d(*again, **GEOMETRY).relu().sum().backward()
+    torch.testing.assert_close(got, [t.grad for t in again])
+
+
+def test_unbatched_and_empty_batch() -> None:
+    x, w, b = leaves()
+    one = conv_transpose2d(x[0], w, b, **GEOMETRY)
+    torch.testing.assert_close(one, F.conv_transpose2d(x[0], w, b, **GEOMETRY))
+    empty = x[:0].detach().requires_grad_()
+    y = conv_transpose2d(empty, w, b, **GEOMETRY)
+    assert y.shape == F.conv_transpose2d(empty, w, b, **GEOMETRY).shape
+    y.sum().backward()
+    assert empty.grad.shape == empty.shape
+    assert not w.grad.any()
+    assert not b.grad.any()
