@@ -1,1 +1,30 @@
-"""tconv-swap: swap every ``nn.ConvTranspose2d`` of a network for a faster one that computes the same."""
+"""tconv-swap: swap every ``nn.ConvTranspose2d`` of a network for a faster one that computes the same.
+
+model = tconv_swap.swap_layers(model)                       # the same parameters, our kernels
+report = tconv_swap.verify(original, model, inputs)         # the same outputs and gradients?
+timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
+"""
+
+from tconv_swap.bench import BenchmarkReport, benchmark
+from tconv_swap.inputs import Inputs
+from tconv_swap.layer import ConvTranspose2d
+from tconv_swap.op import conv_transpose2d
+from tconv_swap.surgery import LayerPlan, SwapPlan, plan_swap, swap_layers, unswap_layers
+from tconv_swap.verify import VerifyReport, verify
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "BenchmarkReport",
+    "ConvTranspose2d",
+    "Inputs",
+    "LayerPlan",
+    "SwapPlan",
+    "VerifyReport",
+    "benchmark",
+    "conv_transpose2d",
+    "plan_swap",
+    "swap_layers",
+    "unswap_layers",
+    "verify",
+]

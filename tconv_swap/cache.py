@@ -30,7 +30,9 @@ def cache_directory() -> Path:
             with tempfile.TemporaryFile(dir=candidate):
                 return candidate
         except OSError as error:
-            logger.warning("cannot keep compiled kernels in %s (%s); set %s", candidate, error, ENVIRONMENT_VARIABLE)
+            logger.warning(
+                "cannot keep compiled kernels in %s (%s); set %s", candidate, error, ENVIRONMENT_VARIABLE
+            )
     return Path(tempfile.mkdtemp(prefix="tconv_swap-"))
 
 

@@ -50,23 +50,16 @@ class ExitCode(enum.IntEnum):
     INTERRUPTED = 130
 
 
+# Typer keeps these line breaks or, in older versions, puts a space: readable both ways.
 EXIT_CODES = """Exit codes:
-
-0 verified (or, with --dry-run, there is something to swap)
-
-1 mismatch: nothing was written
-
-2 wrong usage, or the network does not run on the inputs
-
-3 the file cannot be loaded or is not trusted
-
-4 nothing to swap
-
-5 verified, but the output could not be written
-
-70 an error in tconv-swap itself (TCONV_SWAP_DEBUG=1 shows where)
-
-130 interrupted: nothing was written"""
+ 0 = verified (with --dry-run: there is something to swap);
+ 1 = mismatch, nothing was written;
+ 2 = wrong usage, or the network does not run on the inputs;
+ 3 = the file cannot be loaded or is not trusted;
+ 4 = nothing to swap;
+ 5 = verified, but the output could not be written;
+ 70 = an error in tconv-swap itself (TCONV_SWAP_DEBUG=1 shows where);
+ 130 = interrupted, nothing was written."""
 
 
 class SwapByDefault(TyperGroup):
@@ -81,8 +74,8 @@ class SwapByDefault(TyperGroup):
 
 app = typer.Typer(
     cls=SwapByDefault,
-    help="Swap every nn.ConvTranspose2d of a saved network for a faster one, prove that it computes the same, "
-    "time it.\n\n    tconv-swap MODEL --out FAST        the same as tconv-swap swap MODEL --out FAST",
+    help="Swap every nn.ConvTranspose2d of a saved network for a faster one, prove that it computes the "
+    "same, and time it.\n\n`tconv-swap MODEL` is `tconv-swap swap MODEL`.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     add_completion=False,
@@ -95,7 +88,7 @@ def main() -> None:
     """Entry point of the `tconv-swap` script."""
     # A SIGTERM that raises lets a half-written file be removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    app()
+    app(prog_name="tconv-swap")
 
 
 def _print_version(wanted: bool) -> None:

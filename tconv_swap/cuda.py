@@ -26,7 +26,7 @@ def device_facts(index: int) -> plan.Device:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """``"tf32"`` where PyTorch's switches allow it for a float32 convolution at this moment, else ``"ieee"``."""
+    """``"tf32"`` where PyTorch's switches allow it for a float32 convolution just now, else ``"ieee"``."""
     if dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32":
         return "tf32"
     return "ieee"

@@ -17,8 +17,8 @@ Pair = tuple[int, int]
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """One transposed convolution: input ``[batch, in_channels, height, width]``, weight
-    ``[in_channels, out_channels / groups, *kernel]``, output ``[batch, out_channels, out_height, out_width]``.
-    Pairs are (vertical, horizontal)."""
+    ``[in_channels, out_channels / groups, *kernel]``, output
+    ``[batch, out_channels, out_height, out_width]``. Pairs are (vertical, horizontal)."""
 
     batch: int
     in_channels: int
@@ -77,7 +77,9 @@ class Geometry:
     def macs(self) -> int:
         """Multiply-adds when every tap of every input pixel lands inside the output: the usual count, which
         neglects the few that padding cuts off."""
-        return self.batch * self.height * self.width * self.in_channels * self.out_channels_per_group * self.taps
+        return (
+            self.batch * self.height * self.width * self.in_channels * self.out_channels_per_group * self.taps
+        )
 
     @property
     def elements(self) -> int:
@@ -180,15 +182,17 @@ def check_geometry(
     ):
         if pair[0] < least or pair[1] < least:
             kind = "non-positive" if least else "negative"
-            raise RuntimeError(f"{kind} {name} is not supported: got {name}={list(pair)}, expected >= {least}")
+            raise RuntimeError(
+                f"{kind} {name} is not supported: got {name}={list(pair)}, expected >= {least}"
+            )
     if groups < 1:
         raise RuntimeError(f"non-positive groups is not supported: got groups={groups}, expected >= 1")
 
     batch, in_channels, height, width = input_shape
     if weight_shape[0] < groups or weight_shape[0] % groups != 0:
         raise RuntimeError(
-            f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0 (in_channels), "
-            f"but got weight of size {list(weight_shape)} instead"
+            f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0 "
+            f"(in_channels), but got weight of size {list(weight_shape)} instead"
         )
     if weight_shape[1] < 1 or weight_shape[2] < 1 or weight_shape[3] < 1:
         raise RuntimeError(
@@ -197,8 +201,8 @@ def check_geometry(
         )
     if in_channels != weight_shape[0]:
         raise RuntimeError(
-            f"Given transposed=1, weight of size {list(weight_shape)}, expected input{list(input_shape)} to have "
-            f"{weight_shape[0]} channels, but got {in_channels} channels instead"
+            f"Given transposed=1, weight of size {list(weight_shape)}, expected input{list(input_shape)} to "
+            f"have {weight_shape[0]} channels, but got {in_channels} channels instead"
         )
     if height < 1 or width < 1:
         raise RuntimeError(
@@ -208,8 +212,8 @@ def check_geometry(
     out_channels = weight_shape[1] * groups
     if bias_shape is not None and (len(bias_shape) != 1 or bias_shape[0] != out_channels):
         raise RuntimeError(
-            f"Given transposed=1, weight of size {list(weight_shape)}, expected bias to be 1-dimensional with "
-            f"{out_channels} elements, but got bias of size {list(bias_shape)} instead"
+            f"Given transposed=1, weight of size {list(weight_shape)}, expected bias to be 1-dimensional "
+            f"with {out_channels} elements, but got bias of size {list(bias_shape)} instead"
         )
     for axis in (0, 1):
         if output_padding[axis] >= stride[axis] and output_padding[axis] >= dilation[axis]:
@@ -233,7 +237,8 @@ def check_geometry(
     if geometry.out_height < 1 or geometry.out_width < 1:
         raise RuntimeError(
             f"Given input size per channel: ({height} x {width}). Calculated output size per channel: "
-            f"({geometry.out_height} x {geometry.out_width}). Output size is too small (padding={list(padding)})"
+            f"({geometry.out_height} x {geometry.out_width}). Output size is too small "
+            f"(padding={list(padding)})"
         )
     return geometry
 

@@ -18,7 +18,9 @@ OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-option
 @lru_cache(maxsize=1)
 def _kernel_files() -> dict[str, str]:
     directory = csrc_directory() / "kernels"
-    return {path.name: path.read_text() for path in sorted(directory.iterdir()) if path.suffix in (".cu", ".cuh")}
+    return {
+        path.name: path.read_text() for path in sorted(directory.iterdir()) if path.suffix in (".cu", ".cuh")
+    }
 
 
 @lru_cache(maxsize=1)

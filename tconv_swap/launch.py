@@ -58,10 +58,12 @@ def build() -> Path:
 
     if not cpp_extension.is_ninja_available():
         raise BuildError(
-            "the CUDA launcher of tconv_swap is built on its first use and needs ninja, but it was not found; "
-            "pip install ninja"
+            "the CUDA launcher of tconv_swap is built on its first use and needs ninja, but it was not "
+            "found; pip install ninja"
         )
-    logger.warning("tconv_swap: building the CUDA launcher for torch %s, once (a few seconds)", torch.__version__)
+    logger.warning(
+        "tconv_swap: building the CUDA launcher for torch %s, once (a few seconds)", torch.__version__
+    )
     target.parent.mkdir(parents=True, exist_ok=True)
     libraries = Path(torch.__file__).parent / "lib"
     # A directory of this process's own: processes may race, and a killed one must leave no lock behind.
@@ -78,7 +80,9 @@ def build() -> Path:
                 is_standalone=False,
             )
         except RuntimeError as error:
-            raise BuildError(f"the CUDA launcher of tconv_swap does not build from {source}:\n{error}") from error
+            raise BuildError(
+                f"the CUDA launcher of tconv_swap does not build from {source}:\n{error}"
+            ) from error
         os.replace(built or Path(directory) / "tconv_swap_launch.so", target)
     return target
 

@@ -1,8 +1,8 @@
 """Networks saved before PyTorch 1.6, rewritten so that PyTorch's safe loader reads them.
 
 Such a pickle refers to the class of a layer by a persistent id, `("module", class, source file, source)`,
-which `torch.load(weights_only=True)` refuses. Here each of them becomes a call of `container_class` with these
-four: the class goes through the loader's allow-list as any other, and the source code is ignored.
+which `torch.load(weights_only=True)` refuses. Here each of them becomes a call of `container_class` with
+these four: the class goes through the loader's allow-list as any other, and the source code is ignored.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ def _candidates(major: str) -> Iterator[str]:
 def _library() -> ctypes.CDLL:
     if torch.version.cuda is None:
         raise NvrtcMissingError(
-            f"torch {torch.__version__} is not a CUDA build, so it brings no NVRTC; install a CUDA build of torch"
+            f"torch {torch.__version__} is not a CUDA build, so it brings no NVRTC; "
+            "install a CUDA build of torch"
         )
     major = torch.version.cuda.split(".")[0]
     tried = list(dict.fromkeys(_candidates(major)))
@@ -47,7 +48,8 @@ def _library() -> ctypes.CDLL:
         except OSError:
             continue
     raise NvrtcMissingError(
-        f"libnvrtc.so.{major} was not found; it comes with the package nvidia-cuda-nvrtc. Looked in: {', '.join(tried)}"
+        f"libnvrtc.so.{major} was not found; it comes with the package nvidia-cuda-nvrtc. "
+        f"Looked in: {', '.join(tried)}"
     )
 
 

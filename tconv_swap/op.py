@@ -53,7 +53,8 @@ def conv_transpose2d(
         bias: ``[out_channels]`` or None.
 
     All three of one dtype (float64, float32, float16, bfloat16) and on one device. float32 on CUDA obeys
-    ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` as they are at the call.
+    ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` as they are at the
+    call.
 
     Returns:
         ``[batch, out_channels, out_height, out_width]`` in the memory format PyTorch would choose.
@@ -66,11 +67,11 @@ def conv_transpose2d(
             input,
             weight,
             bias,
-            stride,  # type: ignore[arg-type]
-            padding,  # type: ignore[arg-type]
-            output_padding,  # type: ignore[arg-type]
+            stride,
+            padding,
+            output_padding,
             groups,
-            dilation,  # type: ignore[arg-type]
+            dilation,
         )
     arguments = (
         as_pair(stride, "stride"),
@@ -165,7 +166,7 @@ _library.impl("conv_transpose2d", _forward_kernel(cuda.forward), "CUDA")
 _library.impl("conv_transpose2d_backward", _backward_kernel(cuda.backward), "CUDA")
 
 
-@torch.library.register_fake("tconv_swap::conv_transpose2d", lib=_library)
+@torch.library.register_fake("tconv_swap::conv_transpose2d", lib=_library)  # type: ignore[untyped-decorator]
 def _(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
     _check_tensors(input, {"weight": weight, "bias": bias})
     geometry = _geometry_of(check_geometry, input, weight, bias, arguments)
@@ -177,7 +178,7 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Te
     )
 
 
-@torch.library.register_fake("tconv_swap::conv_transpose2d_backward", lib=_library)
+@torch.library.register_fake("tconv_swap::conv_transpose2d_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
     *arguments_, mask = arguments
     geometry = _geometry_of(check_geometry, input, weight, None, arguments_)
@@ -223,7 +224,7 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> N
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
     """<grad_output, T(input, weight)> is linear in each of the three, so the derivatives of the gradients
-    are the same three maps again, with the cotangent of a gradient in the place of what it is a gradient of."""
+    are the same three maps again, with the cotangent of a gradient in place of what it is a gradient of."""
     grad_output, input, weight = ctx.saved_tensors
     for_input, for_weight, for_bias = _spread(cotangents, ctx.mask)
     wants_grad_output, wants_input, wants_weight = ctx.needs_input_grad[:3]
@@ -262,7 +263,7 @@ torch.library.register_autograd(
 
 
 def _autocast_kernel(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
-    """Cast as PyTorch's autocast does for conv_transpose2d: float tensors but float64, to the autocast dtype."""
+    """Cast as PyTorch's autocast does for conv_transpose2d: float tensors but float64, to its dtype."""
     excluded = torch._C.DispatchKeySet(key)
 
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:

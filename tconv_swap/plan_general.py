@@ -150,7 +150,9 @@ def plan_backward(
         launches += steps
         outputs.append(Output(geometry.weight_shape, weight_channels_last))
     if output_mask[2]:
-        bytes_, steps = _grad_bias(geometry, dtype, common, channels_last, multiprocessors, len(outputs), offset)
+        bytes_, steps = _grad_bias(
+            geometry, dtype, common, channels_last, multiprocessors, len(outputs), offset
+        )
         offset += bytes_
         launches += steps
         outputs.append(Output((geometry.out_channels,)))
@@ -224,7 +226,10 @@ def _grad_weight(
         block=tile.threads,
         arguments=(input_(1), input_(0), workspace(offset), int64(geometry.batch), int64(per_slice)),
     )
-    return _aligned(count * slices * _sum_bytes(dtype)), [launch, _reduce(dtype, count, slices, offset, index)]
+    return _aligned(count * slices * _sum_bytes(dtype)), [
+        launch,
+        _reduce(dtype, count, slices, offset, index),
+    ]
 
 
 def _grad_bias(
@@ -248,4 +253,7 @@ def _grad_bias(
         block=threads,
         arguments=(input_(0), workspace(offset), int64(geometry.batch), int64(per_slice)),
     )
-    return _aligned(channels * slices * _sum_bytes(dtype)), [launch, _reduce(dtype, channels, slices, offset, index)]
+    return _aligned(channels * slices * _sum_bytes(dtype)), [
+        launch,
+        _reduce(dtype, channels, slices, offset, index),
+    ]

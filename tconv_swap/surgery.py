@@ -43,8 +43,8 @@ class LayerPlan:
             default are left out.
         parameters: the number of numbers in its parameters.
         swap: whether it is one of our layers after the swap.
-        already: whether it is one of our layers before the swap.
         reason: why it is not swapped; ``""`` where it is.
+        already: whether it is one of our layers before the swap.
     """
 
     names: tuple[str, ...]
@@ -52,8 +52,8 @@ class LayerPlan:
     geometry: str
     parameters: int
     swap: bool
-    already: bool = False
     reason: str = ""
+    already: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """The same as plain values that ``json`` can write."""
@@ -218,8 +218,8 @@ def _plan(model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: Fil
                 geometry=_geometry(module),
                 parameters=_count_parameters(module),
                 swap=not reason,
-                already=already,
                 reason=reason,
+                already=already,
             )
         )
     all_names = [name for _, names in found for name in names]

@@ -144,6 +144,8 @@ def run(request: Request, progress: Progress) -> Result:
 def _device(wanted: torch.device | None) -> torch.device:
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.type not in ("cpu", "cuda"):
+        raise RequestError(f"--device {wanted}: only cpu and cuda have swapped layers")
     try:
         torch.empty(0, device=wanted)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

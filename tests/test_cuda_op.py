@@ -50,15 +50,19 @@ def relative_error(result: Tensor, truth: Tensor) -> float:
     return float((result.double().cpu() - truth).norm() / truth.norm().clamp_min(1e-30))
 
 
-def check_against_oracle(
-    x: Tensor, w: Tensor, b: Tensor | None, kwargs: dict, tolerance: float
-) -> None:
+def check_against_oracle(x: Tensor, w: Tensor, b: Tensor | None, kwargs: dict, tolerance: float) -> None:
     """Forward and all three gradients on the GPU against the oracle on the CPU."""
-    leaves = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in (x, w, b) if t is not None]
+    leaves = [
+        t.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+        for t in (x, w, b)
+        if t is not None
+    ]
     y = conv_transpose2d(*leaves, **kwargs)
     truths = [t.detach().double().cpu().requires_grad_() for t in leaves]
-    expected = conv_transpose2d_reference(*truths, **kwargs) if b is not None else conv_transpose2d_reference(
-        *truths, None, **kwargs
+    expected = (
+        conv_transpose2d_reference(*truths, **kwargs)
+        if b is not None
+        else conv_transpose2d_reference(*truths, None, **kwargs)
     )
     assert y.shape == expected.shape
     assert y.dtype == x.dtype
@@ -109,7 +113,9 @@ def random_case(seed: int) -> dict:
             stride=tuple(stride),
             dilation=tuple(dilation),
             padding=tuple(rng.randint(0, 4) for _ in range(2)),
-            output_padding=tuple(rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)),
+            output_padding=tuple(
+                rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)
+            ),
             groups=groups,
         )
         case["w"] = (case["x"][1], rng.choice((1, 2, 3, 8, 17, 32)), rng.randint(1, 7), rng.randint(1, 7))
@@ -158,7 +164,9 @@ def test_every_output_is_written_even_into_poisoned_memory() -> None:
     x, w = (torch.randn(case[k], device="cuda") for k in "xw")
     size = conv_transpose2d(x, w, **arguments(case)).numel()
     for _ in range(3):
-        torch.full((size,), float("nan"), device="cuda")  # freed at once: the next allocation takes its memory
+        torch.full(
+            (size,), float("nan"), device="cuda"
+        )  # freed at once: the next allocation takes its memory
         assert torch.isfinite(conv_transpose2d(x, w, **arguments(case))).all()
 
 
@@ -184,7 +192,9 @@ def test_memory_formats_are_pytorchs(dtype, x_layout, w_layout) -> None:
     ours, theirs = conv_transpose2d(x, w, stride=2), F.conv_transpose2d(x, w, stride=2)
     assert ours.stride() == theirs.stride()
     grad = torch.randn_like(ours)
-    for a, b in zip(torch.autograd.grad(ours, (x, w), grad), torch.autograd.grad(theirs, (x, w), grad), strict=True):
+    for a, b in zip(
+        torch.autograd.grad(ours, (x, w), grad), torch.autograd.grad(theirs, (x, w), grad), strict=True
+    ):
         assert a.stride() == b.stride()
 
 
@@ -311,9 +321,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     w = torch.randn(2, 2, 2, 2, device="cuda", dtype=torch.float16)
     y = conv_transpose2d(x, w, stride=2)
     assert y.numel() > 2**31
-    corner = conv_transpose2d_reference(
-        x[:, :, -40:, -40:].double().cpu(), w.double().cpu(), None, stride=2
-    )
+    corner = conv_transpose2d_reference(x[:, :, -40:, -40:].double().cpu(), w.double().cpu(), None, stride=2)
     assert relative_error(y[:, :, -80:, -80:], corner) < TOLERANCE[torch.float16]
     del x
     grad_input = torch.ops.tconv_swap.conv_transpose2d_backward(

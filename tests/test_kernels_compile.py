@@ -1,4 +1,4 @@
-"""Every kernel source compiles for every architecture we name, without a GPU, and spills only where it says so."""
+"""Every kernel source compiles for every architecture we name, without a GPU, spilling only where it says so."""
 
 from __future__ import annotations
 
@@ -41,7 +41,9 @@ def test_planned_kernels_compile_without_unpromised_spills(geometry: Geometry, a
                 _, log = jit.compile_with_log(kernel, architecture)
                 spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
                 assert spilled, f"no resource report for {kernel.entry}: {log}"
-                assert kernel.spills or not any(spilled), f"{kernel.entry} {dtype} {architecture} spills: {log}"
+                assert kernel.spills or not any(spilled), (
+                    f"{kernel.entry} {dtype} {architecture} spills: {log}"
+                )
 
 
 def jit_dtypes() -> list[torch.dtype]:

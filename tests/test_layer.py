@@ -321,7 +321,7 @@ def test_swapped_and_original_class_are_inverse() -> None:
     assert issubclass(swapped, ConvTranspose2d)
     assert swapped.forward is ConvTranspose2d.forward
     assert swapped.double is Doubling.double
-    assert swapped.__name__ == "Doubling"
+    assert (swapped.__module__, swapped.__name__) == ("tconv_swap.layer", "Doubling")
     assert swapped_class(Doubling) is swapped
     assert original_class(swapped) is Doubling
     assert original_class(Derived) is Derived

@@ -17,9 +17,7 @@ OP_ARGUMENTS = ([2, 1], [1, 0], [1, 0], 2, [1, 2])
 def leaves(dtype: torch.dtype = torch.float64, requires_grad: bool = True) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = ((2, 4, 3, 4), (4, 3, 3, 2), (6,))
-    return [
-        torch.randn(s, dtype=dtype, generator=generator).requires_grad_(requires_grad) for s in shapes
-    ]
+    return [torch.randn(s, dtype=dtype, generator=generator).requires_grad_(requires_grad) for s in shapes]
 
 
 @pytest.mark.parametrize(

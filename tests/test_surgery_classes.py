@@ -137,6 +137,29 @@ def test_parametrized_stays_parametrized(
     assert type(model[0]) is original_class
 
 
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        self.calls += 1
+        return tensor
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules")
+def test_a_swap_computes_no_parametrization_and_a_forward_each_once() -> None:
+    layer, counts = up(), {"weight": Counting(), "bias": Counting()}
+    for name, counting in counts.items():
+        parametrize.register_parametrization(layer, name, counting)
+    for dtype in (torch.float32, torch.complex64):
+        layer.to(dtype)
+        for counting in counts.values():
+            counting.calls = 0
+        swap_layers(layer)
+        assert [counting.calls for counting in counts.values()] == [0, 0]
+        layer(torch.randn(1, 4, 2, 2, dtype=dtype))
+        assert [counting.calls for counting in counts.values()] == [1, 1]
+
+
 def test_parametrized_unswaps_while_parametrized() -> None:
     model = nn.Sequential(halved(up()))
     x = torch.randn(1, 4, 3, 3)

@@ -290,9 +290,12 @@ def test_integer_weights_are_left() -> None:
 @pytest.mark.parametrize("flavour", ["torch.ao.nn.quantized", "torch.ao.nn.quantized.dynamic"])
 def test_quantized_is_left(flavour: str) -> None:
     module = pytest.importorskip(flavour)
-    plan = plan_swap(nn.Sequential(module.ConvTranspose2d(4, 2, 2, stride=2)))
-    (layer,) = plan.layers
-    assert (layer.kind, layer.swap, layer.geometry) == ("ConvTranspose2d", False, "4->2 k2 s2 bias")
+    plan = plan_swap(
+        nn.Sequential(module.ConvTranspose2d(4, 2, 2), module.ConvTranspose2d(4, 2, 2, bias=False))
+    )
+    assert [layer.geometry for layer in plan.layers] == ["4->2 k2 bias", "4->2 k2"]
+    layer = plan.layers[0]
+    assert (layer.kind, layer.swap) == ("ConvTranspose2d", False)
     assert layer.reason.startswith(f"quantized ({flavour}.")
 
 

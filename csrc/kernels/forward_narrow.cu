@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     };
     const auto keep = [&](int e, Element value) {
       const int to = CHANNELS_LAST ? e / INPUT_C * PIXEL + e % INPUT_C : e;
-      if (INPUT_TILE % THREADS == 0 || e < INPUT_TILE) tile_x[to] = load_as(value);
+      if (e < INPUT_TILE) tile_x[to] = load_as(value);
     };
     const auto bring_input = [&](int chunk) {
 #pragma unroll 1
