@@ -15,7 +15,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -23,6 +22,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
+import tconv_swap
 from tconv_swap import demo as demo_network
 from tconv_swap import options, workflow
 from tconv_swap.console import print_error, progress_shown
@@ -93,15 +93,8 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tconv-swap {_version()}, torch {torch.__version__}")
+        typer.echo(f"tconv-swap {tconv_swap.__version__}, torch {torch.__version__}")
         raise typer.Exit
-
-
-def _version() -> str:
-    try:
-        return metadata.version("tconv-swap")
-    except metadata.PackageNotFoundError:
-        return "(not installed)"
 
 
 @app.callback()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,6 +138,19 @@ class ErrorSum:
         if index >= 0:
             parts.append(f"worst at {_unravel(index, shape)}: {value:.6g}, expected {truth:.6g}")
         return "; ".join(parts)
+
+
+def mismatch(value: Any, original: Any) -> str:
+    """What is wrong with the value before any number is looked at; empty if nothing."""
+    if not isinstance(value, Tensor):
+        return f"is {type(value).__name__}, expected a tensor"
+    if value.shape != original.shape:
+        return f"has shape {list(value.shape)}, expected {list(original.shape)}"
+    if value.dtype != original.dtype:
+        return f"has dtype {value.dtype}, expected {original.dtype}"
+    if value.device != original.device:
+        return f"is on {value.device}, expected {original.device}"
+    return ""
 
 
 def difference(

@@ -49,6 +49,34 @@ def plain(
     return output.contiguous(memory_format=memory_format)
 
 
+def channels_last(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
+) -> Tensor:
+    """PyTorch's own on channels_last tensors, which is what oneDNN computes in; only the conversions are ours."""
+    output = plain(_to_channels_last(input), weight, bias, geometry, torch.channels_last)
+    return output if memory_format == torch.channels_last else _from_channels_last(output)
+
+
+def _to_channels_last(tensor: Tensor) -> Tensor:
+    if not tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.contiguous(memory_format=torch.channels_last)
+    result = torch.empty_like(tensor, memory_format=torch.channels_last)
+    for source, target in zip(tensor.flatten(2), result.permute(0, 2, 3, 1).flatten(1, 2), strict=True):
+        target.copy_(source.t())
+    return result
+
+
+def _from_channels_last(tensor: Tensor) -> Tensor:
+    """A contiguous copy. ``copy_`` transposes a matrix in tiles, but a 4-D tensor element by element, which for
+    planes of 64 KB and more means a cache miss for every element."""
+    if tensor.is_contiguous() or not tensor.is_contiguous(memory_format=torch.channels_last):
+        return tensor.contiguous()
+    result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    for source, target in zip(tensor.permute(0, 2, 3, 1).flatten(1, 2), result.flatten(2), strict=True):
+        target.copy_(source.t())
+    return result
+
+
 def outer(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
@@ -230,6 +258,7 @@ FORWARD: dict[
     Formulation, Callable[[Tensor, Tensor, Tensor | None, Geometry, torch.memory_format], Tensor]
 ] = {
     "plain": plain,
+    "channels_last": channels_last,
     "outer": outer,
     "products": products,
     "phases": phases,

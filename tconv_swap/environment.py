@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -19,12 +18,14 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     Args:
         device: where the work runs; a CUDA device adds the GPU, its driver and the switches of cuDNN.
     """
+    from tconv_swap import __version__  # here, because the package itself imports this module
+
     device = torch.device(device)
     facts: dict[str, Any] = {
         "device": str(device),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "tconv_swap": _own_version(),
+        "tconv_swap": __version__,
         "torch": str(torch.__version__),
         "cpu": cpu_name(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
@@ -35,7 +36,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     if device.type == "cuda":
         facts |= _cuda_facts(device)
     else:
-        facts["mkldnn"] = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        facts["mkldnn"] = torch.backends.mkldnn.is_available()
     return facts
 
 
@@ -65,13 +66,6 @@ def cpu_name() -> str:
     if platform.system() == "Darwin" and (name := _output_of("sysctl", "-n", "machdep.cpu.brand_string")):
         return name
     return platform.processor() or platform.machine() or "unknown CPU"
-
-
-def _own_version() -> str | None:
-    try:
-        return importlib.metadata.version("tconv-swap")
-    except importlib.metadata.PackageNotFoundError:  # a checkout that nobody installed
-        return None
 
 
 def _usable_cores() -> int | None:
@@ -112,7 +106,7 @@ def _or_none(read: Callable[[], Any]) -> Any:
 
 
 def _cudnn_version() -> str | None:
-    version = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    version = torch.backends.cudnn.version()
     if version is None:
         return None
     # cuDNN 9 counts 10000 / 100 / 1, cuDNN 8 counted 1000 / 100 / 1.

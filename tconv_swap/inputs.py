@@ -227,7 +227,7 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
         evaluated, trained = try_modes(model, inputs)
         tried += 1
         if evaluated.error and trained.error:
-            error = evaluated.error
+            error = error or evaluated.error
             continue
         reached = len(targets & (evaluated.reached | trained.reached))
         both = not evaluated.error and not trained.error
@@ -239,7 +239,7 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
             break
     if ran:
         return max(ran, key=lambda entry: entry[0])[1]
-    what = f"none of the {tried} shapes tried runs (the last: {error})" if tried else "no layer tells it"
+    what = f"none of the {tried} shapes tried runs (the likeliest: {error})" if tried else "no layer tells it"
     raise InputShapeError(f"cannot infer the input shape, {what}: give --input-shape or --inputs FILE")
 
 

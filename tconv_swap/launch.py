@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -66,8 +67,14 @@ def build() -> Path:
     )
     target.parent.mkdir(parents=True, exist_ok=True)
     libraries = Path(torch.__file__).parent / "lib"
-    # A directory of this process's own: processes may race, and a killed one must leave no lock behind.
-    with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+    with (
+        open(target.parent / "lock", "w") as lock,
+        # torch's own lock is a file that a killed process leaves behind; in a directory of our own it is alone.
+        tempfile.TemporaryDirectory(dir=target.parent) as directory,
+    ):
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system however the process ends
+        if target.exists():
+            return target
         try:
             built = cpp_extension.load(
                 name="tconv_swap_launch",

@@ -44,9 +44,9 @@ _ACTIVATIONS = (
 )  # fmt: skip
 # With one of these a pickle can do anything: trusting it by name would be --unsafe-pickle in disguise.
 _UNRESTRAINED_MODULES = (
-    "builtins", "code", "codeop", "ctypes", "importlib", "marshal", "multiprocessing", "nt", "operator", "os",
-    "pickle", "posix", "pty", "runpy", "shutil", "socket", "subprocess", "sys", "threading", "torch.hub",
-    "torch.utils.cpp_extension", "webbrowser",
+    "builtins", "code", "codeop", "ctypes", "importlib", "io", "_io", "marshal", "multiprocessing", "nt",
+    "operator", "os", "_pickle", "pickle", "posix", "pty", "runpy", "shutil", "socket", "subprocess", "sys",
+    "threading", "torch.hub", "torch.utils.cpp_extension", "webbrowser",
 )  # fmt: skip
 _HARMLESS_BUILTINS = (bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple)
 _MOST_NAMES_SHOWN = 50

@@ -10,7 +10,7 @@ import torch
 
 from tconv_swap.geometry import Geometry, phase_taps
 
-Formulation = Literal["plain", "outer", "products", "phases", "stacked_phases"]
+Formulation = Literal["plain", "channels_last", "outer", "products", "phases", "stacked_phases"]
 
 
 class Phase(NamedTuple):

@@ -74,7 +74,7 @@ def _backward(model: nn.Module, inputs: Inputs, loss: Loss) -> Variant:
         return value, arguments
 
     def run(state: tuple[Tensor, Inputs]) -> None:
-        state[0].backward()  # type: ignore[no-untyped-call]
+        state[0].backward()
 
     return Variant(run, prepare)
 
@@ -90,7 +90,7 @@ def _step(model: nn.Module, inputs: Inputs, loss: Loss) -> Variant:
     def run(arguments: Inputs) -> None:
         with torch.enable_grad():
             optimizer.zero_grad(set_to_none=True)
-            _differentiable(loss(arguments(model))).backward()  # type: ignore[no-untyped-call]
+            _differentiable(loss(arguments(model))).backward()
             optimizer.step()
 
     return Variant(run, lambda: inputs.map(_copy))

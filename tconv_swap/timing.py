@@ -172,7 +172,7 @@ class CudaClock:
 
     @staticmethod
     def _event() -> torch.cuda.Event:
-        return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        return torch.cuda.Event(enable_timing=True)
 
     def _launch_ms(self, variant: Variant) -> float:
         """How long the CPU takes to enqueue one run, on an empty queue."""

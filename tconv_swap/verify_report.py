@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from tconv_swap.compare import Verdict
+
 Kind = Literal[
     "output",
     "grad_input",
@@ -43,6 +45,21 @@ class Check:
     passed: bool
     detail: str = ""
     norm: str = "max"
+
+    @classmethod
+    def of(cls, mode: str, kind: Kind, name: str, verdict: Verdict, detail: str) -> Check:
+        """The check that a verdict makes."""
+        return cls(
+            mode,
+            kind,
+            name,
+            verdict.error_original,
+            verdict.error_swapped,
+            verdict.limit,
+            verdict.passed,
+            detail,
+            verdict.norm,
+        )
 
     @property
     def margin(self) -> float:

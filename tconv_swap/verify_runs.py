@@ -68,7 +68,8 @@ class Subject:
         with torch.no_grad():
             for buffer, value in self._values:
                 if not _same(buffer, value):
-                    buffer.copy_(value)
+                    with torch.inference_mode(buffer.is_inference()):
+                        buffer.copy_(value)
         for parameter, _ in self._gradients:
             parameter.grad = None
 

@@ -31,12 +31,14 @@ def conv_transpose2d_reference(
     w = w.double().reshape(groups, ci // groups, co_group, kh, kw)
     span_h, span_w = (h - 1) * sh + dh * (kh - 1) + 1, (wd - 1) * sw + dw * (kw - 1) + 1
     # What output_padding adds lies beyond the last tap, and is zero but for the bias.
-    canvas = torch.zeros(n, groups, co_group, span_h + oph, span_w + opw, dtype=torch.float64)
+    canvas = torch.zeros(
+        n, groups, co_group, span_h + oph, span_w + opw, dtype=torch.float64, device=x.device
+    )
     for i in range(kh):
         for j in range(kw):
             tap = torch.einsum("ngihw,gio->ngohw", x, w[..., i, j])
-            rows = torch.arange(h) * sh + i * dh
-            columns = torch.arange(wd) * sw + j * dw
+            rows = torch.arange(h, device=x.device) * sh + i * dh
+            columns = torch.arange(wd, device=x.device) * sw + j * dw
             canvas = _add(canvas, tap, rows, columns)
     y = canvas.reshape(n, groups * co_group, *canvas.shape[3:])
     y = y[:, :, ph : y.shape[2] - ph, pw : y.shape[3] - pw]

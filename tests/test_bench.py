@@ -169,6 +169,12 @@ def test_interval_holds_the_median_as_often_as_it_says() -> None:
     assert 0.95 <= hits / 2000 <= 0.985  # exact coverage for 15 samples: 0.965
 
 
+@pytest.mark.parametrize(("count", "low", "high"), [(6, 1, 6), (9, 2, 8), (20, 6, 15), (100, 40, 61)])
+def test_interval_takes_the_ranks_of_the_sign_test(count: int, low: int, high: int) -> None:
+    ratios = Timing.of([float(i) for i in range(count, 0, -1)])
+    assert speedup_interval(ratios, Timing.of([1.0] * count)) == (low, high)
+
+
 def test_interval_of_few_samples_is_their_range_and_of_unpaired_ones_from_the_quartiles() -> None:
     assert speedup_interval(Timing.of([1.0, 2.0, 4.0]), Timing.of([1.0] * 3)) == (1.0, 4.0)
     assert speedup_interval(Timing(2.0, 1.0, 4.0, 9), Timing(1.0, 0.5, 2.0, 9)) == (0.5, 8.0)
@@ -350,8 +356,9 @@ class Witnessed(nn.Module):
         return self.up(Witness.apply(x, self.log))
 
 
+@pytest.mark.parametrize("callers_gradients", [False, True])
 def test_stages_run_in_the_right_mode_and_backward_reaches_the_inputs(
-    monkeypatch: pytest.MonkeyPatch,
+    callers_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[list[float]] = []
     plain_step = torch.optim.SGD.step
@@ -363,7 +370,7 @@ def test_stages_run_in_the_right_mode_and_backward_reaches_the_inputs(
     monkeypatch.setattr(torch.optim.SGD, "step", step)
     original = Witnessed()
     swapped = swap_layers(original, inplace=False)
-    with torch.no_grad():  # whatever mode the caller is in
+    with torch.set_grad_enabled(callers_gradients):
         benchmark(original, swapped, torch.randn(1, 2, 3, 3), warmup=0, iters=1, per_layer=False)
     # forward: one trial and one sample; the same for backward, and for step, which has no gradient
     # for the inputs, as in training.
@@ -387,7 +394,8 @@ def test_layers_are_measured_on_what_reaches_them() -> None:
             half = self.shared(x.contiguous(memory_format=torch.channels_last), output_size=[8, 8])
             again = self.alias(x.contiguous(memory_format=torch.channels_last), output_size=[8, 8])
             with torch.autocast("cpu", dtype=torch.bfloat16):
-                return [{"a": half + again, "b": self.shared(half[:, :, ::2].contiguous())}]
+                quarter = self.shared(half[:, :, ::2].contiguous())
+            return [{"a": half + again, "b": (quarter, self.shared(half[:, :, ::2].contiguous()))}]
 
     original = Pyramid()
     report = benchmark(
@@ -402,6 +410,7 @@ def test_layers_are_measured_on_what_reaches_them() -> None:
     assert rows == [
         ("shared", (2, 3, 3, 3), "float32", "channels_last", 2),
         ("shared", (2, 3, 4, 8), "bfloat16", "contiguous", 1),
+        ("shared", (2, 3, 4, 8), "float32", "contiguous", 1),
     ]
     assert {c.stage for c in (*report.layers, *report.network)} == {"forward"}
     assert [note for note in report.notes if "not reach" in note] == [
@@ -511,7 +520,9 @@ def test_progress_and_few_samples() -> None:
 def test_loss_reaches_every_output_and_stays_in_range_in_float16() -> None:
     big = torch.full((1000, 1000), 2.0, dtype=torch.float16, requires_grad=True)
     small = torch.tensor(3.0, requires_grad=True)
-    sum_of_squares({"a": [big, torch.zeros(2).long()], "b": (small,)}).backward()
+    loss = sum_of_squares({"a": [big, torch.zeros(2).long()], "b": (small,)})
+    loss.backward()
+    assert loss.item() == pytest.approx(4e3 + 9)  # a sum over float16 would be infinite
     assert big.grad is not None
     assert big.grad.unique().tolist() == pytest.approx([4e-3], rel=1e-3)
     assert small.grad == 6.0

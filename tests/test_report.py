@@ -313,6 +313,6 @@ def test_json_of_what_was_not_done_and_of_odd_values() -> None:
     data = to_json_dict(PLAN, None, None, FACTS)
     assert data["verification"] is None
     assert data["benchmark"] is None
-    odd = timed(environment={"ratio": math.inf, "path": ("a", 1), 3: {"x": -math.inf}})
+    odd = timed(environment={"ratio": math.inf, "path": ("a", math.nan), 3: {"x": -math.inf}})
     data = to_json_dict(PLAN, None, odd, FACTS)
-    assert data["benchmark"]["environment"] == {"ratio": "inf", "path": ["a", 1], "3": {"x": "-inf"}}
+    assert data["benchmark"]["environment"] == {"ratio": "inf", "path": ["a", "nan"], "3": {"x": "-inf"}}

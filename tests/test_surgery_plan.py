@@ -164,8 +164,8 @@ def test_plan_as_plain_values() -> None:
         "geometry": "4->4 k2 s2 bias",
         "parameters": 68,
         "swap": True,
-        "already": False,
         "reason": "",
+        "already": False,
     }
     assert again["layers"][1]["reason"] == "matches no include pattern"
 

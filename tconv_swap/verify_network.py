@@ -1,0 +1,173 @@
+"""What a whole network gave against what the original gave: the structure first, then every tensor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tconv_swap import compare
+from tconv_swap.compare import Norms, Tolerance, mismatch
+from tconv_swap.verify_report import Check, Kind
+from tconv_swap.verify_runs import Outcome, Pass
+
+# How often what rounding in the swapped layers does to the original the swapped network may be off.
+NOISE_FACTOR = 2.0
+# However inexact the original is, the swapped network is excused no further: no gradient at all is 1 off.
+EXCUSABLE_ERROR = 0.5
+
+_Values = dict[str, Any]
+
+
+@dataclass
+class Standard:
+    """What a network is judged by in one mode.
+
+    Attributes:
+        mode: `eval` or `train`.
+        how: how every network is run.
+        original: what the original gave.
+        truth: what errors are measured against: the float64 run of the original, or `original` again.
+        dtype, devices: of the network.
+        tolerance: the user's, if any.
+        noise: how far rounding in its transposed convolutions moves the original, on the truth's scale.
+        shaken_runs: how many runs with added rounding `noise` comes from.
+    """
+
+    mode: str
+    how: Pass
+    original: Outcome
+    truth: Outcome
+    dtype: torch.dtype
+    devices: list[torch.device]
+    tolerance: Tolerance | None
+    noise: dict[tuple[Kind, str], Norms] = field(default_factory=dict)
+    shaken_runs: int = 0
+
+    def widen(self, outcome: Outcome) -> None:
+        """Another run of the original: what it differs by is noise."""
+        for key, norms in self.distances(outcome, self.original).items():
+            self.noise[key] = norms.larger(self.noise.get(key, Norms()))
+
+    def distances(self, outcome: Outcome, other: Outcome) -> dict[tuple[Kind, str], Norms]:
+        """How far two outcomes are apart, tensor by tensor, on the scale of the truth."""
+        found: dict[tuple[Kind, str], Norms] = {}
+        for kind, values, others, exacts in _by_kind(outcome, other, self.truth):
+            for name, theirs in others.items():
+                value, exact = values.get(name), exacts.get(name)
+                if isinstance(theirs, Tensor) and isinstance(value, Tensor) and value.shape == theirs.shape:
+                    scale = exact if isinstance(exact, Tensor) and exact.shape == theirs.shape else theirs
+                    found[kind, name] = compare.distance(value, theirs, scale, self.tolerance)
+        return found
+
+    def structure(self, outcome: Outcome) -> list[str]:
+        """What is wrong with the outputs before any number is looked at."""
+        before, after = self.original.output, outcome.output
+        failures = []
+        for path in [p for p in before.containers if before.containers[p] != after.containers.get(p)][:1]:
+            now = after.containers.get(path) or type(after.leaves.get(path)).__name__
+            failures.append(f"{_called(path)} is {now}, expected {before.containers[path]}")
+        for path, value in before.leaves.items():
+            if path not in after.leaves:
+                failures.append(f"{_called(path)} is missing")
+                continue
+            now = after.leaves[path]
+            if isinstance(value, Tensor):
+                if not isinstance(now, Tensor):
+                    failures.append(f"{_called(path)} is {type(now).__name__}, expected a tensor")
+                elif path in self.original.differentiable - outcome.differentiable:
+                    failures.append(f"{_called(path)} no longer requires grad")
+            elif not _equal(value, now):
+                failures.append(f"{_called(path)} is {now!r:.80}, expected {value!r:.80}")
+        extra = [path for path in after.leaves if path not in before.leaves]
+        failures += [f"{_called(path)} is one that the original does not have" for path in extra]
+        if not any(bool(value.isfinite().any()) for value in before.tensors.values()):
+            failures.append("nothing compared: the original's output holds no tensor with a finite element")
+        return [f"{self.mode}: {failure}" for failure in failures]
+
+    def checks(self, outcome: Outcome) -> list[Check]:
+        """Every tensor of the outcome against the truth, beside the original's."""
+        checks = []
+        for kind, values, originals, exacts in _by_kind(outcome, self.original, self.truth):
+            for name in dict.fromkeys([*originals, *values]):
+                original, value = originals.get(name), values.get(name)
+                if kind == "output" and (original is None or value is None):
+                    continue  # a matter of structure
+                if original is not None or value is not None:
+                    checks.append(self._check(kind, name, value, original, exacts.get(name)))
+        return checks
+
+    def _check(
+        self, kind: Kind, name: str, value: Tensor | None, original: Tensor | None, exact: Tensor | None
+    ) -> Check:
+        if original is None or value is None:
+            return self._one_sided(kind, name, value, original)
+        if wrong := mismatch(value, original):
+            return Check(self.mode, kind, name, 0.0, math.inf, 0.0, False, wrong)
+        if exact is None or exact.shape != original.shape:
+            exact = original
+        first = compare.difference(original, exact, original, self.tolerance)
+        second = compare.difference(value, exact, original, self.tolerance)
+        limit = self._limit(kind, name, original, first.norms)
+        verdict = compare.judge(first.norms, second.norms, limit, self.tolerance)
+        detail = "" if verdict.passed else second.describe(original.shape)
+        return Check.of(self.mode, kind, name, verdict, detail)
+
+    def _limit(self, kind: Kind, name: str, original: Tensor, error: Norms) -> Norms:
+        real = original.is_floating_point() or original.is_complex()
+        unit, elements = self._roundoff(original), max(original.numel(), 1)
+        if real:
+            floor = compare.allowed_without_error(unit, elements)
+        else:
+            # Whole numbers that rounding decides (an argmax): as many near-ties as roundings are wide.
+            share = math.floor(8 * unit * elements) / elements
+            floor = Norms(share, share)
+        dtype = original.dtype if real else self.dtype
+        excused = compare.excused(error, dtype, original.device, EXCUSABLE_ERROR)
+        noise = self.noise.get((kind, name), Norms())
+        return excused.larger(noise.times(NOISE_FACTOR)).larger(floor)
+
+    def _one_sided(self, kind: Kind, name: str, value: Tensor | None, original: Tensor | None) -> Check:
+        """A gradient that only one of the two has (zeros say the same as none), or a buffer only one changed."""
+        there = value if original is None else original
+        assert there is not None
+        if kind == "buffer":
+            detail = "changes, the original's does not" if original is None else "does not change"
+        else:
+            detail = "is there, the original has none" if original is None else "is missing"
+        if kind == "buffer" or bool((there != 0).any()):
+            return Check(self.mode, kind, name, 0.0, math.inf, 0.0, False, detail)
+        return Check(self.mode, kind, name, 0.0, 0.0, 0.0, True, f"{detail}; all zeros")
+
+    def _roundoff(self, tensor: Tensor) -> float:
+        """Of the coarser of the tensor's dtype and the network's: a float32 sum of bfloat16 is no finer."""
+        dtypes = {self.dtype, tensor.dtype if tensor.is_floating_point() else self.dtype}
+        devices = {tensor.device, *self.devices}
+        for device in devices:
+            if device.type != "meta" and torch.is_autocast_enabled(device.type):
+                dtypes.add(torch.get_autocast_dtype(device.type))
+        return max(compare.roundoff(dtype, device) for dtype in dtypes for device in devices)
+
+
+def _by_kind(*outcomes: Outcome) -> list[tuple[Kind, _Values, _Values, _Values]]:
+    """The tensors of three outcomes by kind and name."""
+    kinds: list[tuple[Kind, list[_Values]]] = [
+        ("output", [dict(o.output.tensors) for o in outcomes]),
+        ("grad_input", [dict(o.grad_inputs) for o in outcomes]),
+        ("grad_parameter", [dict(o.grad_parameters) for o in outcomes]),
+        ("buffer", [dict(o.buffers) for o in outcomes]),
+    ]
+    return [(kind, values[0], values[1], values[2]) for kind, values in kinds]
+
+
+def _called(path: str) -> str:
+    return f"output {path or '(whole)'}"
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if type(value) is not type(other):
+        return False
+    return not isinstance(value, str | bytes | int | complex) or value == other
