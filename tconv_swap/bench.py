@@ -36,6 +36,7 @@ from tconv_swap.timing import MIN_ITERS, Launches, Timing, Variant, speedup_inte
 
 logger = logging.getLogger("tconv_swap")
 
+UNSTEADY_SPREAD = 0.25
 MODEL_ITSELF = "(the model itself)"
 Progress = Callable[[str, int, int], None]
 
@@ -129,6 +130,12 @@ class BenchmarkReport:
         if not whole or not parts:
             return None
         return min(1.0, sum(parts) / whole)
+
+    @property
+    def unsteady(self) -> list[Comparison]:
+        """Comparisons whose samples vary so much that something else must have used the machine meanwhile."""
+        rows: list[Comparison] = [*self.network, *self.layers]
+        return [c for c in rows if max(c.original.spread, c.swapped.spread) > UNSTEADY_SPREAD]
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -161,7 +161,7 @@ def swap(
     _carry_out(request, json_target, quiet)
 
 
-@app.command(epilog=EXIT_CODES)
+@app.command("demo", epilog=EXIT_CODES)
 def demo(
     directory: Annotated[
         Path | None,
@@ -219,6 +219,10 @@ def _carry_out(request: Request, json_target: Path | None, quiet: bool) -> NoRet
     """Run a request, print what came of it, and leave with its exit code."""
     try:
         _check_json_target(request, json_target)
+    except RequestError as error:
+        # Without the target: it may well be the network itself.
+        _finish(_Failure(ExitCode.USAGE, str(error)), None, quiet)
+    try:
         with progress_shown(quiet=quiet) as progress:
             outcome: Result | _Failure = workflow.run(request, progress)
     except LoadError as error:
@@ -298,7 +302,11 @@ def _print_result(result: Result) -> None:
         for line in str(result.plan).splitlines():
             typer.echo(printable(line))
         return
-    print_report(make_console(), result.plan, result.verification, result.benchmark, result.facts)
+    console = make_console()
+    # Rich ends the process with 1, a mismatch, when nobody reads its output.
+    with console.capture() as captured:
+        print_report(console, result.plan, result.verification, result.benchmark, result.facts)
+    sys.stdout.write(captured.get())
 
 
 def _as_json(outcome: Result | _Failure, code: ExitCode) -> dict[str, Any]:

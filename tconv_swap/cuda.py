@@ -3,15 +3,77 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tconv_swap import launch, plan
-from tconv_swap.geometry import Geometry
+from tconv_swap.checks import check_backward, check_forward, output_memory_format
+from tconv_swap.program import Plan
 
-_handles: dict[tuple[Any, ...], int] = {}
+#: Stride, padding, output_padding, groups, dilation: hashable.
+Arguments = tuple[Any, ...]
+
+
+class _Call(NamedTuple):
+    """What a call with tensors of such shapes and strides does. A format of None: the tensor as it lies."""
+
+    handle: int
+    formats: tuple[torch.memory_format | None, ...]
+
+
+_calls: dict[tuple[Any, ...], _Call] = {}
+
+
+def forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
+    """``[batch, out_channels, out_height, out_width]`` in PyTorch's memory format, on the current stream.
+
+    Raises:
+        RuntimeError: the tensors or arguments do not fit together (checked before anything is launched), the
+            kernels cannot be built, or CUDA fails.
+    """
+    key = (_layout(input), _layout(weight), None if bias is None else _layout(bias), arguments, precision())
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _make_forward(input, weight, bias, arguments)
+    return _launch(call, input, weight, bias)[0]
+
+
+def backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    arguments: Arguments,
+    output_mask: tuple[bool, ...],
+) -> list[Tensor]:
+    """The gradients ``output_mask`` asks for (input, weight, bias), in that order, on the current stream.
+
+    Raises:
+        RuntimeError: as ``forward``.
+    """
+    key = (_layout(grad_output), _layout(input), _layout(weight), arguments, output_mask, precision())
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = _make_backward(grad_output, input, weight, arguments, output_mask)
+    return _launch(call, grad_output, input, weight)
+
+
+def precision() -> str:
+    """``"tf32"`` where PyTorch's switches allow it for a float32 convolution just now, else another word."""
+    # What torch.backends.cudnn.conv.fp32_precision reads, without the 1 us of its descriptor.
+    return torch._C._get_fp32_precision_getter("cuda", "conv")  # type: ignore[no-any-return]
+
+
+def plan_for(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Plan:
+    """The plan of a forward call.
+
+    Raises:
+        RuntimeError: the tensors or arguments do not fit together.
+    """
+    return plan.plan_forward(
+        _problem(input, weight, bias, arguments), bias is not None, device_facts(input.device.index)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -25,74 +87,59 @@ def device_facts(index: int) -> plan.Device:
     )
 
 
-def precision(dtype: torch.dtype) -> str:
-    """``"tf32"`` where PyTorch's switches allow it for a float32 convolution just now, else ``"ieee"``."""
-    if dtype == torch.float32 and torch.backends.cudnn.conv.fp32_precision == "tf32":
-        return "tf32"
-    return "ieee"
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
 
 
-def _is_channels_last(weight: Tensor) -> bool:
-    return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+def _launch(call: _Call, *tensors: Tensor | None) -> list[Tensor]:
+    laid_out = [
+        tensor if tensor is None or form is None else tensor.contiguous(memory_format=form)
+        for tensor, form in zip(tensors, call.formats, strict=True)
+    ]
+    return torch.ops.tconv_swap.launch.default(call.handle, *laid_out)  # type: ignore[no-any-return]
 
 
-def forward(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    geometry: Geometry,
-    memory_format: torch.memory_format,
-) -> Tensor:
-    """``[batch, out_channels, out_height, out_width]`` in ``memory_format``, on the current stream."""
-    weight_channels_last = _is_channels_last(weight)
-    problem = plan.Problem(
+def _format(tensor: Tensor | None, wanted: torch.memory_format) -> torch.memory_format | None:
+    return None if tensor is None or tensor.is_contiguous(memory_format=wanted) else wanted
+
+
+def _problem(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:
+    geometry = check_forward(input, weight, bias, arguments)
+    return plan.Problem(
         geometry=geometry,
         dtype=input.dtype,
-        precision=precision(input.dtype),
-        channels_last=memory_format == torch.channels_last,
-        weight_channels_last=weight_channels_last,
+        precision="tf32" if precision() == "tf32" and input.dtype == torch.float32 else "ieee",
+        channels_last=output_memory_format(input, weight) == torch.channels_last,
+        # A weight lies as its owner left it, whatever the activations do, and is read as it lies.
+        weight_channels_last=not weight.is_contiguous()
+        and weight.is_contiguous(memory_format=torch.channels_last),
     )
-    key = (problem, bias is None, input.device.index)
-    handle = _handles.get(key)
-    if handle is None:
-        device = device_facts(input.device.index)
-        made = plan.plan_forward(problem, bias is not None, device)
-        handle = _handles[key] = launch.add_plan(made, input.dtype, input.device, device.architecture)
-    outputs = torch.ops.tconv_swap.launch(
-        handle,
-        input.contiguous(memory_format=memory_format),
-        weight if weight_channels_last else weight.contiguous(),
-        None if bias is None else bias.contiguous(),
-    )
-    return outputs[0]  # type: ignore[no-any-return]
 
 
-def backward(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    geometry: Geometry,
-    memory_format: torch.memory_format,
-    output_mask: tuple[bool, bool, bool],
-) -> list[Tensor]:
-    """The gradients ``output_mask`` asks for (input, weight, bias), in that order, on the current stream."""
-    weight_channels_last = memory_format == torch.channels_last
-    problem = plan.Problem(
-        geometry=geometry,
-        dtype=input.dtype,
-        precision=precision(input.dtype),
-        channels_last=weight_channels_last,
-        weight_channels_last=weight_channels_last,
+def _make_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> _Call:
+    made = plan_for(input, weight, bias, arguments)
+    problem = _problem(input, weight, bias, arguments)
+    activations = torch.channels_last if problem.channels_last else torch.contiguous_format
+    weights = torch.channels_last if problem.weight_channels_last else torch.contiguous_format
+    return _Call(
+        _add(made, input),
+        (_format(input, activations), _format(weight, weights), _format(bias, torch.contiguous_format)),
     )
-    key = (problem, output_mask, input.device.index)
-    handle = _handles.get(key)
-    if handle is None:
-        device = device_facts(input.device.index)
-        made = plan.plan_backward(problem, output_mask, device)
-        handle = _handles[key] = launch.add_plan(made, input.dtype, input.device, device.architecture)
-    return torch.ops.tconv_swap.launch(  # type: ignore[no-any-return]
-        handle,
-        grad_output.contiguous(memory_format=memory_format),
-        input.contiguous(memory_format=memory_format),
-        weight.contiguous(memory_format=memory_format),
-    )
+
+
+def _make_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments, output_mask: tuple[bool, ...]
+) -> _Call:
+    check_backward(grad_output, input, weight, arguments)
+    problem = _problem(input, weight, None, arguments)
+    # PyTorch gives every gradient the format of the output, the weight's too.
+    problem = plan.with_weight_layout(problem, problem.channels_last)
+    made = plan.plan_backward(problem, output_mask, device_facts(input.device.index))
+    wanted = torch.channels_last if problem.channels_last else torch.contiguous_format
+    formats = tuple(_format(tensor, wanted) for tensor in (grad_output, input, weight))
+    return _Call(_add(made, input), formats)
+
+
+def _add(made: Plan, input: Tensor) -> int:
+    architecture = device_facts(input.device.index).architecture
+    return launch.add_plan(made, input.dtype, input.device, architecture)

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
+from torch.autograd import forward_ad
 
 from tconv_swap import cpu, cuda
-from tconv_swap.geometry import Geometry, as_pair, cached_geometry, check_geometry
+from tconv_swap.checks import check_backward, check_forward, output_memory_format
+from tconv_swap.geometry import as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -80,109 +81,104 @@ def conv_transpose2d(
         groups,
         as_pair(dilation, "dilation"),
     )
+    if input.is_cuda and input.dim() == 4 and _is_plain_eager(input):
+        if torch.is_grad_enabled() and (
+            input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+        ):
+            return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return]
+        return cuda.forward(input, weight, bias, arguments)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments)  # type: ignore[no-any-return]
 
 
-def _check_tensors(input: Tensor, others: dict[str, Tensor | None]) -> None:
-    for name, tensor in others.items():
-        if tensor is None:
-            continue
-        if tensor.dtype != input.dtype:
-            raise RuntimeError(
-                f"Input type ({input.dtype}) and {name} type ({tensor.dtype}) should be the same: "
-                f"expected {name} of {input.dtype}"
-            )
-        if tensor.device != input.device:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but input is on {input.device} and "
-                f"{name} is on {tensor.device}"
-            )
+def _is_plain_eager(input: Tensor) -> bool:
+    """Whether nothing but this call wants to see the op: no compiler, tracer, mode, transform or subclass.
 
-
-def _memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
-    """The format PyTorch gives out: channels_last if input or weight has it (cuDNN: never for float64)."""
-    if input.device.type == "cuda" and input.dtype == torch.float64:
-        return torch.contiguous_format
-    for tensor in (input, weight):
-        if suggest_memory_format(tensor) == torch.channels_last:
-            return torch.channels_last
-    return torch.contiguous_format
-
-
-def _forward_kernel(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def kernel(
-        input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
-    ) -> Tensor:  # arguments: stride, padding, output_padding, groups, dilation
-        _check_tensors(input, {"weight": weight, "bias": bias})
-        geometry = _geometry_of(cached_geometry, input, weight, bias, arguments)
-        return compute(input, weight, bias, geometry, _memory_format(input, weight))
-
-    return kernel
-
-
-def _backward_kernel(compute: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    def kernel(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-        *arguments_, mask = arguments
-        _check_tensors(input, {"weight": weight, "grad_output": grad_output})
-        geometry = _geometry_of(cached_geometry, input, weight, None, arguments_)
-        _check_grad_output(grad_output, geometry)
-        return compute(grad_output, input, weight, geometry, _memory_format(input, weight), tuple(mask))
-
-    return kernel
-
-
-def _check_grad_output(grad_output: Tensor, geometry: Geometry) -> None:
-    if tuple(grad_output.shape) != geometry.output_shape:
-        raise RuntimeError(
-            f"expected grad_output of size {list(geometry.output_shape)}, but got {list(grad_output.shape)}"
-        )
-
-
-def _geometry_of(
-    check: Callable[..., Geometry],
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    arguments: Sequence[Any],
-) -> Geometry:
-    stride, padding, output_padding, groups, dilation = arguments
-    return check(
-        tuple(input.shape),
-        tuple(weight.shape),
-        None if bias is None else tuple(bias.shape),
-        tuple(stride),
-        tuple(padding),
-        tuple(output_padding),
-        groups,
-        tuple(dilation),
+    Then the dispatcher may be passed by, which halves the cost of a call.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and type(input) is Tensor
+        and not torch.is_autocast_enabled("cuda")
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.maybe_current_level() is None
+        and forward_ad._current_level < 0
+        and not torch.jit.is_tracing()
     )
 
 
-_library.impl("conv_transpose2d", _forward_kernel(cpu.forward), "CPU")
-_library.impl("conv_transpose2d_backward", _backward_kernel(cpu.backward), "CPU")
-_library.impl("conv_transpose2d", _forward_kernel(cuda.forward), "CUDA")
-_library.impl("conv_transpose2d_backward", _backward_kernel(cuda.backward), "CUDA")
+class _EagerFunction(torch.autograd.Function):
+    """The same gradients as the op's, entered past the dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Any) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.arguments = arguments
+        return cuda.forward(input, weight, bias, arguments)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input, weight = ctx.saved_tensors
+        mask = tuple(ctx.needs_input_grad[:3])
+        # Gradients of gradients are the op's business.
+        if torch.is_grad_enabled() or not _is_plain_eager(grad_output):
+            gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask)
+        else:
+            gradients = cuda.backward(grad_output, input, weight, ctx.arguments, mask)
+        return (*_spread(gradients, mask), None)
+
+
+def _forward_on_cpu(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    geometry = check_forward(input, weight, bias, arguments)
+    return cpu.forward(input, weight, bias, geometry, output_memory_format(input, weight))
+
+
+def _backward_on_cpu(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+    *geometry_arguments, mask = arguments
+    geometry = check_backward(grad_output, input, weight, geometry_arguments)
+    return cpu.backward(
+        grad_output, input, weight, geometry, output_memory_format(input, weight), tuple(mask)
+    )
+
+
+def _forward_on_cuda(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+    return cuda.forward(input, weight, bias, _as_key(arguments))
+
+
+def _backward_on_cuda(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+    *geometry_arguments, mask = arguments
+    return cuda.backward(grad_output, input, weight, _as_key(geometry_arguments), tuple(mask))
+
+
+def _as_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
+    """Stride, padding, output_padding, groups, dilation as the dispatcher gives them, made hashable."""
+    stride, padding, output_padding, groups, dilation = arguments
+    return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
+
+
+_library.impl("conv_transpose2d", _forward_on_cpu, "CPU")
+_library.impl("conv_transpose2d_backward", _backward_on_cpu, "CPU")
+_library.impl("conv_transpose2d", _forward_on_cuda, "CUDA")
+_library.impl("conv_transpose2d_backward", _backward_on_cuda, "CUDA")
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d", lib=_library)  # type: ignore[untyped-decorator]
 def _(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    _check_tensors(input, {"weight": weight, "bias": bias})
-    geometry = _geometry_of(check_geometry, input, weight, bias, arguments)
+    geometry = check_forward(input, weight, bias, arguments)
     return torch.empty(
         geometry.output_shape,
         dtype=input.dtype,
         device=input.device,
-        memory_format=_memory_format(input, weight),
+        memory_format=output_memory_format(input, weight),
     )
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-    *arguments_, mask = arguments
-    geometry = _geometry_of(check_geometry, input, weight, None, arguments_)
-    memory_format = _memory_format(input, weight)
+    *geometry_arguments, mask = arguments
+    geometry = check_backward(grad_output, input, weight, geometry_arguments)
+    memory_format = output_memory_format(input, weight)
     shapes = (geometry.input_shape, geometry.weight_shape, (geometry.out_channels,))
     return [
         torch.empty(

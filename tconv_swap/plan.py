@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,11 @@ class Problem:
     weight_channels_last: bool
 
 
+def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
+    """The same problem with the weight, or its gradient, in the layout given."""
+    return replace(problem, weight_channels_last=weight_channels_last)
+
+
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Inputs: input, weight, bias (or none). Output: the output."""
     return plan_general.plan_forward(
@@ -39,7 +44,7 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     )
 
 
-def plan_backward(problem: Problem, output_mask: tuple[bool, bool, bool], device: Device) -> Plan:
+def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
     return plan_general.plan_backward(
         problem.geometry,

@@ -13,6 +13,11 @@ from tconv_swap.geometry import Geometry, phase_taps
 Formulation = Literal["plain", "channels_last", "outer", "products", "phases", "stacked_phases"]
 
 
+FEWEST_MACS = 1 << 20  # below, the calls themselves (some 50 us) take longer than the arithmetic
+LARGE = 1 << 20  # elements: 4 MB, larger than the second-level cache
+LARGE_PLANE = 1 << 13  # elements: 32 KB, larger than the first-level cache
+
+
 class Phase(NamedTuple):
     """The stride-1 convolution that computes every ``stride``-th output position of one axis."""
 
@@ -101,8 +106,7 @@ def claims(formulation: Formulation, g: Geometry, dtype: torch.dtype) -> bool:
         return g.height == g.width == 1 and unpadded and g.groups == 1 and g.dilation == (1, 1)
     if formulation == "products":
         # Sums of several products in the output's dtype: float16 and bfloat16 must accumulate in float32.
-        overlapping = Axis.of(g, 0).overlapping or Axis.of(g, 1).overlapping
-        return not overlapping or dtype in (torch.float32, torch.float64)
+        return not _overlapping(g) or dtype in (torch.float32, torch.float64)
     if formulation == "stacked_phases":
         return (
             g.dilation == (1, 1)
@@ -113,7 +117,43 @@ def claims(formulation: Formulation, g: Geometry, dtype: torch.dtype) -> bool:
     return True
 
 
-def choose_forward(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int) -> Formulation:
+def _overlapping(g: Geometry) -> bool:
+    return Axis.of(g, 0).overlapping or Axis.of(g, 1).overlapping
+
+
+def choose_forward(
+    g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int
+) -> Formulation:
+    """The first that applies; PyTorch's plain call where nothing is known to be faster.
+
+    oneDNN computes transposed convolutions in channels_last, near the machine's peak for most geometries. What can
+    be gained is what surrounds that: conversions, padded channels, and the geometries it has no good kernel for.
+    """
+    if dtype != torch.float32 or g.batch == 0 or g.macs < FEWEST_MACS:
+        return "plain"
+    if claims("outer", g, dtype):
+        return "outer"
+    if g.stride == (1, 1) or g.in_channels_per_group < 8:
+        return "plain"  # already a dense convolution; or depthwise, for which oneDNN has a kernel of its own
+    planar = memory_format == torch.contiguous_format
+    # Every tap has its output pixels to itself: nothing to add up, and no conversion of the output.
+    if planar and not _overlapping(g):
+        return "products"
+    # Few pixels under large filters: oneDNN would rearrange the weight for longer than it computes.
+    if g.batch * g.height * g.width < g.in_channels and math.prod(g.weight_shape) > LARGE and g.groups == 1:
+        return "products"
+    # oneDNN computes 16 output channels at a time, wanted or not; phases and taps fill the places of channels.
+    if g.out_channels <= 4 and g.groups == 1:
+        return "stacked_phases" if claims("stacked_phases", g, dtype) else "products"
+    if g.dilation != (1, 1):
+        return "phases"  # oneDNN has no fast kernel with both a stride and a dilation
+    # More phases than pixels: oneDNN would compute a great many convolutions of a few pixels each.
+    if math.prod(g.stride) > g.height * g.width and claims("stacked_phases", g, dtype) and g.groups == 1:
+        return "stacked_phases"
+    # Neighbouring channels lie pages apart: PyTorch's conversion of the output takes longer than the convolution.
+    # Ours does not, but runs on one thread.
+    if planar and g.out_height * g.out_width > LARGE_PLANE and g.out_channels >= 16 and threads <= 4:
+        return "channels_last"
     return "plain"
 
 

@@ -130,7 +130,7 @@ def plan_backward(
     dtype: torch.dtype,
     channels_last: bool,
     weight_channels_last: bool,
-    output_mask: tuple[bool, bool, bool],
+    output_mask: tuple[bool, ...],
     multiprocessors: int,
 ) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias).

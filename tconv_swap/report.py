@@ -303,8 +303,7 @@ def _form(layer: LayerComparison) -> str:
 def _milliseconds(timing: Timing) -> str:
     """Three significant digits and the spread in percent: "0.0412 +-1%", "12.3 +-4%"."""
     digits = max(0, 2 - math.floor(math.log10(timing.median_ms))) if timing.median_ms > 0 else 2
-    spread = (timing.q3_ms - timing.q1_ms) / 2 / timing.median_ms if timing.median_ms > 0 else 0.0
-    return f"{timing.median_ms:.{min(digits, 4)}f} +-{max(1, round(spread * 100))}%"
+    return f"{timing.median_ms:.{min(digits, 4)}f} +-{max(1, round(timing.spread * 100))}%"
 
 
 def _shares(benchmark: BenchmarkReport) -> Iterator[str]:
@@ -329,6 +328,9 @@ def _notes(
     lines += [plan.describe_unused(pattern) for pattern in plan.unused_patterns]
     lines += verification.notes if verification is not None else []
     lines += benchmark.notes if benchmark is not None else ["not timed"] if plan.swapped else []
+    if benchmark is not None and (unsteady := benchmark.unsteady):
+        count = len(benchmark.network) + len(benchmark.layers)
+        lines.append(f"{len(unsteady)} of {count} timings are unsteady: the machine was busy; measure again")
     # The command line hands on warnings that the plan may know as well.
     yield from _bullets("Notes", [_text(line) for line in dict.fromkeys(lines)])
 

@@ -40,6 +40,11 @@ class Timing:
     samples_ms: tuple[float, ...] = field(default=(), repr=False)
     """Every sample in the order of the rounds; pairs with that of the other variants of the same run."""
 
+    @property
+    def spread(self) -> float:
+        """Half of the interquartile range, as a fraction of the median."""
+        return (self.q3_ms - self.q1_ms) / 2 / self.median_ms if self.median_ms > 0 else 0.0
+
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Timing:
         """Statistics of at least one sample. Quartiles are interpolated between samples."""

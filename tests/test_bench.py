@@ -59,6 +59,7 @@ def test_statistics_of_samples() -> None:
     timing = Timing.of([5.0, 1.0, 3.0, 2.0, 4.0])
     assert (timing.median_ms, timing.q1_ms, timing.q3_ms, timing.samples) == (3.0, 2.0, 4.0, 5)
     assert timing.samples_ms == (5.0, 1.0, 3.0, 2.0, 4.0)
+    assert timing.spread == pytest.approx(1 / 3)
     assert timing.to_dict() == {"median_ms": 3.0, "q1_ms": 2.0, "q3_ms": 4.0, "samples": 5}
     assert Timing.of([7.0]) == Timing(7.0, 7.0, 7.0, 1, (7.0,))
 
@@ -151,6 +152,18 @@ def test_the_cuda_clock_wants_a_cuda_device() -> None:
     assert isinstance(clock_for("cpu"), WallClock)
     with pytest.raises(ValueError, match="device='cpu'"):
         CudaClock("cpu")
+
+
+@pytest.mark.parametrize(("launch_ms", "flushes"), [(0.01, 1), (1.0, 25), (1000.0, 100)])
+def test_flushes_outlast_the_launches_up_to_a_limit(
+    launch_ms: float, flushes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = object.__new__(CudaClock)  # without a GPU
+    clock._launches, clock._flushes = "hidden", 1
+    monkeypatch.setattr(clock, "_flush_ms", lambda: 0.05)
+    monkeypatch.setattr(clock, "_launch_ms", lambda variant: launch_ms * variant.prepare())
+    clock.calibrate([Variant(lambda _: None, lambda share=share: share) for share in (0.5, 1.0)])
+    assert clock._flushes == flushes
 
 
 def test_interval_is_of_the_pairs_and_drift_cancels() -> None:

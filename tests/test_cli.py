@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 import tconv_swap
 from tconv_swap import demo, op, options, workflow
-from tconv_swap.bench import BenchmarkReport
 from tconv_swap.cli import ExitCode, app
 
 REPOSITORY = Path(tconv_swap.__file__).parents[1]
@@ -476,8 +475,7 @@ class TestRealEntryPoint:
 class TestDemo:
     def test_it_swaps_the_file_that_it_has_saved(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(demo, "CHANNELS", (16, 8, 6, 4))
-        monkeypatch.setattr(workflow, "benchmark", lambda *_, **__: BenchmarkReport())
-        result = run("demo", "--dir", "new/demo", "--device", "cpu")
+        result = swap("demo", "--dir", "new/demo")
         assert result.exit_code == 0, result.output
         assert "5 of 5 transposed convolutions swapped" in result.stdout
         assert sorted(path.name for path in Path("new/demo").iterdir()) == ["dcgan-fast.pt", "dcgan.pt"]

@@ -240,6 +240,12 @@ def test_layer_timings_keep_their_digits_beside_a_long_name() -> None:
     assert "128x2048x128x256bfloat16channels_last,3calls" in label
 
 
+def test_a_busy_machine_is_noticed() -> None:
+    assert "unsteady" not in render(PLAN, verified(), timed())
+    rows = [Comparison("network", "forward", steady(1.0, spread), steady(1.0)) for spread in (0.4, 0.6)]
+    assert "1 of 4 timings are unsteady" in squeezed(render(PLAN, verified(), timed(network=rows)))
+
+
 @pytest.mark.parametrize(
     ("original", "swapped", "expected"),
     [

@@ -1,0 +1,86 @@
+"""What a call's tensors must satisfy, and the memory format PyTorch would give its result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._prims_common import suggest_memory_format
+
+from tconv_swap.geometry import Geometry, cached_geometry, check_geometry
+
+
+def check_tensors(input: Tensor, **others: Tensor | None) -> None:
+    """Every tensor has the dtype of ``input`` and is on its device.
+
+    Raises:
+        RuntimeError: naming the tensor and what was expected.
+    """
+    for name, tensor in others.items():
+        if tensor is None:
+            continue
+        if tensor.dtype != input.dtype:
+            raise RuntimeError(
+                f"Input type ({input.dtype}) and {name} type ({tensor.dtype}) should be the same: "
+                f"expected {name} of {input.dtype}"
+            )
+        if tensor.device != input.device:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but input is on {input.device} and "
+                f"{name} is on {tensor.device}"
+            )
+
+
+def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any]) -> Geometry:
+    """The geometry of a forward call; ``arguments``: stride, padding, output_padding, groups, dilation.
+
+    Raises:
+        RuntimeError: as ``check_tensors`` and ``check_geometry``.
+    """
+    check_tensors(input, weight=weight, bias=bias)
+    return _geometry(input, weight, bias, arguments)
+
+
+def check_backward(grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Sequence[Any]) -> Geometry:
+    """The same for a backward call.
+
+    Raises:
+        RuntimeError: also when ``grad_output`` does not have the shape of the output.
+    """
+    check_tensors(input, weight=weight, grad_output=grad_output)
+    geometry = _geometry(input, weight, None, arguments)
+    if tuple(grad_output.shape) != geometry.output_shape:
+        raise RuntimeError(
+            f"expected grad_output of size {list(geometry.output_shape)}, but got {list(grad_output.shape)}"
+        )
+    return geometry
+
+
+def _geometry(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any]) -> Geometry:
+    stride, padding, output_padding, groups, dilation = arguments
+    sizes = (
+        tuple(input.shape),
+        tuple(weight.shape),
+        None if bias is None else tuple(bias.shape),
+        tuple(stride),
+        tuple(padding),
+        tuple(output_padding),
+        groups,
+        tuple(dilation),
+    )
+    try:
+        return cached_geometry(*sizes)
+    except TypeError:  # symbolic sizes cannot be hashed
+        return check_geometry(*sizes)
+
+
+def output_memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
+    """The format PyTorch gives out: channels_last if input or weight has it (cuDNN: never for float64)."""
+    if input.device.type == "cuda" and input.dtype == torch.float64:
+        return torch.contiguous_format
+    for tensor in (input, weight):
+        if suggest_memory_format(tensor) == torch.channels_last:
+            return torch.channels_last
+    return torch.contiguous_format
