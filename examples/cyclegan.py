@@ -33,7 +33,8 @@ class ResidualBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.layers(x)
+        residual: Tensor = self.layers(x)
+        return x + residual
 
 
 def build_generator(width: int, blocks: int) -> nn.Sequential:

@@ -46,7 +46,8 @@ class UNet(nn.Module):
         x = skips.pop()
         for up_conv, up in zip(self.up_convs, self.ups, strict=True):
             x = up(torch.cat([skips.pop(), up_conv(x)], dim=1))
-        return self.head(x)
+        logits: Tensor = self.head(x)
+        return logits
 
 
 def train(model: nn.Module, args: argparse.Namespace) -> list[float]:

@@ -19,7 +19,9 @@ from torch import Tensor
 FACTORS = {torch.float64: 16.0, torch.float32: 8.0}
 REDUCED_PRECISION_FACTOR = 4.0
 
-_CHUNK_ELEMENTS = 1 << 24
+# A piece and what is computed from it stay in a CPU's cache.
+_PIECE_ELEMENTS = {"cpu": 1 << 17}
+_PIECE_ELEMENTS_ELSEWHERE = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -88,35 +90,37 @@ class ErrorSum:
         self._squares = 0.0
         self._energy = 0.0
 
-    def add(self, value: Tensor, truth: Tensor, original: Tensor, scale: Tensor, energy: Tensor) -> None:
+    def add(
+        self, value: Tensor, truth: Tensor, original: Tensor, scale: Tensor | float, energy: Tensor
+    ) -> None:
         """Adds the next piece.
 
         Args:
             value, truth, original: float64, one shape.
-            scale: what the largest error is measured in, per element or a scalar; 0 only where truth is 0.
-            energy: squares that the squared errors are measured against, summed over the piece.
+            scale: what the largest error is measured in, per element or for all; 0 only where truth is 0.
+            energy: root of the squares that the squared errors are measured against, summed over the piece.
         """
         if value.numel() == 0:
             return
-        expected = truth.isfinite() & original.isfinite()
-        finite = value.isfinite()
-        error = torch.where(expected & finite, (value - truth).abs(), 0.0)
-        ratio = torch.where(error > 0, error / scale, 0.0)
-        broken = expected & ~finite
-        self.not_finite += int(broken.sum())
-        self.hidden += int((finite & ~truth.isfinite() & ~original.isfinite()).sum())
+        error = (value - truth).abs_()
+        if not _all_finite(error, original):
+            expected = truth.isfinite() & original.isfinite()
+            finite = value.isfinite()
+            self.not_finite += int((expected & ~finite).sum())
+            self.hidden += int((finite & ~truth.isfinite() & ~original.isfinite()).sum())
+            energy = torch.where(expected, energy, 0.0)
+            error = torch.where(expected & finite, error, 0.0)
+            self._keep_worst(torch.where(expected & ~finite, math.inf, 0.0), value, truth)
         self._squares += float(error.square().sum())
-        self._energy += float(torch.where(expected, energy, 0.0).sum())
-        at = int(torch.where(broken, math.inf, ratio).argmax())
-        worst = float("inf") if bool(broken.flatten()[at]) else float(ratio.flatten()[at])
-        if worst > self.worst[0]:
-            self.worst = (
-                worst,
-                self.elements + at,
-                float(value.flatten()[at]),
-                float(truth.flatten()[at]),
-            )
+        self._energy += float(energy.square().sum())
+        self._keep_worst(torch.where(error > 0, error / scale, 0.0), value, truth)
         self.elements += value.numel()
+
+    def _keep_worst(self, ratio: Tensor, value: Tensor, truth: Tensor) -> None:
+        largest = float(ratio.max())
+        if largest > self.worst[0]:
+            at = int(ratio.argmax())
+            self.worst = (largest, self.elements + at, float(value[at]), float(truth[at]))
 
     @property
     def norms(self) -> Norms:
@@ -163,52 +167,61 @@ def difference(
             error is then the fraction that differs, in both norms.
     """
     result = ErrorSum()
-    if not (value.is_floating_point() or value.is_complex()):
+    if not (value.is_floating_point() or value.is_complex()) and tolerance is None:
         for piece, exact, _ in _pieces(value, truth, original):
             apart = (piece != exact).double()
-            zero, one = torch.zeros_like(apart), torch.ones_like(apart)
-            result.add(apart, zero, zero, one * value.numel() if tolerance is None else one, one)
+            zero = torch.zeros_like(apart)
+            result.add(apart, zero, zero, 1.0, zero + 1)
         return _as_fraction(result)
-    largest = 0.0
     # A gradient that is exactly zero in float64 is measured in units of what rounding left of it.
-    for source in (truth, original):
-        for piece, _, mine in _pieces(source, source, original):
-            finite = torch.where(piece.isfinite() & mine.isfinite(), piece.abs(), 0.0)
-            largest = max(largest, float(finite.max()) if piece.numel() else 0.0)
-        if largest > 0:
-            break
+    largest, _ = _scale(truth, original)
+    from_truth = largest > 0
+    if not from_truth:
+        largest, _ = _scale(original, original)
     for piece, exact, mine in _pieces(value, truth, original):
-        if tolerance is None:
-            scale = torch.full_like(exact, largest)
-        else:
-            scale = tolerance.atol + tolerance.rtol * exact.abs()
-        energy = exact.square() if float(exact.abs().nan_to_num(0.0).max()) > 0 else mine.square()
-        result.add(piece, exact, mine, scale, energy)
+        scale = largest if tolerance is None else tolerance.atol + tolerance.rtol * exact.abs()
+        result.add(piece, exact, mine, scale, exact if from_truth else mine)
     return result
 
 
 def distance(value: Tensor, other: Tensor, scale: Tensor, tolerance: Tolerance | None = None) -> Norms:
     """How far two tensors are apart on the scale of a third; where one is not finite, nothing counts."""
-    if not (value.is_floating_point() or value.is_complex()):
-        return difference(value, other, other, tolerance).norms
-    largest, energy, maximum, squares = 0.0, 0.0, 0.0, 0.0
-    for source in (scale, other):
-        for piece, mine, _ in _pieces(source, other, other):
-            size = torch.where(piece.isfinite() & mine.isfinite(), piece.abs(), 0.0)
-            largest = max(largest, float(size.max()))
-            energy += float(size.square().sum())
-        if largest > 0:
-            break
+    if value.dtype == other.dtype and value.device == other.device and torch.equal(value, other):
+        return Norms()
+    if not (value.is_floating_point() or value.is_complex()) and tolerance is None:
+        return difference(value, other, other).norms
+    largest, energy = _scale(scale, other)
+    if largest == 0:
+        largest, energy = _scale(other, other)
+    maximum = squares = 0.0
     for piece, against, exact in _pieces(value, other, scale):
-        error = torch.where(piece.isfinite() & against.isfinite(), (piece - against).abs(), 0.0)
+        error = (piece - against).abs_()
+        if not _all_finite(error):
+            error = torch.where(piece.isfinite() & against.isfinite(), error, 0.0)
         squares += float(error.square().sum())
         if tolerance is not None:
-            error = error / (tolerance.atol + tolerance.rtol * exact.abs())
-        maximum = max(maximum, float(error.nan_to_num(0.0, math.inf).max()))
+            error = (error / (tolerance.atol + tolerance.rtol * exact.abs())).nan_to_num_(0.0, math.inf)
+        maximum = max(maximum, float(error.max()))
     if tolerance is None:
         maximum = maximum / largest if largest else (math.inf if maximum else 0.0)
     l2 = math.sqrt(squares / energy) if energy else (math.inf if squares else 0.0)
     return Norms(maximum, l2)
+
+
+def _scale(tensor: Tensor, original: Tensor) -> tuple[float, float]:
+    """The largest magnitude and the sum of squares, of what is finite in both."""
+    largest = energy = 0.0
+    for piece, mine, _ in _pieces(tensor, original, original):
+        if not _all_finite(piece, mine):
+            piece = torch.where(piece.isfinite() & mine.isfinite(), piece, 0.0)
+        largest = max(largest, float(torch.linalg.vector_norm(piece, math.inf)))
+        energy += float(torch.linalg.vector_norm(piece)) ** 2
+    return largest, energy
+
+
+def _all_finite(*pieces: Tensor) -> bool:
+    """False if any element is not finite; also if the sum overflows, which only costs the longer way."""
+    return all(math.isfinite(float(piece.sum())) for piece in pieces)
 
 
 def _as_fraction(result: ErrorSum) -> ErrorSum:
@@ -223,8 +236,9 @@ def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Three tensors in float64, a bounded number of elements at a time, on the device of the first."""
     flat = [(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t).reshape(-1) for t in tensors]
     device = flat[0].device if flat[0].device.type != "mps" else torch.device("cpu")
-    for start in range(0, flat[0].numel(), _CHUNK_ELEMENTS):
-        a, b, c = (t[start : start + _CHUNK_ELEMENTS].to(device).double() for t in flat)
+    step = _PIECE_ELEMENTS.get(device.type, _PIECE_ELEMENTS_ELSEWHERE)
+    for start in range(0, flat[0].numel(), step):
+        a, b, c = (t[start : start + step].to(device).double() for t in flat)
         yield a, b, c
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,8 @@ Formulation = Literal["plain", "channels_last", "outer", "products", "phases", "
 
 
 FEWEST_MACS = 1 << 20  # below, the calls themselves (some 50 us) take longer than the arithmetic
-LARGE = 1 << 20  # elements: 4 MB, larger than the second-level cache
+LARGE_WEIGHT = 1 << 20  # elements: 4 MB, larger than the second-level cache
+SMALL_PLANE = 1 << 11  # elements: below, oneDNN's result is converted to NCHW at the speed of a copy
 LARGE_PLANE = 1 << 13  # elements: 32 KB, larger than the first-level cache
 
 
@@ -50,9 +52,18 @@ class Axis(NamedTuple):
         return self.size > 1 and len(residues) < self.kernel
 
     @property
+    def tiled(self) -> bool:
+        """Whether taps that do not overlap leave no output position out."""
+        places = (self.tap(tap, slice(0, self.size))[1] for tap in range(self.kernel))
+        return self._positions(places) == self.out_size
+
+    @property
     def covered(self) -> bool:
-        """Whether every output position gets a tap."""
-        return sum(len(range(*phase.output.indices(self.out_size))) for phase in self.phases) == self.out_size
+        """Whether the phases' convolutions leave no output position out."""
+        return self._positions(phase.output for phase in self.phases) == self.out_size
+
+    def _positions(self, places: Iterable[slice]) -> int:
+        return sum(len(range(*place.indices(self.out_size))) for place in places)
 
     @property
     def phases(self) -> list[Phase]:
@@ -121,26 +132,31 @@ def _overlapping(g: Geometry) -> bool:
     return Axis.of(g, 0).overlapping or Axis.of(g, 1).overlapping
 
 
-def choose_forward(
-    g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int
-) -> Formulation:
+@lru_cache(maxsize=4096)
+def choose(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int) -> Formulation:
     """The first that applies; PyTorch's plain call where nothing is known to be faster.
 
     oneDNN computes transposed convolutions in channels_last, near the machine's peak for most geometries. What can
     be gained is what surrounds that: conversions, padded channels, and the geometries it has no good kernel for.
     """
-    if dtype != torch.float32 or g.batch == 0 or g.macs < FEWEST_MACS:
-        return "plain"
-    if claims("outer", g, dtype):
+    if g.batch > 0 and claims("outer", g, dtype):
         return "outer"
+    # float64 is not oneDNN's, and what 16-bit types gain depends on the machine's instructions for them.
+    if dtype != torch.float32 or g.macs < FEWEST_MACS:
+        return "plain"
     if g.stride == (1, 1) or g.in_channels_per_group < 8:
         return "plain"  # already a dense convolution; or depthwise, for which oneDNN has a kernel of its own
     planar = memory_format == torch.contiguous_format
+    plane = g.out_height * g.out_width
     # Every tap has its output pixels to itself: nothing to add up, and no conversion of the output.
-    if planar and not _overlapping(g):
+    if planar and plane >= SMALL_PLANE and not _overlapping(g):
         return "products"
     # Few pixels under large filters: oneDNN would rearrange the weight for longer than it computes.
-    if g.batch * g.height * g.width < g.in_channels and math.prod(g.weight_shape) > LARGE and g.groups == 1:
+    if (
+        g.batch * g.height * g.width < g.in_channels
+        and math.prod(g.weight_shape) > LARGE_WEIGHT
+        and g.groups == 1
+    ):
         return "products"
     # oneDNN computes 16 output channels at a time, wanted or not; phases and taps fill the places of channels.
     if g.out_channels <= 4 and g.groups == 1:
@@ -152,10 +168,6 @@ def choose_forward(
         return "stacked_phases"
     # Neighbouring channels lie pages apart: PyTorch's conversion of the output takes longer than the convolution.
     # Ours does not, but runs on one thread.
-    if planar and g.out_height * g.out_width > LARGE_PLANE and g.out_channels >= 16 and threads <= 4:
+    if planar and plane > LARGE_PLANE and g.out_channels >= 16 and threads <= 4:
         return "channels_last"
-    return "plain"
-
-
-def choose_backward(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int) -> Formulation:
     return "plain"

@@ -32,13 +32,14 @@ class Tile:
     block_images: int
     block_groups: int
     chunk: int
-    prefetch: bool
-    unroll: int
+    load: int
+    resident: bool
+    async_: bool
     min_blocks: int
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
-        return tuple((field.name.upper(), value) for field, value in zip(fields(self), astuple(self), strict=True))
+        return tuple((field.name.rstrip("_").upper(), value) for field, value in zip(fields(self), astuple(self), strict=True))
 
     @property
     def block_channels(self) -> int:
@@ -83,14 +84,21 @@ class Axis:
         return sum(bool(self.phase_taps(phase)) for phase in range(self.stride))
 
     @property
-    def span(self) -> int:
-        """Inputs that a cell reads, less one."""
-        offsets = [
+    def offsets(self) -> list[int]:
+        """Where a cell reads the input, relative to its own position."""
+        return [
             (phase + self.padding - k * self.dilation) // self.stride
             for phase in range(self.stride)
             for k in self.phase_taps(phase)
         ]
-        return max(offsets) - min(offsets)
+
+    @property
+    def lowest(self) -> int:
+        return min(self.offsets)
+
+    @property
+    def span(self) -> int:
+        return max(self.offsets) - self.lowest
 
 
 def axes(geometry: Geometry) -> tuple[Axis, Axis]:
@@ -111,35 +119,49 @@ def threads(geometry: Geometry, tile: Tile) -> int:
     return tile.lanes_c * columns * tile.slices_c * tile.lanes_h * tile.block_images
 
 
-def input_tile(geometry: Geometry, tile: Tile) -> tuple[int, int, int]:
+def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int, int, int]:
     """(channels, rows, columns) of the input that a block keeps of one image."""
     vertical, horizontal = axes(geometry)
     whole = tile.phases_h == vertical.stride
     rows = tile.lanes_h * tile.thread_rows + (vertical.span if whole else (vertical.taps - 1) * vertical.reach)
-    return tile.block_groups * tile.chunk, rows, tile.lanes_w * tile.thread_columns + horizontal.span
+    columns = tile.lanes_w * tile.thread_columns + horizontal.span
+    if not channels_last:
+        columns = _ceil(columns + horizontal.lowest % tile.load, tile.load) * tile.load
+    return tile.block_groups * tile.chunk, rows, columns
 
 
 def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """The kernel's static shared memory."""
+    """The shared memory of a block, as the kernel lays it out."""
     vertical, _ = axes(geometry)
-    channels, rows, columns = input_tile(geometry, tile)
-    values = tile.block_images * rows * columns * ((channels | 1) if channels_last else channels)
+    channels, rows, columns = input_tile(geometry, tile, channels_last)
+    if channels_last and tile.block_groups == 1:
+        read = min(tile.load, 4)
+        channels = read * (channels // read | 1)
+    values = _ceil(tile.block_images * rows * columns * channels, 4) * 4
     vector = 4 if tile.thread_channels > 2 else tile.thread_channels
     tap = tile.lanes_c * tile.slices_c * _ceil(tile.thread_channels, vector) * vector
     if tile.phases_w != geometry.stride[1] and tap // vector % 2 == 0:
         tap += vector
     weight_rows = geometry.kernel[0] if tile.phases_h == vertical.stride else vertical.taps
-    return 4 * (_ceil(values, 4) * 4 + tile.chunk * weight_rows * geometry.kernel[1] * tap)
+    chunks = _ceil(geometry.in_channels_per_group, tile.chunk)
+    weights = tile.chunk * (chunks if tile.resident else 1) * weight_rows * geometry.kernel[1] * tap
+    buffers = 2 if tile.async_ else 1
+    return 4 * (values * buffers + weights * (1 if tile.resident else buffers))
 
 
-def grid(geometry: Geometry, tile: Tile) -> int:
+def row_tiles(geometry: Geometry, tile: Tile) -> int:
+    """Tiles above each other, over the whole batch."""
+    tiles = _ceil(axes(geometry)[0].cells, tile.lanes_h * tile.thread_rows)
+    return tiles * _ceil(geometry.batch, tile.block_images)
+
+
+def columns_of_tiles(geometry: Geometry, tile: Tile) -> int:
+    """Tiles side by side, over all channels and rows of a cell that blocks own apart."""
     vertical, horizontal = axes(geometry)
-    blocks = _ceil(geometry.batch, tile.block_images)
-    blocks *= _ceil(vertical.cells, tile.lanes_h * tile.thread_rows)
-    blocks *= _ceil(horizontal.cells, tile.lanes_w * tile.thread_columns)
-    blocks *= _ceil(geometry.groups, tile.block_groups)
-    blocks *= _ceil(geometry.out_channels_per_group, tile.block_channels // tile.block_groups)
-    return blocks * (vertical.stride // tile.phases_h)
+    count = _ceil(horizontal.cells, tile.lanes_w * tile.thread_columns)
+    count *= _ceil(geometry.groups, tile.block_groups)
+    count *= _ceil(geometry.out_channels_per_group, tile.block_channels // tile.block_groups)
+    return count * (vertical.stride // tile.phases_h)
 
 
 def build(
@@ -149,9 +171,10 @@ def build(
     weight_channels_last: bool,
     has_bias: bool,
     tile: Tile,
+    repeat: int,
     why: str,
 ) -> Plan:
-    """The plan that runs ``tile``. Inputs: input, weight, bias. Output: the output."""
+    """The plan that runs ``tile``, each block ``repeat`` times. Inputs: input, weight, bias. Output: the output."""
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,
@@ -185,9 +208,10 @@ def build(
     )
     launch = Launch(
         kernel,
-        grid=grid(geometry, tile),
+        grid=columns_of_tiles(geometry, tile) * _ceil(row_tiles(geometry, tile), repeat),
         block=threads(geometry, tile),
-        arguments=(input_(0), input_(1), input_(2), output(0), int64(geometry.batch)),
+        arguments=(input_(0), input_(1), input_(2), output(0), int64(geometry.batch), int64(repeat)),
+        shared_bytes=shared_bytes(geometry, tile, channels_last),
     )
     return Plan(
         "narrow",

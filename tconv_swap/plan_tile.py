@@ -12,7 +12,7 @@ from tconv_swap.geometry import Geometry, Pair
 from tconv_swap.program import Constant, Kernel, Launch, Output, Plan, input_, int64, output, workspace
 
 _ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
-_PACK_THREADS = 128
+_PACK_THREADS = 256
 _REDUCE_THREADS = 256
 _STEP_WORDS = 8
 _TAP_TILE_BYTES = 512
@@ -34,6 +34,8 @@ class Tile:
     stages: int
     blocks_per_multiprocessor: int
     splits: int = 1
+    #: Multiplied by forward_wgmma.cu (sm_90a), from planes of 16 bytes of k, rather than by forward_tile.cu.
+    wgmma: bool = False
 
     @property
     def fragment(self) -> tuple[int, int, int]:
@@ -66,7 +68,7 @@ class Tile:
         return self.warp_m_tiles * self.warp_images * self.warp_rows * self.warp_cols
 
     def __str__(self) -> str:
-        text = f"{self.block_m} channels x {self.images}x{self.rows}x{self.cols} cells, {self.threads // 32} warps"
+        text = f"{self.block_m} x {self.images}x{self.rows}x{self.cols} cells, {self.threads // 32} warps"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -82,6 +84,8 @@ class Problem:
     output_channels_last: bool
     weight_channels_last: bool
     has_bias: bool
+    #: Output rows of a cell that are stacked into the rows of a multiply (few channels; forward_tile_taps.cuh), or 1.
+    stack: int = 1
 
     @property
     def item(self) -> int:
@@ -100,6 +104,8 @@ class Problem:
     def phases(self) -> Pair:
         """Phases that one block computes."""
         stride = self.geometry.stride
+        if self.stack > 1:
+            stride = (1, stride[1])
         if stride[0] * stride[1] <= 4:
             return stride
         if stride[1] <= 8 and not (self.flat and stride[1] % 4 == 0):
@@ -109,7 +115,15 @@ class Problem:
     @property
     def cells(self) -> Pair:
         geometry = self.geometry
-        return (-(-geometry.out_height // geometry.stride[0]), -(-geometry.out_width // geometry.stride[1]))
+        rows = self.stack if self.stack > 1 else geometry.stride[0]
+        return (-(-geometry.out_height // rows), -(-geometry.out_width // geometry.stride[1]))
+
+    @property
+    def cell_input_rows(self) -> int:
+        return self.stack // self.geometry.stride[0] if self.stack > 1 else 1
+
+    def block_channels(self, tile: Tile) -> int:
+        return tile.block_m // self.stack
 
     @property
     def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -120,12 +134,15 @@ class Problem:
             padding, dilation = self.geometry.padding[axis], self.geometry.dilation[axis]
             shifts = [((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)]
             bounds.append((min(shifts), max(shifts)))
+        if self.stack > 1:
+            kernel, stride, padding = self.geometry.kernel[0], self.geometry.stride[0], self.geometry.padding[0]
+            bounds[0] = (-((kernel - 1 - padding) // stride), (self.stack - 1 + padding) // stride)
         return bounds[0], bounds[1]
 
     @property
     def flat(self) -> bool:
         """No tap is shifted: all cells of all images can stand in one row."""
-        return self.shifts == ((0, 0), (0, 0)) and self.cells == (self.geometry.height, self.geometry.width)
+        return self.cell_input_rows == 1 and self.shifts == ((0, 0), (0, 0)) and self.cells == (self.geometry.height, self.geometry.width)
 
 
 def _problem(
@@ -157,6 +174,10 @@ def _group_taps(problem: Problem) -> list[int]:
     """Taps of each phase group."""
     counts = []
     for axis in (0, 1):
+        if axis == 0 and problem.stack > 1:
+            least, most = problem.shifts[0]
+            counts.append([most - least + 1])
+            continue
         kernel, stride = problem.geometry.kernel[axis], problem.geometry.stride[axis]
         padding, dilation = problem.geometry.padding[axis], problem.geometry.dilation[axis]
         phases = problem.phases[axis]
@@ -181,6 +202,8 @@ def _aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
 def _copy_elements(problem: Problem, tile: Tile) -> int:
     """Elements of one copy to shared memory."""
     most = 16 // problem.item
+    if tile.wgmma and not problem.input_channels_last:
+        most = 4
     if problem.input_channels_last:
         return _power_dividing(problem.geometry.in_channels_per_group, most)
     width = problem.geometry.width * (problem.geometry.height if problem.flat else 1)
@@ -192,7 +215,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
     (least_h, most_h), (least_w, most_w) = problem.shifts
     lead = least_w % copy_pixels
-    halo_h = tile.rows + most_h - least_h
+    halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
     halo_w = -(-(lead + tile.cols + most_w - least_w) // copy_pixels) * copy_pixels
     images, rows, cols = tile.fragment
     row_pitch = _aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
@@ -200,14 +223,31 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     if images > 1:
         image_pitch = _aligned_to(image_pitch, copy_pixels, 8, cols * rows % 8)
     pixels = tile.images * image_pitch
-    if problem.input_channels_last:
+    if tile.wgmma:
+        planes = tile.chunk_words // 4
+        rest = 8 // planes if problem.input_channels_last else (1 if planes > 2 else 2)
+        input_words = tile.chunk_words * _aligned_to(pixels, 1, 8, rest)
+    elif problem.input_channels_last:
         input_words = pixels * (tile.chunk_words + 4)
     else:
         input_words = tile.chunk_words * _aligned_to(pixels, 8, 32, 8)
     input_words = -(-input_words // 4) * 4
     steps = tile.chunk_words // _STEP_WORDS
     weight_bytes = steps * max(_group_taps(problem)) * problem.parts * tile.block_m // 16 * _TAP_TILE_BYTES
-    return tile.stages * (input_words * 4 + weight_bytes)
+    stages = tile.stages * (input_words * 4 + weight_bytes)
+    return max(stages, _staged_bytes(problem, tile)) if tile.wgmma else stages
+
+
+def _staged_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory in which an output tile is turned into whole rows; mirrors forward_staged_store.cuh."""
+    item = problem.item if tile.splits == 1 else 4
+    per_word = 4 // item
+    phases = problem.phases
+    pixels = tile.images * tile.rows * phases[0] * tile.cols * phases[1]
+    if problem.output_channels_last:
+        return pixels * _aligned_to(tile.block_m // per_word, 4, 16, 4) * 4
+    run_words = min(4, 2 * phases[1] // per_word)
+    return tile.block_m * _aligned_to(pixels // per_word, 4, 32, 4 * run_words % 32) * 4
 
 
 def block_count(problem: Problem, tile: Tile) -> int:
@@ -216,7 +256,7 @@ def block_count(problem: Problem, tile: Tile) -> int:
         tiles = -(-geometry.batch * cells_h * cells_w // tile.cols)
     else:
         tiles = -(-geometry.batch // tile.images) * -(-cells_h // tile.rows) * -(-cells_w // tile.cols)
-    m_blocks = -(-geometry.out_channels_per_group // tile.block_m)
+    m_blocks = -(-geometry.out_channels_per_group // problem.block_channels(tile))
     return tiles * m_blocks * geometry.groups * len(_group_taps(problem)) * tile.splits
 
 
@@ -243,6 +283,8 @@ def _constants(problem: Problem, tile: Tile) -> tuple[tuple[str, Constant], ...]
         ("WARPS_M", tile.warps_m),
         ("WARP_M_TILES", tile.warp_m_tiles),
         ("CHUNK_WORDS", tile.chunk_words),
+        ("PLANES", tile.wgmma),
+        ("STACK", problem.stack),
     )
 
 
@@ -250,25 +292,25 @@ def plan_with_tile(problem: Problem, tile: Tile) -> Plan:
     """The plan that computes the problem with this tile."""
     geometry = problem.geometry
     common = _constants(problem, tile)
-    m_tiles = -(-geometry.out_channels_per_group // tile.block_m) * tile.block_m // 16
+    m_tiles = -(-geometry.out_channels_per_group // problem.block_channels(tile)) * tile.block_m // 16
     steps = -(-problem.words // tile.chunk_words) * tile.chunk_words // _STEP_WORDS
+    packed_bytes = m_tiles * geometry.groups * steps * sum(_group_taps(problem)) * problem.parts * _TAP_TILE_BYTES
     pack = Launch(
         Kernel(
             "pack_weights.cu",
             "pack_weights",
             (*common, ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last), ("THREADS", _PACK_THREADS)),
         ),
-        grid=m_tiles * geometry.groups * steps,
+        grid=-(-packed_bytes // problem.parts // (16 * _PACK_THREADS)),
         block=_PACK_THREADS,
         arguments=(input_(1), workspace(0)),
     )
-    packed_bytes = m_tiles * geometry.groups * steps * geometry.taps * problem.parts * _TAP_TILE_BYTES
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
     forward = Launch(
         Kernel(
-            "forward_tile.cu",
-            "forward_tile",
+            "forward_wgmma.cu" if tile.wgmma else "forward_tile.cu",
+            "forward_wgmma" if tile.wgmma else "forward_tile",
             (
                 *common,
                 ("HEIGHT", geometry.height),

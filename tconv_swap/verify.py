@@ -1,10 +1,10 @@
 """Whether a swapped network computes what the original computes, forward and backward: a proof that can fail.
 
 Both networks run on the same inputs, random numbers and buffers. Where it can be had, a float64 run of the
-original is the truth, and the swapped network's error against it is set beside the original's. What a network
-makes of rounding in its transposed convolutions is measured too, by adding some: an original that happens to
-be exact, or a gradient that is zero but for rounding, must not fail a right swap. `verify_layers` then
-compares every swapped layer by itself.
+original is the truth, and the swapped network's error against it is set beside the original's. Where that is
+not enough, what the network makes of rounding in its transposed convolutions is measured by adding some: an
+original that happens to be exact, or a gradient that is zero but for rounding, must not fail a right swap.
+`verify_layers` compares every swapped layer by itself, on the way.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ __all__ = ["Check", "VerifyReport", "verify"]
 
 _log = logging.getLogger("tconv_swap")
 
-# Runs of the original with rounding added; more of them, up to the limit, only while something is in doubt.
-SHAKEN_RUNS = 2
+# Runs of the original with rounding added, at most: they are made only while something is in doubt.
 MAX_SHAKEN_RUNS = 16
+TRACED_SHAKEN_RUNS = 2
 # How much is added, in units of what rounding may do; a right kernel is off by less than one on average.
 SHAKEN_BY = 2.0
 # A float64 run further from the original than this computes something else (other boxes kept, other noise).
@@ -172,8 +172,6 @@ class _Verification:
                 f"{mode}: the original is not deterministic: two runs differ by up to {worst.maximum:.1e} "
                 f"({kind} {where}); the limits are widened by that"
             )
-        for _ in range(SHAKEN_RUNS):
-            self._shake(standard)
         return standard
 
     def _first_run(self, name: str) -> tuple[Pass | None, Outcome | None]:
@@ -262,12 +260,15 @@ class _Verification:
                 f"{mode}: the swapped network raises {_reason(error)}; the original does not"
             )
             return False
-        repeated = standard.distances(watched, outcome)
-        worst = max((norms.maximum for norms in repeated.values()), default=0.0)
-        if worst > 0:
-            report.notes.append(f"{mode}: two runs of the swapped network differ by up to {worst:.1e}")
-        structure = standard.structure(outcome)
-        checks = standard.checks(outcome)
+        outcomes = [outcome]
+        if not watched.identical(outcome):
+            repeated = standard.distances(watched, outcome)
+            worst = max((norms.maximum for norms in repeated.values()), default=0.0)
+            report.notes.append(f"{mode}: two runs of the swapped network differ, by up to {worst:.1e}")
+            outcomes.append(watched)
+        del watched
+        structure = [line for each in outcomes for line in standard.structure(each)]
+        checks = _judged(standard, outcomes)
         layers_agree = all(check.passed for check in self.layers.checks)
         while (
             layers_agree
@@ -278,7 +279,7 @@ class _Verification:
             # Rounding next to a kink (ReLU, max pooling) moves a gradient by a jump, and is as likely to in
             # a shaken run as in the swapped network.
             self._shake(standard)
-            checks = standard.checks(outcome)
+            checks = _judged(standard, outcomes)
         report.checks += checks
         report.failures += structure
         return not structure and layers_agree and all(check.passed for check in checks)
@@ -291,7 +292,7 @@ class _Verification:
         try:
             with trace.record(self.original.module):
                 self.runner.run(self.original, mode, how)
-            for index in range(SHAKEN_RUNS):
+            for index in range(TRACED_SHAKEN_RUNS):
                 with self._shaken(index), trace.widen(self.original.module):
                     self.runner.run(self.original, mode, how)
             with trace.follow(self.swapped.module):
@@ -319,12 +320,18 @@ class _Verification:
         reasons = {mode: self.why_original[mode] for mode in modes if mode in self.why_original}
         if not reasons:
             return "float64"
-        text = "; ".join(f"{mode}: {reason}" for mode, reason in reasons.items())
-        if len(set(reasons.values())) == 1:
-            text = next(iter(reasons.values()))
-        if len(reasons) < len(modes):
-            return f"float64 in {next(m for m in modes if m not in reasons)} mode, original in {text}"
-        return f"original ({text})"
+        if len(reasons) == len(modes) and len(set(reasons.values())) == 1:
+            return f"original ({next(iter(reasons.values()))})"
+        return ", ".join(
+            f"original in {mode} mode ({reasons[mode]})" if mode in reasons else f"float64 in {mode} mode"
+            for mode in modes
+        )
+
+
+def _judged(standard: Standard, outcomes: list[Outcome]) -> list[Check]:
+    """The checks of the first outcome, and those that another fails."""
+    first, *others = (standard.checks(outcome) for outcome in outcomes)
+    return first + [check for checks in others for check in checks if not check.passed]
 
 
 def _reason(error: Exception) -> str:

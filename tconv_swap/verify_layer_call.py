@@ -180,7 +180,7 @@ class Truth:
         if tolerance := self.call.tolerance:
             scale = tolerance.atol + tolerance.rtol * exact.abs()
         for error, value in zip(errors, (first, second), strict=True):
-            error.add(value, exact, first, scale, scale.square())
+            error.add(value, exact, first, scale, scale)
 
     def _rows(self) -> Iterator[slice]:
         batch = self.input.shape[0]

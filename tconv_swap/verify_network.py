@@ -131,7 +131,7 @@ class Standard:
         return excused.larger(noise.times(NOISE_FACTOR)).larger(floor)
 
     def _one_sided(self, kind: Kind, name: str, value: Tensor | None, original: Tensor | None) -> Check:
-        """A gradient that only one of the two has (zeros say the same as none), or a buffer only one changed."""
+        """A gradient that only one has (zeros say the same as none), or a buffer that only one changed."""
         there = value if original is None else original
         assert there is not None
         if kind == "buffer":

@@ -43,6 +43,16 @@ class Outcome:
     differentiable: frozenset[str] = frozenset()
     random_state: tuple[bytes, ...] = ()
 
+    def identical(self, other: Outcome) -> bool:
+        """Whether all tensors of the two are the same numbers; NaN is the same as NaN."""
+        for mine, theirs in zip(self._tensors(), other._tensors(), strict=True):
+            if mine.keys() != theirs.keys() or not all(_equal(mine[n], theirs[n]) for n in mine):
+                return False
+        return True
+
+    def _tensors(self) -> list[dict[str, Any]]:
+        return [dict(self.output.tensors), dict(self.grad_inputs), dict(self.grad_parameters), self.buffers]
+
 
 class Subject:
     """A network whose state can be put back to what it was when this was made.
@@ -89,6 +99,10 @@ class Subject:
             for name, buffer in self.module.named_buffers()
             if id(buffer) not in before or not _same(buffer, before[id(buffer)])
         }
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b if a is None or b is None else _same(a, b)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -233,19 +247,28 @@ class SameDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        if func is torch.ops.aten.native_dropout.default and args[0].dtype == torch.float64:
+        dropout = func is torch.ops.aten.native_dropout.default and args[2] is not False
+        if dropout and args[0].dtype == torch.float64:
             # Only the mask is random, and it must not cost the accuracy of what it is applied to.
             scaled, mask = func(torch.ones_like(args[0], dtype=self._dtype), *args[1:], **kwargs)
             keep = 1.0 - args[1]
             return args[0] * mask / keep if keep > 0 else args[0] * scaled, mask
-        tensors = [a for a in args if isinstance(a, Tensor)]
-        if any(argument.name == "dtype" for argument in func._schema.arguments):
-            wanted = kwargs.get("dtype")
-            if wanted is torch.float64 or (wanted is None and not tensors):
-                kwargs = {**kwargs, "dtype": self._dtype if wanted is not None else self._default_dtype}
-        drawn = func(*(self._narrow(a) for a in args), **{k: self._narrow(v) for k, v in kwargs.items()})
-        if func._schema.name.endswith("_") and isinstance(args[0], Tensor):
-            return args[0].copy_(drawn)
+        schema = func._schema
+        dtype = next((a for a in schema.arguments if a.name == "dtype"), None)
+        # Without a dtype, randint and randperm give int64, and rand_like the dtype of its argument.
+        defaulted = dtype is not None and dtype.default_value is None and kwargs.get("dtype") is None
+        if kwargs.get("dtype") is torch.float64:
+            kwargs = {**kwargs, "dtype": self._dtype}
+        elif defaulted and not any(isinstance(a, Tensor) for a in args):
+            kwargs = {**kwargs, "dtype": self._default_dtype}
+        narrowed = [self._narrow(a) for a in args]
+        drawn = func(*narrowed, **{k: self._narrow(v) for k, v in kwargs.items()})
+        for argument, given, used in zip(schema.arguments, args, narrowed, strict=False):
+            if used is not given and argument.alias_info is not None and argument.alias_info.is_write:
+                given.copy_(used)
+        for given, used in zip(args, narrowed, strict=True):
+            if drawn is used:
+                return given
         return torch.utils._pytree.tree_map_only(Tensor, self._widen, drawn)
 
     def _narrow(self, value: Any) -> Any:

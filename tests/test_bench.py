@@ -656,8 +656,9 @@ def test_cuda_clock_flushes_more_than_the_cache_before_the_time_begins() -> None
 def test_benchmark_on_cuda() -> None:
     original = prepared_generator().cuda()
     swapped = swap_layers(original, inplace=False)
+    latent = torch.randn(2, 6, 1, 1, device="cuda")
     before = snapshot(original), snapshot(swapped), torch.cuda.get_rng_state().tolist()
-    report = benchmark(original, swapped, torch.randn(2, 6, 1, 1, device="cuda"), warmup=1, iters=6)
+    report = benchmark(original, swapped, latent, warmup=1, iters=6)
     assert (snapshot(original), snapshot(swapped), torch.cuda.get_rng_state().tolist()) == before
     assert [c.stage for c in report.network] == ["forward", "backward", "step"]
     assert report.peak_memory is not None

@@ -240,6 +240,10 @@ class TrainOnly(nn.Module):
         return self.up(x)
 
 
+def test_a_network_that_only_trains_gets_a_shape_too() -> None:
+    assert infer_input_shape(TrainOnly())[0] == (2, 4, 16, 16)
+
+
 def test_try_modes_tells_errors_and_what_was_reached() -> None:
     model = TrainOnly()
     evaluated, trained = try_modes(model, Inputs.of(torch.ones(1, 4, 2, 2)))

@@ -8,9 +8,11 @@
 //       of input[n, ci, ih, iw] * weight[ci, co, kh, kw]
 //
 // The output is cut into cells of STRIDE_H x STRIDE_W pixels: pixel (phase_h, phase_w) of cell (i, j) reads the
-// inputs (i + a, j + b), where (a, b) depends on the phase and the tap alone. A block owns a rectangle of cells of
-// BLOCK_IMAGES images and BLOCK_CHANNELS output channels (of one group, or of BLOCK_GROUPS whole groups); it brings
-// CHUNK input channels at a time, with their halo and their weights, to shared memory as float32.
+// inputs (i + a, j + b), where (a, b) depends on the phase and the tap alone. A tile is a rectangle of cells of
+// BLOCK_IMAGES images and BLOCK_CHANNELS output channels (of one group, or of BLOCK_GROUPS whole groups). A block
+// walks down `repeat` tiles, which share their weights; it brings CHUNK input channels at a time, with their halo,
+// to shared memory as float32, the next ones while it computes: by cp.async (ASYNC: float, sm_80), else through
+// registers. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel.
 // A thread owns THREAD_ROWS x THREAD_COLUMNS cells, THREAD_CHANNELS channels, and of each cell
 //   PHASES_H = STRIDE_H: all rows; 1: one row, the same in the whole block;
 //   PHASES_W = STRIDE_W: all columns; 1: one column, consecutive threads having consecutive columns.
@@ -29,18 +31,27 @@ constexpr int TILES_W = ceil_div(CELLS_W, LANES_W * THREAD_COLUMNS);
 constexpr int CHUNKS = ceil_div(CI_GROUP, CHUNK);
 static_assert(BLOCK_GROUPS == 1 || (CHUNKS == 1 && BLOCK_CO == CO_GROUP), "whole groups only");
 
-// The input tile in shared memory lies as the tensor does. In channels_last its pixels are an odd number of words
-// apart: threads that read the same channel of neighbouring pixels then meet different banks.
+// The input tile in shared memory lies as the tensor does. In channels_last, where neighbouring threads read
+// neighbouring pixels, these lie an odd number of READ words apart, to meet different banks; READ channels are read
+// at a time.
 constexpr int INPUT_H = LANES_H * THREAD_ROWS + (ALL_H ? Vertical::SPAN : (Vertical::COUNT - 1) * Vertical::REACH);
-constexpr int INPUT_W = LANES_W * THREAD_COLUMNS + Horizontal::SPAN;
 constexpr int INPUT_C = BLOCK_GROUPS * CHUNK;
-constexpr int PIXEL = CHANNELS_LAST ? INPUT_C | 1 : 1;
+constexpr int LOAD_W = CHANNELS_LAST ? 1 : LOAD, LOAD_C = CHANNELS_LAST ? LOAD : 1;
+constexpr int SHIFT = (Horizontal::LOWEST % LOAD_W + LOAD_W) % LOAD_W;  // columns added on the left, to align it
+constexpr int INPUT_W = ceil_div(SHIFT + LANES_W * THREAD_COLUMNS + Horizontal::SPAN, LOAD_W) * LOAD_W;
+constexpr int READ = CHANNELS_LAST && BLOCK_GROUPS == 1 ? (LOAD < 4 ? LOAD : 4) : 1;
+constexpr int PIXEL = !CHANNELS_LAST ? 1 : BLOCK_GROUPS > 1 ? INPUT_C : READ * (INPUT_C / READ | 1);
 constexpr int ROW = INPUT_W * PIXEL;
 constexpr int CHANNEL = CHANNELS_LAST ? 1 : INPUT_H * ROW;
 constexpr int IMAGE = CHANNELS_LAST ? INPUT_H * ROW : INPUT_C * CHANNEL;
-constexpr int INPUT_TILE = BLOCK_IMAGES * INPUT_C * INPUT_H * INPUT_W;
-constexpr int INPUT_LOADS = ceil_div(INPUT_TILE, THREADS);
-constexpr int BATCH = INPUT_LOADS < 8 ? INPUT_LOADS : 8;  // loads in flight at a time
+constexpr int VECTORS_W = INPUT_W / LOAD_W, VECTORS_C = INPUT_C / LOAD_C;
+constexpr int VECTORS = BLOCK_IMAGES * VECTORS_C * INPUT_H * VECTORS_W;
+constexpr int LOADS = ceil_div(VECTORS, THREADS);
+constexpr int INPUT_TILE = ceil_div(BLOCK_IMAGES * IMAGE, 4) * 4;
+constexpr int INPUT_BUFFERS = ASYNC ? 2 : 1;
+static_assert(INPUT_C % LOAD_C == 0 && CHUNK % READ == 0);
+static_assert(LOAD == 1 || (CHANNELS_LAST ? CI_GROUP * BLOCK_GROUPS % LOAD == 0 && IN_CHANNELS % LOAD == 0
+                                          : LANES_W * THREAD_COLUMNS % LOAD == 0 && WIDTH % LOAD == 0));
 
 // The weight tile: [ci][vertical tap][horizontal tap][channel slice], a slice rounded up to whole vectors. Where
 // threads side by side read different taps, these are an odd number of vectors apart (banks again).
@@ -49,24 +60,38 @@ constexpr int SLICE = ceil_div(THREAD_CHANNELS, VECTOR) * VECTOR;
 constexpr int SLICES = LANES_C * SLICES_C;
 constexpr int TAP = SLICES * SLICE + (!ALL_W && SLICES * SLICE / VECTOR % 2 == 0 ? VECTOR : 0);
 constexpr int WEIGHT_ROWS = ALL_H ? KERNEL_H : Vertical::COUNT;
-constexpr int WEIGHT_TILE = INPUT_C * BLOCK_CO * WEIGHT_ROWS * KERNEL_W;
+constexpr int WEIGHT_CI = WEIGHT_ROWS * KERNEL_W * TAP;  // of one input channel
+// All of them stay for the whole walk where RESIDENT, else each chunk brings its own.
+constexpr int WEIGHT_CHANNELS = RESIDENT ? CHUNKS * CHUNK : CHUNK;
+constexpr int WEIGHT_TILE = WEIGHT_CHANNELS * WEIGHT_CI;
+constexpr int WEIGHT_BUFFERS = ASYNC && !RESIDENT ? 2 : 1;
 
-struct InputElement {
+constexpr int WINDOW = THREAD_ROWS + INPUT_H - LANES_H * THREAD_ROWS;  // input rows that a thread reads
+
+struct InputVector {
   int image, channel, row, column;
 };
-__device__ __forceinline__ InputElement input_element(int e) {
+__device__ __forceinline__ InputVector input_vector(int v) {
   if (CHANNELS_LAST)
-    return {e / (INPUT_C * INPUT_W * INPUT_H), e % INPUT_C, e / (INPUT_C * INPUT_W) % INPUT_H, e / INPUT_C % INPUT_W};
-  return {e / (INPUT_W * INPUT_H * INPUT_C), e / (INPUT_W * INPUT_H) % INPUT_C, e / INPUT_W % INPUT_H, e % INPUT_W};
+    return {v / (VECTORS_C * INPUT_W * INPUT_H), v % VECTORS_C * LOAD, v / (VECTORS_C * INPUT_W) % INPUT_H,
+            v / VECTORS_C % INPUT_W};
+  return {v / (VECTORS_W * INPUT_H * INPUT_C), v / (VECTORS_W * INPUT_H) % INPUT_C, v / VECTORS_W % INPUT_H,
+          v % VECTORS_W * LOAD};
+}
+
+// Where vector v of the tile lies in shared memory.
+__device__ __forceinline__ int shared_place(int v) {
+  return CHANNELS_LAST ? v / VECTORS_C * PIXEL + v % VECTORS_C * LOAD : v * LOAD;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     forward_narrow(const Element* __restrict__ input, const Element* __restrict__ weight,
-                   const Element* __restrict__ bias, Element* __restrict__ output, long long batch) {
-  __shared__ alignas(16) float tile_x[BLOCK_IMAGES * IMAGE];
-  __shared__ alignas(16) float tile_w[CHUNK * WEIGHT_ROWS * KERNEL_W * TAP];
+                   const Element* __restrict__ bias, Element* __restrict__ output, long long batch, long long repeat) {
+  extern __shared__ float4 shared[];
+  float* const tiles_x = reinterpret_cast<float*>(shared);
+  float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;
 
-  // What the block owns. Blocks that read the same input run side by side; in channels_last, so do groups.
+  // What the block owns. Blocks that read the same input run side by side.
   unsigned block = blockIdx.x;
   const auto next = [&block](int count) {
     const int index = (int)(block % (unsigned)count);
@@ -75,12 +100,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   const int block_phase_h = ALL_H ? 0 : next(STRIDE_H);
   const int co0 = next(TILES_CO) * BLOCK_CO;
-  int tile_group = CHANNELS_LAST ? next(TILES_GROUP) : 0;
+  const int group0 = next(TILES_GROUP) * BLOCK_GROUPS;
   const int cell_w0 = next(TILES_W) * (LANES_W * THREAD_COLUMNS);
-  const int cell_h0 = next(TILES_H) * (LANES_H * THREAD_ROWS);
-  if (!CHANNELS_LAST) tile_group = next(TILES_GROUP);
-  const int group0 = tile_group * BLOCK_GROUPS;
-  const long long n0 = (long long)block * BLOCK_IMAGES;
+  const long long all_tiles = (batch + BLOCK_IMAGES - 1) / BLOCK_IMAGES * TILES_H;
+  const long long tile0 = block * repeat;
+  const int tiles = (int)(repeat < all_tiles - tile0 ? repeat : all_tiles - tile0);
   const Phase block_taps_h = Vertical::phase(block_phase_h);
 
   // What the thread owns.
@@ -100,96 +124,132 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const Phase thread_taps_w = Horizontal::phase(thread_phase_w);
   constexpr int LANE_STEP = ADJACENT ? THREAD_COLUMNS : 1, COLUMN_STEP = ADJACENT ? 1 : LANES_W;
 
-  float sum[PHASES_H][THREAD_ROWS][THREAD_COLUMNS][PHASES_W][THREAD_CHANNELS] = {};
+  const int channel0 = group0 * CI_GROUP;
+  const int column0 = cell_w0 + Horizontal::LOWEST - SHIFT;
+  const int row_shift = ALL_H ? Vertical::LOWEST : block_taps_h.origin - (Vertical::COUNT - 1) * Vertical::REACH;
 
-  if (ALL_H || block_taps_h.count > 0) {
-    const int row0 = cell_h0 + (ALL_H ? Vertical::LOWEST : block_taps_h.origin - (Vertical::COUNT - 1) * Vertical::REACH);
-    const int column0 = cell_w0 + Horizontal::LOWEST;
-    const int channel0 = group0 * CI_GROUP;
-    const Element* const images = input + n0 * ((long long)IN_CHANNELS * HEIGHT * WIDTH);
+  // The input vectors this thread brings: where they lie, counted from the tile's first element; none where the tile
+  // leaves the input to the left or right.
+  constexpr Index NONE = -1;
+  Index places[LOADS];
+  int rows[LOADS];
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    const int v = threadIdx.x + i * THREADS;
+    const InputVector at = input_vector(v);
+    const int iw = column0 + at.column;
+    const bool inside = v < VECTORS && (unsigned)iw < (unsigned)WIDTH && channel0 + at.channel < IN_CHANNELS;
+    places[i] = inside ? activation<IN_CHANNELS, HEIGHT, WIDTH>(at.image, at.channel, at.row, at.column) : NONE;
+    rows[i] = at.row;
+  }
+  Pack<LOAD> ahead[ASYNC ? 1 : LOADS];
 
-    // Element e of the input tile, counted as the tensor lies, when its channels start at `chunk`.
-    const auto place = [&](int e, int chunk) -> Index {
-      const InputElement at = input_element(e);
-      const int ih = row0 + at.row, iw = column0 + at.column, ci = chunk * CHUNK + at.channel;
-      const bool inside = e < INPUT_TILE && (unsigned)ih < (unsigned)HEIGHT && (unsigned)iw < (unsigned)WIDTH &&
-                          n0 + at.image < batch && channel0 + ci < IN_CHANNELS &&
-                          (CI_GROUP % CHUNK == 0 || ci < CI_GROUP);
-      return inside ? activation<IN_CHANNELS, HEIGHT, WIDTH>(at.image, channel0 + ci, ih, iw) : -1;
-    };
-    const auto keep = [&](int e, Element value) {
-      const int to = CHANNELS_LAST ? e / INPUT_C * PIXEL + e % INPUT_C : e;
-      if (e < INPUT_TILE) tile_x[to] = load_as(value);
-    };
-    const auto bring_input = [&](int chunk) {
-#pragma unroll 1
-      for (int e0 = threadIdx.x; e0 < INPUT_TILE; e0 += THREADS * BATCH) {
-        Element values[BATCH];
+  // Start to bring a chunk of a tile, to `buffer` (ASYNC) or to `ahead`.
+  const auto fetch_input = [&](long long tile, int chunk, float* buffer) {
+    const long long n = tile / TILES_H * BLOCK_IMAGES;
+    const int row0 = (int)(tile % TILES_H) * (LANES_H * THREAD_ROWS) + row_shift;
+    const int ci0 = chunk * CHUNK;
+    const Element* const corner = input + n * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
+                                  activation<IN_CHANNELS, HEIGHT, WIDTH>(0, channel0 + ci0, row0, column0);
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          const Index from = place(e0 + i * THREADS, chunk);
-          values[i] = from >= 0 ? images[from] : Element{};
-        }
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) keep(e0 + i * THREADS, values[i]);
-      }
-    };
-    // With PREFETCH, the next chunk's elements wait in registers while this one is computed.
-    Element ahead[PREFETCH ? INPUT_LOADS : 1];
-    const auto fetch_ahead = [&](int chunk) {
-#pragma unroll
-      for (int i = 0; i < INPUT_LOADS; ++i) {
-        const Index from = place(threadIdx.x + i * THREADS, chunk);
-        ahead[i] = from >= 0 ? images[from] : Element{};
-      }
-    };
-    const auto bring_weight = [&](int chunk) {
-#pragma unroll 4
-      for (int e = threadIdx.x; e < WEIGHT_TILE; e += THREADS) {
-        int rest = e;
-        const auto digit = [&rest](int count) {
-          const int index = rest % count;
-          rest /= count;
-          return index;
-        };
-        int co = WEIGHT_CHANNELS_LAST ? digit(BLOCK_CO) : 0;
-        const int kw = digit(KERNEL_W), row = digit(WEIGHT_ROWS);
-        if (!WEIGHT_CHANNELS_LAST) co = digit(BLOCK_CO);
-        const int channel = rest, ci = channel % CHUNK, to_channel = channel / CHUNK * CO_GROUP + co;
-        const int kh = ALL_H ? row : block_taps_h.first + row * Vertical::STEP;
-        const int from = channel0 + chunk * CHUNK + channel;
-        float value = 0;
-        if (kh < KERNEL_H && co0 + co < CO_GROUP && from < IN_CHANNELS && chunk * CHUNK + ci < CI_GROUP)
-          value = load_as(weight[at_weight(from, co0 + co, kh, kw)]);
-        tile_w[((ci * WEIGHT_ROWS + row) * KERNEL_W + kw) * TAP + to_channel / THREAD_CHANNELS * SLICE +
-               to_channel % THREAD_CHANNELS] = value;
-      }
-    };
-
-    const int origin_w = ALL_W ? 0 : thread_taps_w.origin - Horizontal::LOWEST;
-    const float* const thread_x = tile_x + image * IMAGE + group_local * CI_GROUP * CHANNEL +
-                                  lane_h * THREAD_ROWS * ROW + (lane_w * LANE_STEP + origin_w) * PIXEL;
-    const float* const thread_w = tile_w + slice * SLICE + (ALL_W ? 0 : thread_taps_w.first * TAP);
-
-    if constexpr (PREFETCH) fetch_ahead(0);
-#pragma unroll 1
-    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-      if (chunk > 0) __syncthreads();
-      bring_weight(chunk);
-      if constexpr (PREFETCH) {
-#pragma unroll
-        for (int i = 0; i < INPUT_LOADS; ++i) keep(threadIdx.x + i * THREADS, ahead[i]);
+    for (int i = 0; i < LOADS; ++i) {
+      const int v = threadIdx.x + i * THREADS;
+      bool inside = places[i] != NONE && (unsigned)(row0 + rows[i]) < (unsigned)HEIGHT;
+      if (BLOCK_IMAGES > 1) inside = inside && n + input_vector(v).image < batch;
+      if (CI_GROUP % CHUNK != 0) inside = inside && ci0 + input_vector(v).channel < CI_GROUP;
+      if constexpr (ASYNC) {
+        if (VECTORS % THREADS == 0 || v < VECTORS)
+          copy_async<LOAD>(buffer + shared_place(v), inside ? corner + places[i] : input, inside);
       } else {
-        bring_input(chunk);
+        ahead[i] = inside ? *reinterpret_cast<const Pack<LOAD>*>(corner + places[i]) : Pack<LOAD>{};
       }
-      __syncthreads();
-      if constexpr (PREFETCH)
-        if (chunk + 1 < CHUNKS) fetch_ahead(chunk + 1);
+    }
+  };
+  const auto fetch_weight = [&](int ci0, float* buffer) {
+#pragma unroll 4
+    for (int e = threadIdx.x; e < WEIGHT_CHANNELS * BLOCK_GROUPS * BLOCK_CO * WEIGHT_ROWS * KERNEL_W; e += THREADS) {
+      int rest = e;
+      const auto digit = [&rest](int count) {
+        const int index = rest % count;
+        rest /= count;
+        return index;
+      };
+      int co = WEIGHT_CHANNELS_LAST ? digit(BLOCK_CO) : 0;
+      const int kw = digit(KERNEL_W), row = digit(WEIGHT_ROWS);
+      if (!WEIGHT_CHANNELS_LAST) co = digit(BLOCK_CO);
+      const int ci = rest % WEIGHT_CHANNELS, in_block = rest / WEIGHT_CHANNELS * CO_GROUP + co;
+      const int kh = ALL_H ? row : block_taps_h.first + row * Vertical::STEP;
+      const int from = channel0 + ci0 + rest;
+      const bool inside = kh < KERNEL_H && co0 + co < CO_GROUP && from < IN_CHANNELS && ci0 + ci < CI_GROUP;
+      float* const to = buffer + ci * WEIGHT_CI + (row * KERNEL_W + kw) * TAP +
+                        in_block / THREAD_CHANNELS * SLICE + in_block % THREAD_CHANNELS;
+      const Element* const place = weight + (inside ? at_weight(from, co0 + co, kh, kw) : 0);
+      if constexpr (ASYNC)
+        copy_async<1>(to, place, inside);
+      else
+        *to = inside ? load_as(*place) : 0.0f;
+    }
+  };
 
-#pragma unroll UNROLL
-      for (int ci = 0; ci < CHUNK; ++ci) {
-        const float* const x = thread_x + ci * CHANNEL;
-        const float* const w = thread_w + ci * (WEIGHT_ROWS * KERNEL_W * TAP);
+  const int co = co0 + slice * THREAD_CHANNELS - group_local * CO_GROUP;  // within the group
+  const int group = group0 + group_local;
+  float offset[THREAD_CHANNELS];
+#pragma unroll
+  for (int c = 0; c < THREAD_CHANNELS; ++c)
+    offset[c] = HAS_BIAS && group < GROUPS && co + c < CO_GROUP ? load_as(bias[group * CO_GROUP + co + c]) : 0.0f;
+
+  const int origin_w = SHIFT + (ALL_W ? 0 : thread_taps_w.origin - Horizontal::LOWEST);
+  const int thread_x = image * IMAGE + group_local * CI_GROUP * CHANNEL + lane_h * THREAD_ROWS * ROW +
+                       (lane_w * LANE_STEP + origin_w) * PIXEL;
+  const int thread_w = slice * SLICE + (ALL_W ? 0 : thread_taps_w.first * TAP);
+  const bool reads = ALL_H || block_taps_h.count > 0;
+
+  if (reads && tiles > 0) {
+    if (RESIDENT) fetch_weight(0, tiles_w);
+    if (ASYNC && !RESIDENT) fetch_weight(0, tiles_w);
+    fetch_input(tile0, 0, tiles_x);
+    if (ASYNC) async_commit();
+  }
+  int buffer = 0;
+#pragma unroll 1
+  for (long long tile = tile0; tile < tile0 + tiles; ++tile) {
+    float sum[PHASES_H][THREAD_ROWS][THREAD_COLUMNS][PHASES_W][THREAD_CHANNELS] = {};
+#pragma unroll 1
+    for (int chunk = 0; reads && chunk < CHUNKS; ++chunk) {
+      const bool last_chunk = chunk + 1 == CHUNKS;
+      const bool more = !last_chunk || tile + 1 < tile0 + tiles;
+      const long long next_tile = last_chunk ? tile + 1 : tile;
+      const int next_chunk = last_chunk ? 0 : chunk + 1;
+      if constexpr (ASYNC) {
+        if (more) {
+          fetch_input(next_tile, next_chunk, tiles_x + (buffer ^ 1) * INPUT_TILE);
+          if (!RESIDENT) fetch_weight(next_chunk * CHUNK, tiles_w + (buffer ^ 1) * WEIGHT_TILE);
+        }
+        async_commit();
+        async_wait_all_but_last();
+        __syncthreads();
+      } else {
+#pragma unroll
+        for (int i = 0; i < LOADS; ++i) {
+          const int v = threadIdx.x + i * THREADS;
+          if (VECTORS % THREADS == 0 || v < VECTORS) {
+#pragma unroll
+            for (int j = 0; j < LOAD; ++j) tiles_x[shared_place(v) + j] = load_as(ahead[i].elements[j]);
+          }
+        }
+        if (!RESIDENT) fetch_weight(chunk * CHUNK, tiles_w);
+        __syncthreads();
+        if (more) fetch_input(next_tile, next_chunk, nullptr);
+      }
+      const float* const chunk_x = tiles_x + (ASYNC ? buffer * INPUT_TILE : 0) + thread_x;
+      const float* const chunk_w =
+          tiles_w + (RESIDENT ? chunk * CHUNK * WEIGHT_CI : ASYNC ? buffer * WEIGHT_TILE : 0) + thread_w;
+      buffer ^= 1;
+
+#pragma unroll 1
+      for (int ci = 0; ci < CHUNK; ci += READ) {
+        const float* const x = chunk_x + ci * CHANNEL;
+        const float* const w = chunk_w + ci * WEIGHT_CI;
 #pragma unroll
         for (int phase_w = 0; phase_w < PHASES_W; ++phase_w) {
 #pragma unroll
@@ -201,7 +261,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             const int kw = (ALL_W ? taps_w.first : 0) + tap_w * Horizontal::STEP;
 #pragma unroll
             for (int column = 0; column < THREAD_COLUMNS; ++column) {
-              const float* const from = x + (column * COLUMN_STEP + shift) * PIXEL;
+              float window[WINDOW][READ];
+#pragma unroll
+              for (int row = 0; row < WINDOW; ++row)
+                read_vector<READ>(window[row], x + row * ROW + (column * COLUMN_STEP + shift) * PIXEL);
 #pragma unroll
               for (int phase_h = 0; phase_h < PHASES_H; ++phase_h) {
 #pragma unroll
@@ -211,16 +274,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   const int down = ALL_H ? taps_h.origin - Vertical::LOWEST - tap_h * Vertical::REACH
                                          : (Vertical::COUNT - 1 - tap_h) * Vertical::REACH;
                   const int weight_row = ALL_H ? taps_h.first + tap_h * Vertical::STEP : tap_h;
-                  float factor[SLICE];
 #pragma unroll
-                  for (int c = 0; c < SLICE; c += VECTOR)
-                    read_vector<VECTOR>(factor + c, w + (weight_row * KERNEL_W + kw) * TAP + c);
+                  for (int i = 0; i < READ; ++i) {
+                    float factor[SLICE];
 #pragma unroll
-                  for (int row = 0; row < THREAD_ROWS; ++row) {
-                    const float value = from[(row + down) * ROW];
+                    for (int c = 0; c < SLICE; c += VECTOR)
+                      read_vector<VECTOR>(factor + c, w + i * WEIGHT_CI + (weight_row * KERNEL_W + kw) * TAP + c);
 #pragma unroll
-                    for (int c = 0; c < THREAD_CHANNELS; ++c)
-                      sum[phase_h][row][column][phase_w][c] += value * factor[c];
+                    for (int row = 0; row < THREAD_ROWS; ++row) {
+#pragma unroll
+                      for (int c = 0; c < THREAD_CHANNELS; ++c)
+                        sum[phase_h][row][column][phase_w][c] += window[row + down][i] * factor[c];
+                    }
                   }
                 }
               }
@@ -228,42 +293,38 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           }
         }
       }
+      __syncthreads();
     }
-  }
 
-  // Out it goes: in runs of elements that lie side by side in memory.
-  const int co = co0 + slice * THREAD_CHANNELS - group_local * CO_GROUP;  // within the group
-  const int group = group0 + group_local;
-  if (n0 + image >= batch || group >= GROUPS || co >= CO_GROUP) return;
-  float offset[THREAD_CHANNELS];
+    // Out it goes: in runs of elements that lie side by side in memory.
+    const long long n = tile / TILES_H * BLOCK_IMAGES + image;
+    const int cell_h0 = (int)(tile % TILES_H) * (LANES_H * THREAD_ROWS) + lane_h * THREAD_ROWS;
+    if (n >= batch || group >= GROUPS || co >= CO_GROUP) continue;
+    Element* const image_output = output + n * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH);
 #pragma unroll
-  for (int c = 0; c < THREAD_CHANNELS; ++c)
-    offset[c] = HAS_BIAS && co + c < CO_GROUP ? load_as(bias[group * CO_GROUP + co + c]) : 0.0f;
-
-  Element* const image_output = output + (n0 + image) * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH);
+    for (int row = 0; row < THREAD_ROWS; ++row) {
 #pragma unroll
-  for (int row = 0; row < THREAD_ROWS; ++row) {
+      for (int phase_h = 0; phase_h < PHASES_H; ++phase_h) {
+        const int oh = (cell_h0 + row) * STRIDE_H + block_phase_h + phase_h;
+        if (oh >= OUT_HEIGHT) continue;
 #pragma unroll
-    for (int phase_h = 0; phase_h < PHASES_H; ++phase_h) {
-      const int oh = (cell_h0 + lane_h * THREAD_ROWS + row) * STRIDE_H + block_phase_h + phase_h;
-      if (oh >= OUT_HEIGHT) continue;
+        for (int first = 0; first < THREAD_COLUMNS * PHASES_W; first += RUN_COLUMNS) {
+          const int cell = cell_w0 + lane_w * LANE_STEP + first / PHASES_W * COLUMN_STEP;
+          const int ow = cell * STRIDE_W + thread_phase_w + first % PHASES_W;
+          Element* const to = image_output +
+                              activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(0, group * CO_GROUP + co, oh, ow);
 #pragma unroll
-      for (int first = 0; first < THREAD_COLUMNS * PHASES_W; first += RUN_COLUMNS) {
-        const int cell = cell_w0 + lane_w * LANE_STEP + first / PHASES_W * COLUMN_STEP;
-        const int ow = cell * STRIDE_W + thread_phase_w + first % PHASES_W;
+          for (int c0 = 0; c0 < THREAD_CHANNELS; c0 += RUN_CHANNELS) {
+            float run[RUN];
 #pragma unroll
-        for (int c0 = 0; c0 < THREAD_CHANNELS; c0 += RUN_CHANNELS) {
-          float run[RUN_COLUMNS * RUN_CHANNELS];
-#pragma unroll
-          for (int i = 0; i < RUN_COLUMNS; ++i) {
-            const int column = (first + i) / PHASES_W, phase_w = (first + i) % PHASES_W;
-#pragma unroll
-            for (int c = 0; c < RUN_CHANNELS; ++c)
-              run[i * RUN_CHANNELS + c] = sum[phase_h][row][column][phase_w][c0 + c] + offset[c0 + c];
+            for (int i = 0; i < RUN; ++i) {
+              const int column = (first + i / RUN_CHANNELS) / PHASES_W, phase_w = (first + i / RUN_CHANNELS) % PHASES_W;
+              const int c = c0 + i % RUN_CHANNELS;
+              run[i] = sum[phase_h][row][column][phase_w][c] + offset[c];
+            }
+            store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)OUT_HEIGHT * OUT_WIDTH), run, OUT_WIDTH - ow,
+                      CO_GROUP - co - c0);
           }
-          Element* const to = image_output + activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(
-                                                 0, group * CO_GROUP + co + c0, oh, ow);
-          store_run(to, run, OUT_WIDTH - ow, CO_GROUP - co - c0);
         }
       }
     }

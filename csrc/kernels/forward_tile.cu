@@ -16,21 +16,12 @@
 #include "mma.cuh"
 #include "forward_tile_taps.cuh"
 #include "forward_tile_layout.cuh"
+#include "forward_tile_copy.cuh"
 #include "forward_tile_fill.cuh"
 #include "forward_tile_store.cuh"
+#include "repeat.cuh"
 
-template <int I>
-struct Number {
-  static constexpr int value = I;
-};
-/// body(Number<FROM>) ... body(Number<TO - 1>): a loop whose index is a constant.
-template <int FROM, int TO, class Body>
-__device__ __forceinline__ void repeat(const Body& body) {
-  if constexpr (FROM < TO) {
-    body(Number<FROM>{});
-    repeat<FROM + 1, TO>(body);
-  }
-}
+static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 
 /// Rows of halo that one warp's cells of an image reach.
 constexpr int REACH = FRAGMENT_H * (WARP_ROWS - 1) + MAX_SHIFT_H - MIN_SHIFT_H + 1;
@@ -107,7 +98,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
               for (int row = 0; row < WARP_ROWS; ++row)
 #pragma unroll
                 for (int col = 0; col < WARP_COLS; ++col) {
-                  float(&sum)[4] = sums.at[PHASE][i][image][row][col];
+                  float(&sum)[4] = sums.at[PHASE][i][image][col][row];
                   const int reach = FIRST_ROW + row * FRAGMENT_H;
                   if constexpr (PARTS == 2) {
                     // The multiplier truncates its sums; adding them here rounds to nearest, once for the three.
@@ -141,13 +132,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   block /= M_BLOCKS;
   const int group = block % GROUPS;
   block /= GROUPS;
-  Origin origin;
-  if constexpr (FLAT) {
-    origin = {static_cast<long long>(block) * TILE_W, 0, 0};
-  } else {
-    origin = {static_cast<long long>(block / (TILES_W * TILES_H)) * TILE_N, block / TILES_W % TILES_H * TILE_H,
-              block % TILES_W * TILE_W};
-  }
+  const Origin origin = tile_origin(block);
   const int split = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
   const int first_chunk = split * CHUNKS / SPLITS, end_chunk = (split + 1) * CHUNKS / SPLITS;
   const int chunks = end_chunk - first_chunk;
@@ -194,8 +179,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const u32 weight_offset = (warp_m * WARP_M_TILES * FRAGMENT_WORDS + lane * 4) * 4;
 
   Sums sums;
-#pragma unroll
-  for (int i = 0; i < static_cast<int>(sizeof(Sums) / sizeof(float)); ++i) (&sums.at[0][0][0][0][0][0])[i] = 0.f;
+  sums.clear();
 
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_copies<STAGES - 2>();
@@ -219,7 +203,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
 
   if constexpr (SPLITS > 1)
     output += static_cast<long long>(split) * batch * OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH;
-  store_sums(sums, output, bias, origin, group, m_block * BLOCK_M + warp_m * WARP_M_TILES * 16, warp_image, warp_h,
+  store_sums(sums, output, bias, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image, warp_h,
              warp_w, group_row * PHASE_ROWS, group_col * PHASE_COLS, batch);
 }
 

@@ -4,11 +4,6 @@
 // never copied: their places are zeroed once, before the first chunk.
 #pragma once
 
-using ptx::u32;
-
-constexpr long long CHANNEL_BYTES = (INPUT_CHANNELS_LAST ? 1LL : PIXELS) * ITEM;
-constexpr long long CHUNK_BYTES = CHANNEL_BYTES * CHUNK_WORDS * CHANNELS_PER_WORD;
-constexpr bool RAGGED_K = CI_GROUP % (CHUNK_WORDS * CHANNELS_PER_WORD) != 0;
 /// 16-bit NCHW: a word of k joins two channels that lie apart, so the copy goes through registers.
 constexpr bool THROUGH_REGISTERS = IS_16_BIT && !INPUT_CHANNELS_LAST;
 
@@ -38,8 +33,8 @@ struct InputFill {
 
   __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
                                        int batch) {
-    const long long first_image = FLAT ? origin.image / PIXELS : origin.image;
-    chunk = reinterpret_cast<const char*>(input) + first_image * IN_CHANNELS * PIXELS * ITEM +
+    const int first_image = FLAT ? origin.image / PIXELS : origin.image;
+    chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
             group * CI_GROUP * CHANNEL_BYTES + chunk_index * CHUNK_BYTES;
     next_word = chunk_index * CHUNK_WORDS;
     first_k = SHARERS > 1 ? threadIdx.x / (THREADS / SHARERS) : 0;
@@ -53,10 +48,10 @@ struct InputFill {
       int image, pixel;
       bool inside = place < PLACES;
       if constexpr (FLAT) {
-        const long long cell = origin.image + w;
-        image = static_cast<int>(cell / PIXELS - first_image);
+        const unsigned cell = origin.image + w;
+        image = static_cast<int>(cell / PIXELS) - first_image;
         pixel = static_cast<int>(cell % PIXELS);
-        inside = inside && cell < static_cast<long long>(batch) * PIXELS;
+        inside = inside && first_image + image < batch;
       } else {
         const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
         image = n;
@@ -165,19 +160,3 @@ struct InputFill {
     }
   }
 };
-
-/// The packed weights of one chunk are one contiguous run.
-template <int CHUNK_WEIGHT_WORDS>
-__device__ __forceinline__ void copy_weights(u32 to, const u32* from) {
-  constexpr int VECTORS = CHUNK_WEIGHT_WORDS / 4;
-#pragma unroll
-  for (int i = 0; i < ceil_div(VECTORS, THREADS); ++i) {
-    const int v = threadIdx.x + i * THREADS;
-    if (VECTORS % THREADS == 0 || v < VECTORS) ptx::copy_async<16>(to + v * 16, from + v * 4);
-  }
-}
-
-__device__ __forceinline__ void zero_shared(u32 from, int words) {
-  const u32 zeros[4] = {0, 0, 0, 0};
-  for (int i = threadIdx.x * 4; i < words; i += THREADS * 4) ptx::store_shared<4>(from + i * 4, zeros);
-}

@@ -1,11 +1,12 @@
 // The shape of a block's tile and where it lies in shared memory. Constants only.
 //
-// A tile is TILE_N x TILE_H x TILE_W cells; a warp multiplies WARP_IMAGES x WARP_ROWS x WARP_COLS fragments of
+// A tile is TILE_N x TILE_H x TILE_W cells (forward_tile_taps.cuh); a warp multiplies WARP_IMAGES x WARP_ROWS x WARP_COLS fragments of
 // 8 cells each, a fragment being FRAGMENT_N x FRAGMENT_H x FRAGMENT_W cells (8 in a row where the map is wide
 // enough). With FLAT (no tap is shifted) all cells of all images form one row, so no tile is ragged but the last.
 #pragma once
 
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 __device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 /// Largest power of two up to `most` that divides n.
@@ -35,9 +36,9 @@ static_assert(WARPS_W * FRAGMENT_W * WARP_COLS == TILE_W);
 static_assert(WARPS_H * FRAGMENT_H * WARP_ROWS == TILE_H);
 static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 
-constexpr int CELLS_H = ceil_div(OUT_HEIGHT, STRIDE_H), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
+constexpr int CELLS_H = ceil_div(OUT_HEIGHT, CELL_ROWS), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
 constexpr int PIXELS = HEIGHT * WIDTH;
-static_assert(!FLAT || (CELLS_H == HEIGHT && CELLS_W == WIDTH && TILE_H == 1 && TILE_N == 1));
+static_assert(!FLAT || (CELLS_H == HEIGHT && CELLS_W == WIDTH && CELL_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
 constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
 
 // ---- the input halo -----------------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ constexpr int MIN_SHIFT_H = FLAT ? 0 : ROWS_AXIS.min_shift(), MAX_SHIFT_H = FLAT
 constexpr int MIN_SHIFT_W = FLAT ? 0 : COLS_AXIS.min_shift(), MAX_SHIFT_W = FLAT ? 0 : COLS_AXIS.max_shift();
 
 /// Elements of one copy: neighbouring pixels of a channel (NCHW) or neighbouring channels of a pixel.
-constexpr int COPY_MOST = 16 / ITEM;
+constexpr int COPY_MOST = PLANES && !INPUT_CHANNELS_LAST ? 4 : 16 / ITEM;
 constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, COPY_MOST)
                      : FLAT              ? power_dividing(PIXELS, power_dividing(TILE_W, COPY_MOST))
                                          : power_dividing(WIDTH, power_dividing(TILE_W, COPY_MOST));
@@ -56,7 +57,7 @@ constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : COPY;
 
 // A row of the halo begins this many pixels early, where a copy of several pixels may begin.
 constexpr int LEAD = ((MIN_SHIFT_W % COPY_PIXELS) + COPY_PIXELS) % COPY_PIXELS;
-constexpr int HALO_H = TILE_H + MAX_SHIFT_H - MIN_SHIFT_H;
+constexpr int HALO_H = (TILE_H - 1) * CELL_INPUT_ROWS + 1 + MAX_SHIFT_H - MIN_SHIFT_H;
 constexpr int HALO_W = round_up(LEAD + TILE_W + MAX_SHIFT_W - MIN_SHIFT_W, COPY_PIXELS);
 
 // The 8 pixels of a fragment must differ modulo 8: then no fragment load meets a bank twice.
@@ -66,10 +67,15 @@ constexpr int IMAGE_PITCH = FRAGMENT_N > 1
                                 : HALO_H * ROW_PITCH;
 constexpr int HALO_PIXELS = TILE_N * IMAGE_PITCH;
 
-// Words of one chunk of k: [k][pixel] in NCHW, [pixel][k] in channels_last.
+// Words of one chunk of k. For mma.sync: [k][pixel] in NCHW, [pixel][k] in channels_last. For wgmma, PLANES of
+// 4 words: [k / 4][pixel][4], pitched so that neighbouring lanes, which fill neighbouring planes, differ in banks.
 constexpr int K_PITCH = aligned_to(HALO_PIXELS, 8, 32, 8);
 constexpr int PIXEL_PITCH = CHUNK_WORDS + 4;
-constexpr int INPUT_WORDS = INPUT_CHANNELS_LAST ? HALO_PIXELS * PIXEL_PITCH : CHUNK_WORDS * K_PITCH;
+constexpr int CHUNK_PLANES = CHUNK_WORDS / 4;
+constexpr int PLANE_PITCH = aligned_to(HALO_PIXELS, 1, 8, INPUT_CHANNELS_LAST ? 8 / CHUNK_PLANES : CHUNK_PLANES > 2 ? 1 : 2);
+constexpr int INPUT_WORDS = PLANES                ? CHUNK_WORDS * PLANE_PITCH
+                            : INPUT_CHANNELS_LAST ? HALO_PIXELS * PIXEL_PITCH
+                                                  : CHUNK_WORDS * K_PITCH;
 
 /// Words between two pixels, and between two words of k.
 constexpr int PIXEL_STEP = INPUT_CHANNELS_LAST ? PIXEL_PITCH : 1;
@@ -82,28 +88,35 @@ __device__ constexpr int most_taps() {
 }
 constexpr int WEIGHT_WORDS = CHUNK_STEPS * most_taps() * TAP_WORDS;
 constexpr int STAGE_WORDS = round_up(INPUT_WORDS, 4) + WEIGHT_WORDS;
-static_assert(STAGES * STAGE_WORDS * 4 == SHARED_BYTES, "the plan and the kernel must agree");
 
 // ---- which tile a block computes ----------------------------------------------------------------------------
 
 struct Origin {
-  long long image;  // first image of the tile; with FLAT, first cell of all images' cells
-  int row, col;     // first cell
+  int image;     // first image of the tile; with FLAT, first cell of all images' cells
+  int row, col;  // first cell
 };
+
+/// Counts the tiles of one block of channels of one group, columns fastest.
+__device__ __forceinline__ Origin tile_origin(int tile) {
+  if constexpr (FLAT) {
+    return {tile * TILE_W, 0, 0};
+  } else {
+    return {tile / (TILES_W * TILES_H) * TILE_N, tile / TILES_W % TILES_H * TILE_H, tile % TILES_W * TILE_W};
+  }
+}
 
 /// A cell of the tile: where its first output pixel lies, and whether it exists.
 struct Cell {
-  long long image;
-  int row, col;
+  int image, row, col;
   bool inside;
 };
 
 __device__ __forceinline__ Cell cell_at(const Origin& origin, int n, int h, int w, int batch) {
   if constexpr (FLAT) {
-    const long long cell = origin.image + w;
-    const long long image = cell / PIXELS;
-    const int pixel = static_cast<int>(cell - image * PIXELS);
-    return {image, pixel / WIDTH, pixel % WIDTH, image < batch};
+    const unsigned cell = origin.image + w;
+    const unsigned image = cell / PIXELS, pixel = cell % PIXELS;
+    return {static_cast<int>(image), static_cast<int>(pixel / WIDTH), static_cast<int>(pixel % WIDTH),
+            static_cast<int>(image) < batch};
   } else {
     const Cell cell{origin.image + n, origin.row + h, origin.col + w, true};
     return {cell.image, cell.row, cell.col, cell.image < batch && cell.row < CELLS_H && cell.col < CELLS_W};

@@ -78,6 +78,37 @@ __device__ __forceinline__ void read_vector(float* to, const float* from) {
   }
 }
 
+template <int N>
+struct alignas(N * sizeof(Element)) Pack {
+  Element elements[N];
+};
+
+// N floats to shared memory, in the background; zeros where not `inside`, and `from` is then not read. On older GPUs
+// no plan asks for it.
+template <int N, class T>
+__device__ __forceinline__ void copy_async(float* to, const T* from, bool inside) {
+#if __CUDA_ARCH__ >= 800
+  const unsigned place = (unsigned)__cvta_generic_to_shared(to);
+  const int bytes = inside ? 4 * N : 0;
+  if constexpr (N == 4)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(place), "l"(from), "r"(bytes) : "memory");
+  else if constexpr (N == 2)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(place), "l"(from), "r"(bytes) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(place), "l"(from), "r"(bytes) : "memory");
+#endif
+}
+__device__ __forceinline__ void async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void async_wait_all_but_last() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+#endif
+}
+
 // A run: elements of a thread that lie side by side in the output, RUN_COLUMNS pixels of RUN_CHANNELS channels.
 constexpr int RUN_CHANNELS = CHANNELS_LAST ? THREAD_CHANNELS : 1;
 constexpr int RUN_COLUMNS =
@@ -91,11 +122,6 @@ constexpr int store_width() {
   while (2 * width * sizeof(Element) <= 16 && RUN % (2 * width) == 0 && pitch % (2 * width) == 0) width *= 2;
   return width;
 }
-template <int N>
-struct alignas(N * sizeof(Element)) Pack {
-  Element elements[N];
-};
-
 // Store the part of a run that lies inside the output: `columns` pixels and `channels` channels are left there.
 __device__ __forceinline__ void store_run(Element* to, const float (&run)[RUN], int columns, int channels) {
   constexpr int N = store_width();

@@ -1,88 +1,71 @@
-// Weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the A fragments that
-// forward_tile.cu multiplies with, rounded to TF32 there where float32 is computed with (forward_tile_taps.cuh
-// says the order). Runs before every forward pass, so that packed weights are never stale, and lets the forward
-// kernel start at once (it waits for this one before it reads a weight).
+// Weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order that forward_tile.cu
+// and forward_wgmma.cu multiply from (forward_tile_taps.cuh), rounded to TF32 where float32 is computed with. Runs
+// before every forward pass, so that packed weights are never stale, and lets the forward kernel start at once (it
+// waits for this one before it reads a weight).
 //
-// One block packs one step of 8 words of k of one tile of 16 channels, all taps.
+// One thread writes 16 bytes. Neighbouring threads read neighbouring weights: each weight is read once, in whole
+// runs; each thread's loads are independent, so the kernel takes one trip to memory.
 #include "mma.cuh"
 #include "forward_tile_taps.cuh"
 
 using ptx::u32;
 
+// 16 bytes are, for wgmma, 4 words of k of one channel (2 such parts to a step); for mma.sync, 2 words of k (t and
+// t + 4) of the two channels in rows g and g + 8 (4 parts).
+constexpr int PARTS_OF_STEP = PLANES ? 2 : 4;
+constexpr int CHANNELS_OF_UNIT = PLANES ? 1 : 2;
+constexpr int UNITS = M_BLOCKS * BLOCK_M / CHANNELS_OF_UNIT;
+
 __device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
 __device__ __forceinline__ u32 bits_of(Half x) { return x.bits; }
 __device__ __forceinline__ u32 bits_of(BFloat16 x) { return x.bits; }
 
-constexpr int ROWS = 16;
-constexpr int CHANNELS = STEP_WORDS * CHANNELS_PER_WORD;
-// Staged through shared memory so that global reads are whole runs. An odd pitch spreads a lane's channels.
-constexpr int ROW_PITCH = TAPS | 1;
-constexpr int CHANNEL_PITCH = ROWS * ROW_PITCH + (CHANNELS_PER_WORD == 1 ? 8 : 0);
-constexpr bool STAGED = CHANNELS * CHANNEL_PITCH * (int)sizeof(Element) <= 48 * 1024;
-
-__device__ __forceinline__ long long weight_offset(int ci, int co, int tap) {
-  return WEIGHT_CHANNELS_LAST ? ((long long)ci * TAPS + tap) * CO_GROUP + co
-                              : ((long long)ci * CO_GROUP + co) * TAPS + tap;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
     pack_weights(const Element* __restrict__ weight, u32* __restrict__ packed) {
   ptx::let_next_launch_start();
-  __shared__ Element staged[STAGED ? CHANNELS * CHANNEL_PITCH : 1];
+  const int i = blockIdx.x * THREADS + threadIdx.x;
+  const int unit = WEIGHT_CHANNELS_LAST ? i % UNITS : i / TAPS % UNITS;
+  const int tap = WEIGHT_CHANNELS_LAST ? i / UNITS % TAPS : i % TAPS;
+  int rest = i / (UNITS * TAPS);
+  const int part = rest % PARTS_OF_STEP;
+  rest /= PARTS_OF_STEP;
+  const int step = rest % STEPS, group = rest / STEPS;
+  if (group >= GROUPS) return;
 
-  int block = blockIdx.x;
-  const int tile = block % BLOCK_M_TILES;
-  block /= BLOCK_M_TILES;
-  const int m_block = block % M_BLOCKS;
-  block /= M_BLOCKS;
-  const int group = block % GROUPS;
-  const int step = block / GROUPS;
+  // The unit's first channel lies in row `row` (below 8 where the unit has two) of a tile of 16.
+  const int m_block = unit / (BLOCK_M / CHANNELS_OF_UNIT), in_block = unit % (BLOCK_M / CHANNELS_OF_UNIT);
+  const int tile = tile_of_unit<CHANNELS_OF_UNIT>(in_block), row = row_of_unit<CHANNELS_OF_UNIT>(in_block);
 
-  const int first_ci = step * CHANNELS;
-  const auto channel = [&](int row) { return m_block * BLOCK_M + channel_of_row(tile, row); };
-
-  if constexpr (STAGED) {
-    for (int e = threadIdx.x; e < CHANNELS * ROWS * TAPS; e += THREADS) {
-      const int ci = e / (ROWS * TAPS), rest = e % (ROWS * TAPS);
-      const int row = WEIGHT_CHANNELS_LAST ? rest % ROWS : rest / TAPS;
-      const int tap = WEIGHT_CHANNELS_LAST ? rest / ROWS : rest % TAPS;
-      const bool inside = first_ci + ci < CI_GROUP && channel(row) < CO_GROUP;
-      staged[ci * CHANNEL_PITCH + row * ROW_PITCH + tap] =
-          inside ? weight[weight_offset(group * CI_GROUP + first_ci + ci, channel(row), tap)] : Element{};
-    }
-    __syncthreads();
-  }
-
-  const auto value = [&](int ci, int row, int tap) -> Element {
-    if constexpr (STAGED) return staged[ci * CHANNEL_PITCH + row * ROW_PITCH + tap];
-    const bool inside = first_ci + ci < CI_GROUP && channel(row) < CO_GROUP;
-    return inside ? weight[weight_offset(group * CI_GROUP + first_ci + ci, channel(row), tap)] : Element{};
-  };
-
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  for (int tap = threadIdx.x / 32; tap < TAPS; tap += THREADS / 32) {
-    const int kh = tap / KERNEL_W, kw = tap % KERNEL_W;
-    const int phase_group = ROWS_AXIS.group(kh) * GROUP_COLS + COLS_AXIS.group(kw);
-    const int taps = group_taps(phase_group);
-    const int rank = ROWS_AXIS.rank(kh) * COLS_AXIS.count(COLS_AXIS.group(kw)) + COLS_AXIS.rank(kw);
-    const long long before = (long long)taps_before(phase_group) * GROUPS * M_BLOCKS * STEPS;
-    const long long within = (((long long)group * M_BLOCKS + m_block) * STEPS + step) * taps + rank;
-    uint4* to = reinterpret_cast<uint4*>(packed + (before + within) * TAP_WORDS) + tile * 32 + lane;
-
-    u32 word[4];
-    u32 low[4];
+  const int tap_row = tap / KERNEL_W, tap_col = tap % KERNEL_W;
+  u32 high[4], low[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = g + i % 2 * 8, k = t + i / 2 * 4;
-      if constexpr (CHANNELS_PER_WORD == 2) {
-        word[i] = bits_of(value(2 * k, row, tap)) | bits_of(value(2 * k + 1, row, tap)) << 16;
-      } else {
-        const float exact = load_as(value(k, row, tap));
-        word[i] = ptx::round_to_tf32(__float_as_uint(exact));
-        low[i] = ptx::low_part(exact, word[i]);
-      }
+  for (int word = 0; word < 4; ++word) {
+    const int k = (step * STEP_WORDS + (PLANES ? part * 4 + word : part + word / 2 * 4)) * CHANNELS_PER_WORD;
+    const int m = channel_of_row(tile, PLANES ? row : row + word % 2 * 8);
+    const int channel = m_block * BLOCK_CHANNELS + m % BLOCK_CHANNELS;
+    const int kh = STACK > 1 ? stacked_kernel_row(m / BLOCK_CHANNELS, tap_row) : tap_row;
+    const auto value = [&](int ci) -> Element {
+      if (ci >= CI_GROUP || channel >= CO_GROUP || kh < 0 || kh >= KERNEL_H) return Element{};
+      const long long in_channel = group * CI_GROUP + ci;
+      return weight[WEIGHT_CHANNELS_LAST ? ((in_channel * KERNEL_H + kh) * KERNEL_W + tap_col) * CO_GROUP + channel
+                                         : ((in_channel * CO_GROUP + channel) * KERNEL_H + kh) * KERNEL_W + tap_col];
+    };
+    if constexpr (CHANNELS_PER_WORD == 2) {
+      high[word] = bits_of(value(k)) | bits_of(value(k + 1)) << 16;
+    } else {
+      const float exact = load_as(value(k));
+      high[word] = ptx::round_to_tf32(__float_as_uint(exact));
+      low[word] = ptx::low_part(exact, high[word]);
     }
-    to[0] = make_uint4(word[0], word[1], word[2], word[3]);
-    if constexpr (PARTS == 2) to[BLOCK_M_TILES * 32] = make_uint4(low[0], low[1], low[2], low[3]);
   }
+
+  const int phase_group = ROWS_AXIS.group(tap_row) * GROUP_COLS + COLS_AXIS.group(tap_col);
+  const int rank = ROWS_AXIS.rank(tap_row) * COLS_AXIS.count(COLS_AXIS.group(tap_col)) + COLS_AXIS.rank(tap_col);
+  const long long before = static_cast<long long>(taps_before(phase_group)) * GROUPS * M_BLOCKS * STEPS;
+  const long long within =
+      ((static_cast<long long>(group) * M_BLOCKS + m_block) * STEPS + step) * group_taps(phase_group) + rank;
+  const int place = PLANES ? tile / 4 * 128 + part * 64 + tile % 4 * 16 + row : tile * 32 + row * 4 + part;
+  uint4* to = reinterpret_cast<uint4*>(packed + (before + within) * TAP_WORDS) + place;
+  to[0] = make_uint4(high[0], high[1], high[2], high[3]);
+  if constexpr (PARTS == 2) to[BLOCK_M_TILES * 32] = make_uint4(low[0], low[1], low[2], low[3]);
 }

@@ -1,0 +1,194 @@
+"""Transposed convolution on the CPU, PyTorch's against ours, paired in one run: ``python -m benchmarks.cpu``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from tconv_swap import conv_transpose2d, plan_cpu
+from tconv_swap.environment import environment, machine_name
+from tconv_swap.geometry import Geometry
+from tconv_swap.timing import Timing, speedup_interval, time_interleaved
+
+SUITE = Path(__file__).resolve().parents[2] / "shared/reference/cudnn-h200.json"  # beside the checkout
+#: The batch of a layer is cut until it needs no more arithmetic than this, or is one image.
+MOST_MACS = 400e6
+#: Stride-1 layers whose single image is larger than this many multiply-adds are left out.
+MOST_MACS_OF_AN_IMAGE = 3e9
+
+
+@dataclass(frozen=True)
+class Layer:
+    name: str
+    geometry: Geometry
+    bias: bool
+
+    @property
+    def strided(self) -> bool:
+        return self.geometry.stride != (1, 1)
+
+
+@dataclass(frozen=True)
+class Result:
+    layer: Layer
+    stage: str
+    formulation: str
+    original: Timing
+    ours: Timing
+
+    @property
+    def speedup(self) -> float:
+        return self.original.median_ms / self.ours.median_ms
+
+    def to_dict(self) -> dict[str, Any]:
+        low, high = speedup_interval(self.original, self.ours)
+        return {
+            "layer": self.layer.name,
+            "geometry": f"{list(self.layer.geometry.input_shape)} {self.layer.geometry}",
+            "strided": self.layer.strided,
+            "stage": self.stage,
+            "formulation": self.formulation,
+            "pytorch": self.original.to_dict(),
+            "ours": self.ours.to_dict(),
+            "speedup": self.speedup,
+            "speedup_95": [low, high],
+        }
+
+
+def layers(suite: Path) -> Iterator[Layer]:
+    """The layers of a ``cudnn-h200.json``, their batches cut to fit."""
+    for name, entry in json.loads(suite.read_text())["layers"].items():
+        geometry = Geometry(
+            1,
+            entry["Ci"],
+            entry["H"],
+            entry["W"],
+            entry["Co"],
+            tuple(entry["k"]),
+            tuple(entry["s"]),
+            tuple(entry["p"]),
+            tuple(entry["op"]),
+            tuple(entry["d"]),
+            entry["g"],
+        )
+        if geometry.stride == (1, 1) and geometry.macs > MOST_MACS_OF_AN_IMAGE:
+            continue
+        batch = max(1, min(entry["N"], int(MOST_MACS / geometry.macs)))
+        yield Layer(name, geometry.with_batch(batch), entry["b"])
+
+
+def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) -> Result:
+    """One layer, forward or backward (all gradients), float32."""
+    g = layer.geometry
+    memory_format = torch.channels_last if channels_last else torch.contiguous_format
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(g.input_shape, generator=generator).contiguous(memory_format=memory_format)
+    weight = torch.randn(g.weight_shape, generator=generator) / math.sqrt(g.in_channels * g.taps)
+    bias = torch.randn(g.out_channels, generator=generator) if layer.bias else None
+    arguments = (bias, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+    if backward:
+        leaves = [x.requires_grad_(), weight.requires_grad_()] + (
+            [] if bias is None else [bias.requires_grad_()]
+        )
+        outputs = {
+            "pytorch": F.conv_transpose2d(x, weight, *arguments),
+            "ours": conv_transpose2d(x, weight, *arguments),
+        }
+        grad = torch.randn(g.output_shape, generator=generator).contiguous(memory_format=memory_format)
+
+        def gradients(name: str) -> object:
+            return torch.autograd.grad(outputs[name], leaves, grad, retain_graph=True)
+
+        timings = time_interleaved(
+            {"pytorch": lambda: gradients("pytorch"), "ours": lambda: gradients("ours")}, budget_s=budget_s
+        )
+        return Result(layer, "backward", "plain", timings["pytorch"], timings["ours"])
+    with torch.no_grad():
+        timings = time_interleaved(
+            {
+                "pytorch": lambda: F.conv_transpose2d(x, weight, *arguments),
+                "ours": lambda: conv_transpose2d(x, weight, *arguments),
+            },
+            budget_s=budget_s,
+        )
+    formulation = plan_cpu.choose(g, x.dtype, memory_format, torch.get_num_threads())
+    return Result(layer, "forward", formulation, timings["pytorch"], timings["ours"])
+
+
+def summary(results: list[Result]) -> dict[str, float]:
+    """Geometric mean and minimum of the speedups over the strided layers."""
+    speedups = [result.speedup for result in results if result.layer.strided]
+    return {
+        "geometric_mean": math.exp(math.fsum(map(math.log, speedups)) / len(speedups)),
+        "minimum": min(speedups),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of PyTorch")
+    parser.add_argument("--backward", action="store_true", help="time the gradients instead")
+    parser.add_argument(
+        "--channels-last", action="store_true", help="inputs in channels_last instead of NCHW"
+    )
+    parser.add_argument("--budget", type=float, default=4.0, metavar="S", help="seconds for each layer")
+    parser.add_argument("--suite", type=Path, default=SUITE, metavar="FILE", help="the layers")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+
+    facts = environment("cpu")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    table = Table(
+        title=f"{machine_name(facts)}, {'backward' if options.backward else 'forward'}, float32, median ms"
+    )
+    for heading in ("layer", "batch", "geometry", "PyTorch", "ours", "speedup", "95 %", "formulation"):
+        table.add_column(
+            heading, justify="left" if heading in ("layer", "geometry", "formulation") else "right"
+        )
+    results = []
+    for layer in layers(options.suite):
+        result = measure(layer, options.backward, options.channels_last, options.budget)
+        results.append(result)
+        g = layer.geometry
+        low, high = speedup_interval(result.original, result.ours)
+        table.add_row(
+            layer.name,
+            str(g.batch),
+            f"{g} {g.height}x{g.width}",
+            f"{result.original.median_ms:.2f}",
+            f"{result.ours.median_ms:.2f}",
+            f"{result.speedup:.2f}x",
+            f"{low:.2f}-{high:.2f}",
+            result.formulation,
+        )
+    console.print(table)
+    over_strided = summary(results)
+    console.print(
+        f"strided layers: geometric mean {over_strided['geometric_mean']:.2f}x, "
+        f"minimum {over_strided['minimum']:.2f}x"
+    )
+    if options.json:
+        document = {
+            "environment": facts,
+            "dtype": "float32",
+            "memory_format": "channels_last" if options.channels_last else "contiguous",
+            "strided_layers": over_strided,
+            "layers": [result.to_dict() for result in results],
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

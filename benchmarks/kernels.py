@@ -1,0 +1,78 @@
+"""Which of our kernels a measurement will run, asked of the library's own plan; and compiling them ahead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from itertools import repeat
+from multiprocessing import get_context
+
+import torch
+
+from benchmarks.modes import LAYOUTS, Mode
+from benchmarks.suite import Layer
+from tconv_swap import jit, plan
+from tconv_swap.checks import output_memory_format
+from tconv_swap.nvrtc import CompileError
+from tconv_swap.program import Kernel, Plan
+
+#: Kernels whose compilation takes longer than it takes to start Python on every core.
+WORTH_WORKERS = 24
+
+STAGE_MASKS = {
+    "backward": (True, True, True),
+    "grad_input": (True, False, False),
+    "grad_weight": (False, True, False),
+    "grad_bias": (False, False, True),
+}
+
+
+def plan_of(layer: Layer, mode: Mode, layout: str, stage: str, device: plan.Device) -> Plan:
+    """The plan of one stage (``forward`` or one of ``STAGE_MASKS``) for tensors that all lie in ``layout``.
+
+    Raises:
+        CompileError, RuntimeError: whatever the library's plan raises.
+    """
+    g = layer.geometry
+    input, weight = (
+        torch.empty(shape, dtype=mode.dtype, device="meta", memory_format=LAYOUTS[layout])
+        for shape in (g.input_shape, g.weight_shape)
+    )
+    channels_last = output_memory_format(input, weight) == torch.channels_last
+    problem = plan.Problem(
+        geometry=g,
+        dtype=mode.dtype,
+        precision=mode.precision,
+        channels_last=channels_last,
+        # A weight that has both layouts at once counts as contiguous.
+        weight_channels_last=not weight.is_contiguous(),
+    )
+    if stage == "forward":
+        return plan.plan_forward(problem, layer.bias, device)
+    problem = plan.with_weight_layout(problem, channels_last)
+    wanted_input, wanted_weight, wanted_bias = STAGE_MASKS[stage]
+    return plan.plan_backward(problem, (wanted_input, wanted_weight, wanted_bias and layer.bias), device)
+
+
+def compile_ahead(plans: Iterable[Plan], architecture: str) -> int:
+    """Put the machine code of all kernels of some plans into the disk cache, on all cores; returns how many.
+
+    The measurements would compile them one by one, and do so where they are few. A kernel that does not compile
+    is left for them to report.
+    """
+    kernels = list({launch.kernel: None for made in plans for launch in made.launches})
+    if len(kernels) < WORTH_WORKERS:
+        return 0
+    # Spawned, because a forked process must not touch CUDA.
+    workers = min(len(kernels), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return sum(pool.map(_compiles, kernels, repeat(architecture)))
+
+
+def _compiles(kernel: Kernel, architecture: str) -> bool:
+    try:
+        jit.compile_kernel(kernel, architecture)
+    except CompileError:
+        return False
+    return True

@@ -1,0 +1,224 @@
+"""Every layer of the suite on a GPU, PyTorch's against ours, paired in one run: ``python -m benchmarks.layers``.
+
+Exit codes: 0 all was measured, 1 something could not be measured (it is listed), 2 usage, or no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.ceilings import measure_ceilings
+from benchmarks.kernels import STAGE_MASKS, compile_ahead, plan_of
+from benchmarks.measure import Effort, Machine, measure
+from benchmarks.modes import LAYOUTS, MODES, Mode
+from benchmarks.render import markdown, progress_line, text
+from benchmarks.results import Results
+from benchmarks.suite import Layer, Suite, load_suite
+from benchmarks.table import fill_places, places
+from tconv_swap import cuda, plan
+from tconv_swap.environment import environment
+from tconv_swap.program import Plan
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+RESULTS = HERE / "results"
+
+SECONDS_PER_ROW = 0.5
+DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+
+
+class Configuration(NamedTuple):
+    """What is measured at once: the rows of one direction."""
+
+    layer: Layer
+    mode: Mode
+    layout: str
+    direction: str
+
+    def __str__(self) -> str:
+        return f"{self.layer.name} {self.mode.name} {self.layout} {self.direction}"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        if self.direction == "forward":
+            return ("forward",)
+        return tuple(name for name in STAGE_MASKS if name != "grad_bias" or self.layer.bias)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    suite = load_suite()
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.markdown:
+        return regenerate(options.markdown, RESULTS, suite)
+    try:
+        layers = suite.select(options.only.split(",")) if options.only else suite.layers
+    except ValueError as error:
+        parser.error(str(error))
+    device = _gpu()
+    if device is None:
+        _say("torch.cuda.is_available() is False: no GPU; `python -m benchmarks.cpu` measures the CPU")
+        return 2
+    configurations = [
+        Configuration(layer, MODES[mode], layout, direction)
+        for layer in layers
+        for direction in DIRECTIONS[options.direction]
+        for mode in MODES
+        if mode in (options.dtype or MODES)
+        for layout in LAYOUTS
+        if layout in (options.layout or LAYOUTS)
+    ]
+    results = run(configurations, suite, device, options)
+    print(text(results, suite.targets))
+    return 1 if results.failures else 0
+
+
+def run(
+    configurations: Sequence[Configuration], suite: Suite, device: torch.device, options: argparse.Namespace
+) -> Results:
+    """Measure; what cannot be measured is noted and the rest goes on. The JSON is written after every layer, so
+    that an interrupted run leaves what it has."""
+    torch.backends.cudnn.benchmark = True
+    facts = cuda.device_facts(device.index)
+    begin = time.monotonic()
+    _say("measuring the ceilings")
+    results = Results(environment(device), _settings(options), measure_ceilings(device))
+    machine = Machine(device, facts, results.ceilings)
+    effort = Effort(options.seconds_per_row, options.iters)
+    plans = [made for configuration in configurations for made in _plans(configuration, facts)]
+    if compiled := compile_ahead(plans, facts.architecture):
+        _say(f"{compiled} kernels compiled or found in the cache")
+    for index, configuration in enumerate(configurations):
+        layer, mode, layout, direction = configuration
+        try:
+            rows = measure(layer, mode, layout, direction, machine, effort)
+        except Exception as error:  # whatever it is, the other rows are worth having
+            rows = []
+            results.failures.append(f"{configuration}: {type(error).__name__}: {_first_line(error)}")
+            _say(results.failures[-1])
+        # A layer's buffers are gigabytes, and no two layers want the same sizes.
+        torch.cuda.empty_cache()
+        results.rows += rows
+        for row in rows:
+            seconds = time.monotonic() - begin
+            _say(f"[{index + 1}/{len(configurations)}, {seconds:.0f} s] {progress_line(row)}")
+        done = index + 1
+        if options.json and (done == len(configurations) or configurations[done].layer is not layer):
+            results.settings["seconds"] = round(time.monotonic() - begin, 1)
+            results.save(options.json, suite.targets)
+    return results
+
+
+def regenerate(readme: Path, directory: Path, suite: Suite) -> int:
+    """Put the tables of the results in ``directory`` into their places in ``readme``; returns the exit code."""
+    before = readme.read_text(encoding="utf-8")
+    tables = {}
+    for name in places(before):
+        path = directory / name
+        try:
+            tables[name] = markdown(Results.load(path), suite.targets)
+        except (FileNotFoundError, ValueError) as error:
+            _say(f"the place of {name} in {readme.name} stays as it is: {error}")
+    readme.write_text(fill_places(before, tables), encoding="utf-8")
+    return 0
+
+
+def _gpu() -> torch.device | None:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+
+
+def _plans(configuration: Configuration, facts: plan.Device) -> list[Plan]:
+    layer, mode, layout, _ = configuration
+    try:
+        return [plan_of(layer, mode, layout, stage, facts) for stage in configuration.stages]
+    except Exception:  # measuring it will say so
+        return []
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.layers",
+        description="Time every layer of benchmarks/layers.toml on a GPU: PyTorch's and ours, paired, in one run.",
+        epilog="Exit codes: 0 all was measured, 1 something could not be measured, 2 usage or no GPU.",
+    )
+    parser.add_argument("--only", metavar="NAME[,NAME]", help="these layers instead of all")
+    parser.add_argument("--dtype", choices=list(MODES), action="append", help="repeatable; all without it")
+    parser.add_argument(
+        "--layout", choices=list(LAYOUTS), action="append", help="repeatable; both without it"
+    )
+    parser.add_argument("--direction", choices=list(DIRECTIONS), default="forward", help="default: forward")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="keep the results there, written after each layer"
+    )
+    parser.add_argument(
+        "--seconds-per-row",
+        type=_positive(float),
+        default=SECONDS_PER_ROW,
+        metavar="S",
+        help="for the timing of one layer in one dtype and layout (default: %(default)s)",
+    )
+    parser.add_argument("--iters", type=_positive(int), metavar="N", help="exactly so many samples instead")
+    parser.add_argument(
+        "--markdown",
+        nargs="?",
+        type=Path,
+        const=README,
+        metavar="README",
+        help="measure nothing: put the tables of benchmarks/results/ into their places there (default: "
+        "benchmarks/README.md)",
+    )
+    return parser
+
+
+def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+    def positive(argument: str) -> float:
+        value = kind(argument)
+        if not value > 0:
+            raise argparse.ArgumentTypeError(f"{argument} is not positive")
+        return value
+
+    positive.__name__ = kind.__name__  # argparse names the type in its message
+    return positive
+
+
+def _settings(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "direction": options.direction,
+        "seconds_per_row": options.seconds_per_row,
+        "iters": options.iters,
+        "cudnn_benchmark_limit": torch.backends.cudnn.benchmark_limit,
+    }
+
+
+def _commit() -> str | None:
+    """What is measured, as git names it; None outside a checkout."""
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _say(line: str) -> None:
+    print(f"benchmarks.layers: {line}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

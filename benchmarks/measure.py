@@ -1,0 +1,204 @@
+"""One layer in one mode and layout: random data, the check against float64, then PyTorch and ours interleaved."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.kernels import plan_of
+from benchmarks.modes import LAYOUTS, Mode
+from benchmarks.results import Row
+from benchmarks.roof import Ceilings, work_of
+from benchmarks.suite import Layer
+from benchmarks.truth import GRADIENTS, Data, Error, errors
+from tconv_swap import conv_transpose2d, plan
+from tconv_swap.timing import Timing, speedup_interval, time_interleaved
+
+PYTORCH, OURS = "pytorch", "ours"
+
+Call = Callable[[], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What is timed as one: ``tensors`` names what both calls give out, in that order."""
+
+    name: str
+    tensors: tuple[str, ...]
+    calls: Mapping[str, Call]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """``facts``: what planning knows of the GPU."""
+
+    device: torch.device
+    facts: plan.Device
+    ceilings: Ceilings
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """``seconds`` for the samples of all stages of a layer in one mode and layout, or so many samples of each."""
+
+    seconds: float
+    iters: int | None
+
+
+def measure(
+    layer: Layer, mode: Mode, layout: str, direction: str, machine: Machine, effort: Effort
+) -> list[Row]:
+    """The rows of ``direction``: ``forward``, or ``backward`` with all gradients together and each alone.
+
+    Raises:
+        ValueError: a result has the wrong shape or memory format.
+        Exception: whatever PyTorch or the library raises.
+    """
+    with mode.switched_on():
+        data = make_data(layer, mode, layout, machine.device)
+        stages = _forward(layer, data) if direction == "forward" else _backward(layer, data)
+        checked = [check(stage, layer, layout, data) for stage in stages]
+        timings = time_interleaved(
+            {f"{stage.name} {whose}": call for stage in stages for whose, call in stage.calls.items()},
+            device=machine.device,
+            iters=effort.iters,
+            budget_s=effort.seconds,
+        )
+    return [
+        _row(layer, mode, layout, stage, check_of_stage, timings, machine)
+        for stage, check_of_stage in zip(stages, checked, strict=True)
+    ]
+
+
+def make_data(layer: Layer, mode: Mode, layout: str, device: torch.device) -> Data:
+    """Random tensors, the same for every layout and, up to rounding, every mode. Weights are scaled so that the
+    outputs are about 1."""
+    g = layer.geometry
+    generator = torch.Generator(device).manual_seed(zlib.crc32(layer.name.encode()))
+
+    def random(*shape: int, scale: float = 1.0) -> Tensor:
+        values = torch.randn(shape, generator=generator, device=device).mul_(scale).to(mode.dtype)
+        return values.contiguous(memory_format=LAYOUTS[layout]) if len(shape) == 4 else values
+
+    terms = g.in_channels_per_group * max(1.0, g.taps / (g.stride[0] * g.stride[1]))
+    return Data(
+        input=random(*g.input_shape),
+        weight=random(*g.weight_shape, scale=1 / math.sqrt(terms)),
+        bias=random(g.out_channels) if layer.bias else None,
+        grad_output=random(*g.output_shape),
+    )
+
+
+def _forward(layer: Layer, data: Data) -> list[Stage]:
+    def call(function: Callable[..., Tensor]) -> Call:
+        return lambda: (_apply(function, layer, data.input, data.weight, data.bias),)
+
+    return [Stage("forward", ("output",), _for_both(call))]
+
+
+def _backward(layer: Layer, data: Data) -> list[Stage]:
+    def stage(name: str, wanted: tuple[str, ...]) -> Stage:
+        return Stage(name, wanted, _for_both(lambda function: _gradients(function, layer, data, wanted)))
+
+    gradients = GRADIENTS if layer.bias else GRADIENTS[:2]
+    return [stage("backward", gradients), *(stage(name, (name,)) for name in gradients)]
+
+
+def _for_both(call: Callable[[Callable[..., Tensor]], Call]) -> dict[str, Call]:
+    return {PYTORCH: call(F.conv_transpose2d), OURS: call(conv_transpose2d)}
+
+
+def _apply(
+    function: Callable[..., Tensor], layer: Layer, input: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
+    g = layer.geometry
+    return function(input, weight, bias, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+
+
+def _gradients(function: Callable[..., Tensor], layer: Layer, data: Data, wanted: tuple[str, ...]) -> Call:
+    """The backward of a graph in which nothing but what is wanted needs a gradient."""
+    leaves = {
+        name: None if tensor is None else tensor.detach().requires_grad_(name in wanted)
+        for name, tensor in zip(GRADIENTS, data[:3], strict=True)
+    }
+    output = _apply(function, layer, *leaves.values())  # type: ignore[arg-type]
+    # The edge, unlike the output, keeps no memory of the output's size alive.
+    edge = torch.autograd.graph.get_gradient_edge(output)
+    inputs = [leaves[name] for name in wanted]
+    return lambda: torch.autograd.grad([edge], inputs, [data.grad_output], retain_graph=True)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """By whose: the errors of every tensor, and whether a second call gave the same bits."""
+
+    errors: Mapping[str, Mapping[str, Error]]
+    repeatable: Mapping[str, bool]
+
+
+def check(stage: Stage, layer: Layer, layout: str, data: Data) -> Check:
+    """Run both twice, into memory that held NaN before; the bits of the two, and the first against float64.
+
+    Raises:
+        ValueError: a result has the wrong shape, or the output of ours not the layout of the input.
+    """
+    results: dict[str, tuple[Tensor, ...]] = {}
+    repeatable = {}
+    for whose, call in stage.calls.items():
+        call()  # searches, compiles
+        _poison(call())
+        results[whose] = call()
+        repeatable[whose] = all(map(torch.equal, results[whose], call()))
+    if stage.name == "forward" and not results[OURS][0].is_contiguous(memory_format=LAYOUTS[layout]):
+        raise ValueError(f"the output of ours is not {layout}: strides {results[OURS][0].stride()}")
+    found: dict[str, dict[str, Error]] = {whose: {} for whose in stage.calls}
+    for index, name in enumerate(stage.tensors):
+        tensors = {whose: results[whose][index] for whose in stage.calls}
+        for whose, error in errors(name, tensors, layer.geometry, data).items():
+            found[whose][name] = error
+    return Check(found, repeatable)
+
+
+def _poison(tensors: tuple[Tensor, ...]) -> None:
+    """The allocator hands the memory that is let go here to the next call: what that leaves unwritten shows."""
+    for tensor in tensors:
+        tensor.fill_(math.nan)
+
+
+def _row(
+    layer: Layer,
+    mode: Mode,
+    layout: str,
+    stage: Stage,
+    checked: Check,
+    timings: Mapping[str, Timing],
+    machine: Machine,
+) -> Row:
+    made = plan_of(layer, mode, layout, stage.name, machine.facts)
+    work = work_of(layer.geometry, stage.name, mode.dtype.itemsize)
+    pytorch, ours = (timings[f"{stage.name} {whose}"] for whose in (PYTORCH, OURS))
+    return Row(
+        layer=layer.name,
+        geometry=str(layer),
+        mode=mode.name,
+        layout=layout,
+        stage=stage.name,
+        family=made.family,
+        why=made.why,
+        work=work,
+        roof_ms=work.roof_ms(machine.ceilings, mode.name),
+        roundoff=mode.roundoff,
+        pytorch=pytorch,
+        ours=ours,
+        speedup_95=speedup_interval(pytorch, ours),
+        errors_pytorch=checked.errors[PYTORCH],
+        errors_ours=checked.errors[OURS],
+        repeatable_pytorch=checked.repeatable[PYTORCH],
+        repeatable_ours=checked.repeatable[OURS],
+    )

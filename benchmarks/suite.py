@@ -1,0 +1,125 @@
+"""The suite of layers and the targets, as benchmarks/layers.toml states them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tconv_swap.geometry import Geometry, as_pair, check_geometry
+
+# tomllib came with Python 3.11; pytest brings tomli, which is the same, to the Python before.
+tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+
+SUITE_FILE = Path(__file__).with_name("layers.toml")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One transposed convolution of a network that people use. ``baseline``: cuDNN's times for it stand in the
+    design notes."""
+
+    name: str
+    network: str
+    geometry: Geometry
+    bias: bool
+    baseline: bool
+
+    def __str__(self) -> str:
+        batch, _, height, width = self.geometry.input_shape
+        return f"{batch}x{height}x{width}, {self.geometry}" + (" bias" if self.bias else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """What the results are held against; layers.toml says what each number is."""
+
+    least_speedup: float
+    error_factor: float
+    own_share: float
+    fallbacks: tuple[str, ...]
+    speedup: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """By direction, dtype and layout."""
+    roof: Mapping[str, float]
+    """By direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    layers: tuple[Layer, ...]
+    targets: Targets
+
+    def select(self, names: Iterable[str]) -> tuple[Layer, ...]:
+        """The layers of these names, in the order of the suite.
+
+        Raises:
+            ValueError: a name that no layer has.
+        """
+        wanted = set(names)
+        if unknown := wanted - {layer.name for layer in self.layers}:
+            known = ", ".join(layer.name for layer in self.layers)
+            raise ValueError(f"no such layer: {', '.join(sorted(unknown))}; the suite has {known}")
+        return tuple(layer for layer in self.layers if layer.name in wanted)
+
+
+def load_suite(path: Path = SUITE_FILE) -> Suite:
+    """Read a suite and check every geometry.
+
+    Raises:
+        ValueError: a key that is not known, a name used twice.
+        RuntimeError: a geometry that PyTorch would refuse.
+    """
+    document = tomllib.loads(path.read_text(encoding="utf-8"))
+    layers = tuple(_layer(entry) for entry in document["layer"])
+    names = [layer.name for layer in layers]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{path.name}: two layers are called {', '.join(twice)}")
+    return Suite(layers, _targets(document["targets"]))
+
+
+def _layer(entry: dict[str, Any]) -> Layer:
+    left = dict(entry)
+    name = left.pop("name")
+    batch, in_channels, height, width = left.pop("input")
+    out_channels, groups = left.pop("out_channels"), left.pop("groups", 1)
+    if out_channels % groups:
+        raise ValueError(
+            f"layer {name}: {out_channels} output channels are not a multiple of {groups} groups"
+        )
+    kernel = as_pair(left.pop("kernel"), "kernel")
+    bias = left.pop("bias", False)
+    layer = Layer(
+        name=name,
+        network=left.pop("network"),
+        geometry=check_geometry(
+            (batch, in_channels, height, width),
+            (in_channels, out_channels // groups, *kernel),
+            (out_channels,) if bias else None,
+            as_pair(left.pop("stride", 1), "stride"),
+            as_pair(left.pop("padding", 0), "padding"),
+            as_pair(left.pop("output_padding", 0), "output_padding"),
+            groups,
+            as_pair(left.pop("dilation", 1), "dilation"),
+        ),
+        bias=bias,
+        baseline=left.pop("baseline", False),
+    )
+    if left:
+        raise ValueError(f"layer {name}: unknown {', '.join(sorted(left))}")
+    return layer
+
+
+def _targets(entry: dict[str, Any]) -> Targets:
+    directions = {name: dict(value) for name, value in entry.items() if isinstance(value, dict)}
+    roof = {name: float(value.pop("roof")) for name, value in directions.items()}
+    return Targets(
+        least_speedup=float(entry["least_speedup"]),
+        error_factor=float(entry["error_factor"]),
+        own_share=float(entry["own_share"]),
+        fallbacks=tuple(entry["fallbacks"]),
+        speedup=directions,
+        roof=roof,
+    )

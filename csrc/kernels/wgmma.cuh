@@ -1,0 +1,81 @@
+// Warpgroup matrix multiply (sm_90a): 64 x N x 8 words of k, both operands in shared memory, sums in registers.
+//
+// Operands lie without swizzle, as planes of 16 bytes of k: [plane][row][16 bytes]. Eight rows are 128 bytes in one
+// piece, the next eight `group_bytes` further on; the next 16 bytes of k are `plane_bytes` further on. So an operand
+// may begin at any row: a tap's shift is an address (measured on an H200: as fast as unshifted).
+#pragma once
+
+namespace ptx {
+
+using u64 = unsigned long long;
+
+__device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 plane_bytes, u32 group_bytes) {
+  return static_cast<u64>((address & 0x3ffff) >> 4) | static_cast<u64>(plane_bytes >> 4) << 16 |
+         static_cast<u64>(group_bytes >> 4) << 32;
+}
+
+/// Before the first multiply after other instructions wrote its registers.
+__device__ __forceinline__ void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_multiplies() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wait_multiplies() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+/// This thread's writes to shared memory, for the multiplies that follow the next barrier.
+__device__ __forceinline__ void publish_to_multiplies() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+#define TCONV_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define TCONV_R16(i) TCONV_R4(i), TCONV_R4(i + 4), TCONV_R4(i + 8), TCONV_R4(i + 12)
+#define TCONV_R32 TCONV_R16(0), TCONV_R16(16)
+#define TCONV_R64 TCONV_R32, TCONV_R16(32), TCONV_R16(48)
+#define TCONV_R128 TCONV_R64, TCONV_R16(64), TCONV_R16(80), TCONV_R16(96), TCONV_R16(112)
+#define TCONV_O16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TCONV_O32 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TCONV_O64 TCONV_O32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TCONV_O128 TCONV_O64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+  ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+#define TCONV_WGMMA(N, OPERANDS, REGISTERS, A, B)                                                                  \
+  if constexpr (PRECISION == FP16) {                                                                               \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" OPERANDS "}, " A ", " B                 \
+                 ", 1, 1, 1, 0, 0;" : REGISTERS : "l"(a), "l"(b));                                                  \
+  } else if constexpr (PRECISION == BF16) {                                                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" OPERANDS "}, " A ", " B               \
+                 ", 1, 1, 1, 0, 0;" : REGISTERS : "l"(a), "l"(b));                                                  \
+  } else {                                                                                                         \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, " A ", " B                \
+                 ", 1, 1, 1;" : REGISTERS : "l"(a), "l"(b));                                                        \
+  }
+
+/// d += a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
+template <int PRECISION, int N>
+__device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+  static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+  if constexpr (N == 32) {
+    TCONV_WGMMA(32, TCONV_O16, TCONV_R16(0), "%16", "%17")
+  } else if constexpr (N == 64) {
+    TCONV_WGMMA(64, TCONV_O32, TCONV_R32, "%32", "%33")
+  } else if constexpr (N == 128) {
+    TCONV_WGMMA(128, TCONV_O64, TCONV_R64, "%64", "%65")
+  } else {
+    TCONV_WGMMA(256, TCONV_O128, TCONV_R128, "%128", "%129")
+  }
+}
+
+#undef TCONV_WGMMA
+#undef TCONV_O16
+#undef TCONV_O32
+#undef TCONV_O64
+#undef TCONV_O128
+#undef TCONV_R4
+#undef TCONV_R16
+#undef TCONV_R32
+#undef TCONV_R64
+#undef TCONV_R128
+
+}  // namespace ptx

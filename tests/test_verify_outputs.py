@@ -1,0 +1,93 @@
+"""Verification compares outputs of any nesting, and notices what is missing, new or of another kind."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from verify_cases import Pair, compare_outputs, generator, latent, swapped_copy, with_kernel
+
+from tconv_swap.verify import verify
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+@dataclasses.dataclass
+class Result:
+    image: Tensor
+    mask: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    ("make", "paths"),
+    [
+        (lambda y: y, {""}),
+        (lambda y: (y, [y * 2, {"a": y}]), {"0", "1.0", "1.1.a"}),
+        (lambda y: Result(y), {"image"}),
+        (lambda y: Pair(y, y > 0), {"image", "mask"}),
+        (lambda y: torch.distributions.Normal(y, 1.0), {"loc", "scale"}),
+        (lambda y: {"n": 3, "loss": y.mean().item(), "s": y.to_sparse()}, {"loss", "s"}),
+        (lambda y: torch.complex(y, y * 2), {""}),
+    ],
+)
+def test_any_nesting_is_compared(make: Callable[[Tensor], Any], paths: set[str]) -> None:
+    report = compare_outputs(make, make)
+    assert report.passed, report.failures
+    assert {c.name for c in report.checks if c.kind == "output"} == paths
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "message"),
+    [
+        (lambda y: (y, y * 2), lambda y: (y,), "output (whole) is tuple of 1, expected tuple of 2"),
+        (lambda y: (y, y * 2), lambda y: [y, y * 2], "output (whole) is list of 2, expected tuple of 2"),
+        (lambda y: {"a": y, "b": y}, lambda y: {"a": y}, "output b is missing"),
+        (lambda y: {"a": y}, lambda y: {"a": y, "c": y}, "output c is one that the original does not have"),
+        (lambda y: {"a": {"b": y}}, lambda y: {"a": y}, "output a is Tensor, expected dict of 1"),
+        (lambda y: y, lambda y: None, "output (whole) is NoneType, expected a tensor"),
+        (lambda y: y, lambda y: y.double(), "has dtype torch.float64, expected torch.float32"),
+        (lambda y: y, lambda y: y[:1], "has shape [1, 4, 8, 8], expected [2, 4, 8, 8]"),
+        (lambda y: y, lambda y: y.detach(), "output (whole) no longer requires grad"),
+        (lambda y: {"a": y, "n": 3}, lambda y: {"a": y, "n": 4}, "output n is 4, expected 3"),
+        (lambda y: y > 0, lambda y: y < 0, "output"),
+        (lambda y: None, lambda y: None, "nothing compared"),
+        (lambda y: {}, lambda y: {}, "nothing compared"),
+        (lambda y: y * math.nan, lambda y: y * math.nan, "nothing compared"),
+        (lambda y: y.log(), lambda y: y.log().nan_to_num(), "finite where the original is NaN or Inf"),
+        (lambda y: y, lambda y: y / 0, "NaN or Inf where the original has none"),
+    ],
+)
+def test_changed_outputs_fail(
+    before: Callable[[Tensor], Any], after: Callable[[Tensor], Any], message: str
+) -> None:
+    report = compare_outputs(before, after)
+    assert not report.passed
+    assert any(message in failure for failure in report.failures), report.failures
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda y: None, "is NoneType, expected a tensor"),
+        (lambda y: y.half(), "has dtype torch.float16"),
+        (lambda y: y[..., :-1], "has shape"),
+    ],
+)
+def test_wrong_kind_of_layer_output_is_named(
+    monkeypatch: pytest.MonkeyPatch, edit: Callable[[Tensor], Any], message: str
+) -> None:
+    with_kernel(monkeypatch, lambda *args: edit(F.conv_transpose2d(*args)))
+    model = generator()
+    report = verify(model, swapped_copy(model), latent(), modes=("eval",))
+    assert not report.passed
+    assert report.first_divergence is not None
+    assert message in report.first_divergence
