@@ -62,7 +62,7 @@ def backward(
 def precision() -> str:
     """``"tf32"`` where PyTorch's switches allow it for a float32 convolution just now, else another word."""
     # What torch.backends.cudnn.conv.fp32_precision reads, without the 1 us of its descriptor.
-    return torch._C._get_fp32_precision_getter("cuda", "conv")  # type: ignore[no-any-return]
+    return torch._C._get_fp32_precision_getter("cuda", "conv")
 
 
 def plan_for(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Plan:
@@ -83,7 +83,7 @@ def device_facts(index: int) -> plan.Device:
     return plan.Device(
         architecture=f"sm_{properties.major}{properties.minor}",
         multiprocessors=properties.multi_processor_count,
-        shared_memory_per_block=properties.shared_memory_per_block_optin,
+        shared_memory_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 

@@ -85,7 +85,7 @@ def conv_transpose2d(
         if torch.is_grad_enabled() and (
             input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
         ):
-            return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return]
+            return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return,no-untyped-call]
         return cuda.forward(input, weight, bias, arguments)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)  # type: ignore[no-any-return]
@@ -104,7 +104,7 @@ def _is_plain_eager(input: Tensor) -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._functorch.maybe_current_level() is None
         and forward_ad._current_level < 0
-        and not torch.jit.is_tracing()
+        and torch._C._get_tracing_state() is None
     )
 
 
@@ -118,7 +118,7 @@ class _EagerFunction(torch.autograd.Function):
         return cuda.forward(input, weight, bias, arguments)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
         mask = tuple(ctx.needs_input_grad[:3])
         # Gradients of gradients are the op's business.

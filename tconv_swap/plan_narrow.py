@@ -2,166 +2,233 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
-from math import gcd
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.program import Constant, Kernel, Launch, Output, Plan, input_, int64, output
+from tconv_swap.narrow_tile import (
+    MAX_LOADS,
+    MAX_SUMS,
+    MAX_THREADS,
+    MIN_SUMS,
+    UNROLLED_MULTIPLY_ADDS,
+    Tile,
+    axes,
+    ceil_div,
+    columns_of_tiles,
+    input_loads,
+    microseconds,
+    registers,
+    row_tiles,
+    shared_bytes,
+    threads,
+    unrolled,
+)
+from tconv_swap.program import Kernel, Launch, Output, Plan, input_, int64, output
 
 ELEMENT_TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 INT32_MAX = 2**31 - 1
+#: Above so many multiply-adds for each element moved, FFMA bounds the time and tensor cores are the tool ...
+MULTIPLY_ADDS_PER_ELEMENT = 80
+#: ... unless there are so few channels on one side that most of a tensor core's tile would be padding.
+NARROW_CHANNELS = 8
+#: A block's shared memory: beyond, too few blocks fit a multiprocessor to hide each other's waits.
+SHARED_BYTES = 72 * 1024
+#: Pieces of the output that a tile writes should not be shorter than this, in bytes, or a whole row of it.
+ROW_BYTES = 256
+PIXEL_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What a block and a thread own; the top of csrc/kernels/forward_narrow.cu says what each is."""
-
-    phases_h: int
-    phases_w: int
-    thread_rows: int
-    thread_columns: int
-    thread_channels: int
-    adjacent: bool
-    lanes_c: int
-    lanes_w: int
-    slices_c: int
-    lanes_h: int
-    block_images: int
-    block_groups: int
-    chunk: int
-    load: int
-    resident: bool
-    async_: bool
-    min_blocks: int
-
-    @property
-    def constants(self) -> tuple[tuple[str, Constant], ...]:
-        return tuple((field.name.rstrip("_").upper(), value) for field, value in zip(fields(self), astuple(self), strict=True))
-
-    @property
-    def block_channels(self) -> int:
-        return self.lanes_c * self.slices_c * self.thread_channels
+def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
+    """Whether this kernel is a candidate: what bounds the problem is memory, or no other kernel's tile fits it."""
+    if dtype not in ELEMENT_TYPES or geometry.batch == 0:
+        return False
+    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    return channels <= NARROW_CHANNELS or geometry.macs <= MULTIPLY_ADDS_PER_ELEMENT * geometry.elements
 
 
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """One axis of a geometry, as csrc/kernels/narrow.cuh sees it."""
+def plan_narrow_forward(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    math: str,
+    channels_last: bool,
+    weight_channels_last: bool,
+    has_bias: bool,
+    arch: str,
+    multiprocessors: int,
+    shared_memory_per_block: int,
+) -> Plan | None:
+    """The narrow kernel with its best tile, or None for a geometry that is not its own.
 
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-    out_size: int
-
-    @property
-    def step(self) -> int:
-        """From a tap of a phase to its next."""
-        return self.stride // gcd(self.stride, self.dilation)
-
-    @property
-    def reach(self) -> int:
-        """Input pixels from one tap of a phase to its next."""
-        return self.dilation // gcd(self.stride, self.dilation)
-
-    @property
-    def taps(self) -> int:
-        """The most taps a phase has."""
-        return _ceil(self.kernel, self.step)
-
-    @property
-    def cells(self) -> int:
-        return _ceil(self.out_size, self.stride)
-
-    def phase_taps(self, phase: int) -> list[int]:
-        return [k for k in range(self.kernel) if (phase + self.padding - k * self.dilation) % self.stride == 0]
-
-    @property
-    def used_phases(self) -> int:
-        """Phases that have a tap."""
-        return sum(bool(self.phase_taps(phase)) for phase in range(self.stride))
-
-    @property
-    def offsets(self) -> list[int]:
-        """Where a cell reads the input, relative to its own position."""
-        return [
-            (phase + self.padding - k * self.dilation) // self.stride
-            for phase in range(self.stride)
-            for k in self.phase_taps(phase)
-        ]
-
-    @property
-    def lowest(self) -> int:
-        return min(self.offsets)
-
-    @property
-    def span(self) -> int:
-        return max(self.offsets) - self.lowest
+    Its arithmetic is IEEE float32 whatever ``math`` allows. Inputs: input, weight, bias. Output: the output.
+    """
+    if not claims(geometry, dtype):
+        return None
+    choice = choose(geometry, dtype, channels_last, arch, multiprocessors, shared_memory_per_block)
+    if choice is None:
+        return None
+    tile, repeat, expected = choice
+    channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
+    why = f"{channels}: float32 FFMA, about {expected:.0f} us expected on an H200"
+    return build(geometry, dtype, channels_last, weight_channels_last, has_bias, tile, repeat, why)
 
 
-def axes(geometry: Geometry) -> tuple[Axis, Axis]:
-    sizes = (geometry.out_height, geometry.out_width)
-    vertical, horizontal = (
-        Axis(geometry.kernel[i], geometry.stride[i], geometry.padding[i], geometry.dilation[i], sizes[i])
-        for i in (0, 1)
-    )
-    return vertical, horizontal
+def choose(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    channels_last: bool,
+    arch: str,
+    multiprocessors: int,
+    shared_memory_per_block: int,
+) -> tuple[Tile, int, float] | None:
+    """(tile, repeat, expected microseconds) of the tile that is expected to be the fastest, None when none is legal."""
+    asynchronous = dtype == torch.float32 and int(arch.removeprefix("sm_").rstrip("af")) >= 80
+    limit = min(SHARED_BYTES, shared_memory_per_block)
+    best: tuple[Tile, int, float] | None = None
+    for tile in candidates(geometry, channels_last, dtype.itemsize, asynchronous, limit):
+        expected, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, multiprocessors)
+        if best is None or expected < best[2]:
+            best = (tile, repeat, expected)
+    return best
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-def threads(geometry: Geometry, tile: Tile) -> int:
-    columns = geometry.stride[1] // tile.phases_w * tile.lanes_w
-    return tile.lanes_c * columns * tile.slices_c * tile.lanes_h * tile.block_images
-
-
-def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int, int, int]:
-    """(channels, rows, columns) of the input that a block keeps of one image."""
+def candidates(
+    geometry: Geometry, channels_last: bool, element_bytes: int, asynchronous: bool, shared_limit: int
+) -> Iterator[Tile]:
+    """The tiles worth a thought."""
     vertical, horizontal = axes(geometry)
-    whole = tile.phases_h == vertical.stride
-    rows = tile.lanes_h * tile.thread_rows + (vertical.span if whole else (vertical.taps - 1) * vertical.reach)
-    columns = tile.lanes_w * tile.thread_columns + horizontal.span
+    for phases_h, phases_w in _phases(geometry):
+        for thread_channels, lanes_c, slices_c, block_groups in _channels(geometry, channels_last, element_bytes):
+            for rows, columns, adjacent in _cells(geometry, phases_h, phases_w, thread_channels):
+                lanes = lanes_c * slices_c * (horizontal.stride // phases_w)
+                for lanes_w in _powers(horizontal.cells, columns):
+                    written = lanes_w * columns * horizontal.stride * (1 if not channels_last else lanes_c)
+                    if written * element_bytes < ROW_BYTES and lanes_w * columns < horizontal.cells:
+                        continue
+                    for block in (128, 256):
+                        lanes_h = min(block // (lanes * lanes_w), ceil_div(vertical.cells, rows))
+                        if lanes_h == 0:
+                            continue
+                        shape = Tile(
+                            phases_h=phases_h,
+                            phases_w=phases_w,
+                            thread_rows=rows,
+                            thread_columns=columns,
+                            thread_channels=thread_channels,
+                            adjacent=adjacent,
+                            lanes_c=lanes_c,
+                            lanes_w=lanes_w,
+                            slices_c=slices_c,
+                            lanes_h=lanes_h,
+                            block_images=1,
+                            block_groups=block_groups,
+                            chunk=1,
+                            load=1,
+                            resident=True,
+                            async_=asynchronous,
+                            min_blocks=1,
+                        )
+                        yield from _staged(geometry, shape, channels_last, element_bytes, shared_limit)
+
+
+def _phases(geometry: Geometry) -> list[tuple[int, int]]:
+    """How many phases a thread owns on each axis: all of a small stride, or one."""
+    options = [sorted({1, stride}) if stride <= 4 else [1] for stride in geometry.stride]
+    return [(h, w) for h in options[0] for w in options[1]]
+
+
+def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> list[tuple[int, int, int, int]]:
+    """(thread_channels, lanes_c, slices_c, block_groups): which output channels a thread and a block own."""
+    channels, groups = geometry.out_channels_per_group, geometry.groups
+    widths = sorted({min(channels, width) for width in (4, 8, 16)} | ({7} if channels % 7 == 0 else set()))
+    options = []
     if not channels_last:
-        columns = _ceil(columns + horizontal.lowest % tile.load, tile.load) * tile.load
-    return tile.block_groups * tile.chunk, rows, columns
+        for width in widths:
+            slices = ceil_div(channels, width)
+            options += [(width, 1, count, 1) for count in sorted({1, min(2, slices), min(4, slices)})]
+        return options
+    if channels * element_bytes < PIXEL_BYTES and groups > 1:
+        # Whole groups side by side, until a pixel's piece of the output is long enough.
+        enough = ceil_div(PIXEL_BYTES, channels * element_bytes)
+        divisors = [count for count in range(enough, groups + 1) if groups % count == 0]
+        for count in divisors[:3]:
+            for width in sorted({1, channels}):
+                lanes = count * channels // width
+                if lanes <= 128:
+                    options.append((width, lanes, 1, count))
+        if options:
+            return options
+    for width in widths:
+        lanes = ceil_div(channels, width)
+        options += [(width, count, 1, 1) for count in sorted({lanes, ceil_div(lanes, 2)})]
+    return [o for o in options if o[1] <= 64 and (o[0] * o[1] >= channels or o[0] * o[1] * element_bytes >= PIXEL_BYTES)]
 
 
-def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """The shared memory of a block, as the kernel lays it out."""
-    vertical, _ = axes(geometry)
-    channels, rows, columns = input_tile(geometry, tile, channels_last)
-    if channels_last and tile.block_groups == 1:
-        read = min(tile.load, 4)
-        channels = read * (channels // read | 1)
-    values = _ceil(tile.block_images * rows * columns * channels, 4) * 4
-    vector = 4 if tile.thread_channels > 2 else tile.thread_channels
-    tap = tile.lanes_c * tile.slices_c * _ceil(tile.thread_channels, vector) * vector
-    if tile.phases_w != geometry.stride[1] and tap // vector % 2 == 0:
-        tap += vector
-    weight_rows = geometry.kernel[0] if tile.phases_h == vertical.stride else vertical.taps
-    chunks = _ceil(geometry.in_channels_per_group, tile.chunk)
-    weights = tile.chunk * (chunks if tile.resident else 1) * weight_rows * geometry.kernel[1] * tap
-    buffers = 2 if tile.async_ else 1
-    return 4 * (values * buffers + weights * (1 if tile.resident else buffers))
+def _cells(geometry: Geometry, phases_h: int, phases_w: int, channels: int) -> Iterator[tuple[int, int, bool]]:
+    """(thread_rows, thread_columns, adjacent): the cells a thread owns."""
+    for rows in (1, 2, 4, 8):
+        for columns in (1, 2, 4, 8, 16):
+            sums = phases_h * phases_w * rows * columns * channels
+            if sums > MAX_SUMS or sums < MIN_SUMS:
+                continue
+            yield rows, columns, False
+            if 1 < columns <= 4 and phases_w == geometry.stride[1]:
+                yield rows, columns, True
 
 
-def row_tiles(geometry: Geometry, tile: Tile) -> int:
-    """Tiles above each other, over the whole batch."""
-    tiles = _ceil(axes(geometry)[0].cells, tile.lanes_h * tile.thread_rows)
-    return tiles * _ceil(geometry.batch, tile.block_images)
+def _powers(cells: int, columns: int) -> Iterator[int]:
+    """Threads side by side: powers of two, up to the first that covers the row."""
+    lanes = 1
+    while lanes <= 128:
+        yield lanes
+        if lanes * columns >= cells:
+            return
+        lanes *= 2
 
 
-def columns_of_tiles(geometry: Geometry, tile: Tile) -> int:
-    """Tiles side by side, over all channels and rows of a cell that blocks own apart."""
-    vertical, horizontal = axes(geometry)
-    count = _ceil(horizontal.cells, tile.lanes_w * tile.thread_columns)
-    count *= _ceil(geometry.groups, tile.block_groups)
-    count *= _ceil(geometry.out_channels_per_group, tile.block_channels // tile.block_groups)
-    return count * (vertical.stride // tile.phases_h)
+def _staged(
+    geometry: Geometry, shape: Tile, channels_last: bool, element_bytes: int, shared_limit: int
+) -> Iterator[Tile]:
+    """The tile with each way to bring its input that fits."""
+    channels = geometry.in_channels_per_group
+    block = threads(geometry, shape)
+    if not 32 <= block <= MAX_THREADS:
+        return
+    chunks = {channels} if shape.block_groups > 1 else {c for c in (1, 2, 4, 8, 16, channels) if c <= channels}
+    found = 0
+    for chunk in sorted(chunks, reverse=True):
+        tile = replace(shape, chunk=chunk)
+        tile = replace(tile, load=_load(geometry, tile, channels_last, element_bytes))
+        if shared_bytes(geometry, tile, channels_last) > shared_limit:
+            if chunk == channels:
+                continue
+            tile = replace(tile, resident=False)
+        if (
+            shared_bytes(geometry, tile, channels_last) <= shared_limit
+            and unrolled(geometry, tile, channels_last) <= UNROLLED_MULTIPLY_ADDS
+            and input_loads(geometry, tile, channels_last) <= MAX_LOADS
+        ):
+            needed = registers(geometry, tile, channels_last)
+            if needed <= 255 and needed * block <= 65536:
+                found += 1
+                yield replace(tile, min_blocks=max(1, min(65536 // (needed * block), 2048 // block)))
+        if found == 2:
+            return
+
+
+def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> int:
+    """Elements that travel together: as many as the alignment of the tensor and the tile allow, up to 16 bytes."""
+    if channels_last:
+        sizes = [geometry.in_channels, geometry.in_channels_per_group * tile.block_groups, tile.block_groups * tile.chunk]
+    else:
+        sizes = [geometry.width, tile.lanes_w * tile.thread_columns]
+    load = 16 // element_bytes
+    while any(size % load for size in sizes):
+        load //= 2
+    return load
 
 
 def build(
@@ -174,7 +241,7 @@ def build(
     repeat: int,
     why: str,
 ) -> Plan:
-    """The plan that runs ``tile``, each block ``repeat`` times. Inputs: input, weight, bias. Output: the output."""
+    """The plan that runs ``tile``, ``repeat`` of them in each block. Inputs: input, weight, bias. Output: the output."""
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,
@@ -208,7 +275,7 @@ def build(
     )
     launch = Launch(
         kernel,
-        grid=columns_of_tiles(geometry, tile) * _ceil(row_tiles(geometry, tile), repeat),
+        grid=columns_of_tiles(geometry, tile) * ceil_div(row_tiles(geometry, tile), repeat),
         block=threads(geometry, tile),
         arguments=(input_(0), input_(1), input_(2), output(0), int64(geometry.batch), int64(repeat)),
         shared_bytes=shared_bytes(geometry, tile, channels_last),
