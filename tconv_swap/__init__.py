@@ -10,7 +10,7 @@ from tconv_swap.inputs import Inputs
 from tconv_swap.layer import ConvTranspose2d
 from tconv_swap.op import conv_transpose2d
 from tconv_swap.surgery import LayerPlan, SwapPlan, plan_swap, swap_layers, unswap_layers
-from tconv_swap.verify import VerifyReport, verify
+from tconv_swap.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
 

@@ -26,10 +26,10 @@ import tconv_swap
 from tconv_swap import demo as demo_network
 from tconv_swap import options, workflow
 from tconv_swap.console import print_error, progress_shown
-from tconv_swap.fileformat import first_line, printable
-from tconv_swap.loading import LoadError, parse_trust
+from tconv_swap.files.fileformat import first_line, printable
+from tconv_swap.files.loading import LoadError, parse_trust
+from tconv_swap.files.saving import SaveError, check_target
 from tconv_swap.report import SCHEMA_VERSION, make_console, print_report, to_json_dict
-from tconv_swap.saving import SaveError, check_target
 from tconv_swap.workflow import Request, RequestError, Result
 
 DEFAULT_COMMAND = "swap"

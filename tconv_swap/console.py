@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
-from tconv_swap.fileformat import printable
+from tconv_swap.files.fileformat import printable
 
 
 class Progress:

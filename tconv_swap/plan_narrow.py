@@ -153,8 +153,8 @@ def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> li
     if channels * element_bytes < PIXEL_BYTES and groups > 1:
         # Whole groups side by side, until a pixel's piece of the output is long enough.
         enough = ceil_div(PIXEL_BYTES, channels * element_bytes)
-        divisors = [count for count in range(enough, groups + 1) if groups % count == 0]
-        for count in divisors[:3]:
+        counts = [count for count in range(enough, groups) if groups % count == 0][:3]
+        for count in counts or [groups]:
             for width in sorted({1, channels}):
                 lanes = count * channels // width
                 if lanes <= 128:

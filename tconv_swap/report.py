@@ -20,13 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tconv_swap.environment import machine_name
-from tconv_swap.fileformat import printable
+from tconv_swap.files.fileformat import printable
 
 if TYPE_CHECKING:
     from tconv_swap.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
     from tconv_swap.surgery import LayerPlan, SwapPlan
     from tconv_swap.timing import Timing
-    from tconv_swap.verify_report import Check, VerifyReport
+    from tconv_swap.verification.report import Check, VerifyReport
 
 SCHEMA_VERSION = 1
 """Of the JSON. Grows by one when a field is removed or changes its meaning; new fields do not count."""

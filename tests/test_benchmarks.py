@@ -228,6 +228,25 @@ def test_backward_rows_are_all_gradients_together_and_each_alone() -> None:
     assert [row.stage for row in measured("backward", "dcgan2")] == ["backward", "grad_input", "grad_weight"]
 
 
+def test_only_what_is_wanted_needs_a_gradient_and_the_switches_are_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = measure.conv_transpose2d
+    seen = []
+
+    def watched(*arguments: Tensor) -> Tensor:
+        precision = torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+        seen.append(([tensor.requires_grad for tensor in arguments[:3]], precision))
+        return right(*arguments)
+
+    monkeypatch.setattr(measure, "conv_transpose2d", watched)
+    for mode, precision in (("tf32", "tf32"), ("fp32", "ieee")):
+        seen.clear()
+        measured("backward", mode=mode)
+        masks = ([True, True, True], [True, False, False], [False, True, False], [False, False, True])
+        assert seen == [(mask, precision) for mask in masks]
+
+
 def doubled(output: Tensor) -> Tensor:
     return output * 2
 
@@ -318,7 +337,8 @@ def test_ceilings_of_a_machine() -> None:
 @pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("layer", SUITE.layers, ids=lambda layer: layer.name)
 def test_every_row_has_a_plan(layer: Layer, mode: Mode, layout: str) -> None:
-    assert plan_of(layer, mode, layout, "forward", H200).outputs[0].shape == layer.geometry.output_shape
+    (output,) = plan_of(layer, mode, layout, "forward", H200).outputs
+    assert (output.shape, output.channels_last) == (layer.geometry.output_shape, layout == "channels_last")
     for stage, mask in STAGE_MASKS.items():
         wanted = sum(mask) - (mask[2] and not layer.bias)
         assert len(plan_of(layer, mode, layout, stage, H200).outputs) == wanted

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import tconv_swap
 from tconv_swap import demo, op, options, workflow
 from tconv_swap.cli import ExitCode, app
-from tconv_swap.verify import Check, VerifyReport
+from tconv_swap.verification import Check, VerifyReport
 
 REPOSITORY = Path(tconv_swap.__file__).parents[1]
 

@@ -348,7 +348,15 @@ def test_no_call_to_cudnn_or_pytorchs_convolution() -> None:
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
     assert any("tconv_swap::launch" in name for name in names)
-    foreign = ("cudnn", "aten::convolution", "aten::conv_transpose", "aten::mm", "aten::matmul", "cutlass", "gemm")
+    foreign = (
+        "cudnn",
+        "aten::convolution",
+        "aten::conv_transpose",
+        "aten::mm",
+        "aten::matmul",
+        "cutlass",
+        "gemm",
+    )
     assert not [name for name in names if any(word in name.lower() for word in foreign)]
 
 

@@ -19,8 +19,9 @@ from tconv_swap import op
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 2
-# Ten times what rounding does to these losses, a hundredth of what a wrong layer does.
-LOSS_TOLERANCE = 1e-4
+# Relative. Measured on the CPU: rounding moves these losses by up to 1.4e-7, layers that are 5 % off by at least
+# 1.7e-5 (the VAE, whose normalisation hides most of it). On CUDA rounding is that of TF32; not measured yet.
+LOSS_TOLERANCE = {"cpu": 5e-6, "cuda": 1e-2}
 
 
 class Case(NamedTuple):
@@ -60,7 +61,7 @@ def run(case: Case, device: str) -> Any:
     return example(case.example).main(options.split())
 
 
-def check(case: Case, outcome: Any, printed: str) -> None:
+def check(case: Case, device: str, outcome: Any, printed: str) -> None:
     assert len(outcome.plan.swapped) == case.layers
     assert f"Layers swapped: {case.layers}\n" in printed
     assert outcome.verification.passed
@@ -69,19 +70,19 @@ def check(case: Case, outcome: Any, printed: str) -> None:
     assert all(f"{row.speedup:.2f}x" in printed for row in outcome.timing.network)
     assert len(outcome.losses) == STEPS
     for original, swapped in outcome.losses:
-        assert swapped == pytest.approx(original, rel=LOSS_TOLERANCE)
+        assert swapped == pytest.approx(original, rel=LOSS_TOLERANCE[device])
     assert outcome.losses[0][0] != outcome.losses[1][0], "nothing was trained"
 
 
 @each_example
 def test_swaps_verifies_and_trains_alike(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(case, run(case, "cpu"), capsys.readouterr().out)
+    check(case, "cpu", run(case, "cpu"), capsys.readouterr().out)
 
 
 @pytest.mark.gpu
 @each_example
 def test_swaps_verifies_and_trains_alike_on_cuda(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(case, run(case, "cuda"), capsys.readouterr().out)
+    check(case, "cuda", run(case, "cuda"), capsys.readouterr().out)
 
 
 def test_a_wrong_operator_fails_the_example(

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap.fileformat import examine
-from tconv_swap.loading import LoadError, UntrustedError, load_inputs, load_model, parse_trust
-from tconv_swap.saving import SaveError, check_target, save_model
+from tconv_swap.files.fileformat import examine
+from tconv_swap.files.loading import LoadError, UntrustedError, load_inputs, load_model, parse_trust
+from tconv_swap.files.saving import SaveError, check_target, save_model
 from tconv_swap.surgery import swap_layers
 
 LEGACY = {"_use_new_zipfile_serialization": False}

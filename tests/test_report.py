@@ -22,7 +22,7 @@ from tconv_swap.report import (
 )
 from tconv_swap.surgery import LayerPlan, SwapPlan
 from tconv_swap.timing import Timing
-from tconv_swap.verify_report import Check, VerifyReport
+from tconv_swap.verification.report import Check, VerifyReport
 
 LONG_NAME = "decoder.blocks.11.residual_upsampling_branch.transposed_convolution_with_a_long_name"
 PLAN = SwapPlan(

@@ -24,7 +24,7 @@ from verify_cases import (
 
 from tconv_swap.inputs import Inputs
 from tconv_swap.surgery import swap_layers
-from tconv_swap.verify import verify
+from tconv_swap.verification import verify
 
 
 @pytest.fixture(autouse=True)

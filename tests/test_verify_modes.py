@@ -25,7 +25,7 @@ from verify_cases import (
 )
 
 from tconv_swap.surgery import swap_layers
-from tconv_swap.verify import Check, VerifyReport, verify
+from tconv_swap.verification import Check, VerifyReport, verify
 
 
 @pytest.fixture(autouse=True)
@@ -124,7 +124,7 @@ def test_operator_without_float64_falls_back_to_the_original() -> None:
 
 
 def test_too_little_memory_falls_back_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tconv_swap.verify_memory._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("tconv_swap.verification.memory._free_bytes", lambda device: 1000)
     model = generator()
     report = verify(model, swapped_copy(model), latent())
     assert report.passed, report.failures

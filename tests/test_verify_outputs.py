@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from verify_cases import Pair, compare_outputs, generator, latent, swapped_copy, with_kernel
 
-from tconv_swap.verify import verify
+from tconv_swap.verification import verify
 
 
 @pytest.fixture(autouse=True)

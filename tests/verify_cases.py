@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tconv_swap import op
 from tconv_swap.surgery import swap_layers
-from tconv_swap.verify import Check, VerifyReport, verify
+from tconv_swap.verification import Check, VerifyReport, verify
 
 Kernel = Callable[..., Tensor]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -91,10 +91,22 @@ __device__ __forceinline__ void store_staged(const Out* staged, Out* output, con
   constexpr int ROW_VECTOR = PHASE_COLS == STRIDE_W ? power_dividing(STAGED_ROW, STORE_MOST)
                                                     : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
   constexpr int VECTOR = OUTPUT_CHANNELS_LAST ? power_dividing(CO_GROUP, power_dividing(BLOCK_CHANNELS, STORE_MOST)) : power_dividing(OUT_WIDTH, ROW_VECTOR);
-  constexpr int VECTORS = BLOCK_M * STAGED_PIXELS / VECTOR;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < VECTORS; i += THREADS) {
-    int channel, x, row;
+  constexpr unsigned VECTORS = BLOCK_M * STAGED_PIXELS / VECTOR;
+  constexpr long long PIXELS_OUT = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
+  // The tile's first output; what a pass adds to it is mostly constant, and unrolling lets the compiler see that.
+  const int first_row = origin.row * CELL_ROWS + phase_row, first_col = origin.col * STRIDE_W + phase_col;
+  const int first_out_channel = group * CO_GROUP + first_channel;
+  const long long first_pixel = static_cast<long long>(first_row) * OUT_WIDTH + first_col;
+  output += FLAT                   ? first_out_channel * (OUTPUT_CHANNELS_LAST ? 1 : PIXELS_OUT)
+            : OUTPUT_CHANNELS_LAST ? (origin.image * PIXELS_OUT + first_pixel) * OUT_CHANNELS + first_out_channel
+                                   : (static_cast<long long>(origin.image) * OUT_CHANNELS + first_out_channel) * PIXELS_OUT + first_pixel;
+  const unsigned thread = threadIdx.x;
+  __builtin_assume(thread < THREADS);
+#pragma unroll(FLAT ? 4 : 32)
+  for (unsigned pass = 0; pass < (VECTORS + THREADS - 1) / THREADS; ++pass) {
+    const unsigned i = pass * THREADS + thread;
+    if (VECTORS % THREADS != 0 && i >= VECTORS) break;
+    unsigned channel, x, row;
     if constexpr (OUTPUT_CHANNELS_LAST) {
       channel = i % (BLOCK_M / VECTOR) * VECTOR;
       x = i / (BLOCK_M / VECTOR) % STAGED_ROW;
@@ -104,24 +116,34 @@ __device__ __forceinline__ void store_staged(const Out* staged, Out* output, con
       row = i / (STAGED_ROW / VECTOR) % STAGED_ROWS;
       channel = i / (STAGED_ROW / VECTOR * STAGED_ROWS);
     }
-    const Cell cell = cell_at(origin, row / (TILE_H * PHASE_ROWS), row / PHASE_ROWS % TILE_H, x / PHASE_COLS, batch);
-    const int out_row = cell.row * CELL_ROWS + (STACK > 1 ? channel / BLOCK_CHANNELS : phase_row + row % PHASE_ROWS);
-    const int out_col = cell.col * STRIDE_W + phase_col + x % PHASE_COLS;
-    if (!cell.inside || first_channel + channel % BLOCK_CHANNELS >= CO_GROUP || out_row >= OUT_HEIGHT || out_col >= OUT_WIDTH) continue;
-    const long long pixels = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
+    // Where in the tile the cell lies, and the output in the cell.
+    int image = row / (TILE_H * PHASE_ROWS);
+    int out_row = row / PHASE_ROWS % TILE_H * CELL_ROWS + (STACK > 1 ? channel / BLOCK_CHANNELS : row % PHASE_ROWS);
+    int out_col = x / PHASE_COLS * STRIDE_W + x % PHASE_COLS;
+    bool inside = first_channel + static_cast<int>(channel % BLOCK_CHANNELS) < CO_GROUP;
+    if constexpr (FLAT) {
+      const Cell cell = cell_at(origin, 0, 0, x / PHASE_COLS, batch);
+      image = cell.image;
+      out_row += cell.row * CELL_ROWS + phase_row;
+      out_col = cell.col * STRIDE_W + phase_col + x % PHASE_COLS;
+      inside = inside && cell.inside;
+    } else {
+      inside = inside && origin.image + image < batch && first_row + out_row < OUT_HEIGHT && first_col + out_col < OUT_WIDTH;
+    }
+    if (!inside) continue;
     const long long pixel = static_cast<long long>(out_row) * OUT_WIDTH + out_col;
-    const int out_channel = group * CO_GROUP + first_channel + channel % BLOCK_CHANNELS;
-    Out* to = output + (OUTPUT_CHANNELS_LAST ? (cell.image * pixels + pixel) * OUT_CHANNELS + out_channel
-                                             : (static_cast<long long>(cell.image) * OUT_CHANNELS + out_channel) * pixels + pixel);
+    const int out_channel = channel % BLOCK_CHANNELS;
+    Out* to = output + (OUTPUT_CHANNELS_LAST ? (image * PIXELS_OUT + pixel) * OUT_CHANNELS + out_channel
+                                             : (static_cast<long long>(image) * OUT_CHANNELS + out_channel) * PIXELS_OUT + pixel);
     const Out* from = staged + (OUTPUT_CHANNELS_LAST ? (row * STAGED_ROW + x) * STAGED_PIXEL_PITCH + channel
                                                      : channel * CHANNEL_PITCH + row * STAGED_ROW + x);
     constexpr int BYTES = VECTOR * static_cast<int>(sizeof(Out));
     if constexpr (BYTES == 16) {
-      __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
     } else if constexpr (BYTES == 8) {
-      __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
+      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
     } else if constexpr (BYTES == 4) {
-      __stcs(reinterpret_cast<u32*>(to), *reinterpret_cast<const u32*>(from));
+      *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
     } else {
       *to = *from;
     }

@@ -81,16 +81,15 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const u32* weights =
       packed + before + ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + first_chunk) * CHUNK_WEIGHTS;
 
-  if constexpr (!FLAT) {
+  if constexpr (!FLAT && !THROUGH_REGISTERS) {
 #pragma unroll
     for (int s = 0; s < STAGES; ++s) zero_shared(input_stage(s), round_up(INPUT_WORDS, 4));
     __syncthreads();
   }
 
+  // Weights are asked for while the first chunk of input is on its way.
   if constexpr (THROUGH_REGISTERS) {
     fill.load();
-    fill.store(input_stage(0));
-    if (chunks > 1) fill.load();
   } else {
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
@@ -101,6 +100,18 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   for (int s = 0; s < STAGES - 1; ++s) {
     if (s < chunks) copy_weights<CHUNK_WEIGHTS>(weight_stage(s), weights + static_cast<long long>(s) * CHUNK_WEIGHTS);
     ptx::commit_copies();
+  }
+  if constexpr (!FLAT) {
+    // Pixels outside the image stay zero in every stage: no chunk writes them.
+    if constexpr (THROUGH_REGISTERS) {
+#pragma unroll
+      for (int s = 0; s < STAGES; ++s) zero_shared(input_stage(s), round_up(INPUT_WORDS, 4));
+      __syncthreads();
+    }
+  }
+  if constexpr (THROUGH_REGISTERS) {
+    fill.store(input_stage(0));
+    if (chunks > 1) fill.load();
   }
   weights += (STAGES - 1LL) * CHUNK_WEIGHTS;
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tconv_swap import compare
-from tconv_swap.compare import Norms
-from tconv_swap.verify_tree import flatten
+from tconv_swap.verification import compare
+from tconv_swap.verification.compare import Norms
+from tconv_swap.verification.tree import flatten
 
 # (dotted name, which call of it, path in its output)
 Place = tuple[str, int, str]

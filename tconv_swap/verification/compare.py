@@ -266,13 +266,13 @@ def roundoff(dtype: torch.dtype, device: torch.device) -> float:
 
 def _float32_precision(device: torch.device) -> str:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
-        backend = torch.backends.cudnn
+        backend: Any = torch.backends.cudnn
     elif device.type == "cpu":
-        backend = torch.backends.mkldnn  # type: ignore[assignment]
+        backend = torch.backends.mkldnn
     else:
         return "ieee"
     # What is not set on the operator is what is set on the backend, and so on upwards.
-    chosen = (backend.conv.fp32_precision, backend.fp32_precision, torch.backends.fp32_precision)
+    chosen = (backend.conv.fp32_precision, backend.fp32_precision, torch.backends.fp32_precision)  # type: ignore[attr-defined]
     return next((str(setting) for setting in chosen if setting != "none"), "ieee")
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tconv_swap.inputs import Inputs
-from tconv_swap.verify_tree import Tree, flatten
+from tconv_swap.verification.tree import Tree, flatten
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class Runner:
         subject.rewind()
         subject.module.train(mode == "train")
         # A cast weight cached by a run without gradients would cut the graph of the next.
-        torch.clear_autocast_cache()  # type: ignore[no-untyped-call]
+        torch.clear_autocast_cache()
         self._seed()
         leaves: dict[str, Tensor] = {}
         inputs = self._fresh_inputs(how, leaves, double)
@@ -166,7 +166,7 @@ class Runner:
 
     def _seed(self) -> None:
         random.seed(self.seed)
-        torch.random.default_generator.manual_seed(self.seed)
+        torch.default_generator.manual_seed(self.seed)
         for device in self._cuda:
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(self.seed)
@@ -237,7 +237,7 @@ class SameDraws(TorchDispatchMode):
     """
 
     def __init__(self, dtype: torch.dtype, default_dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._dtype = dtype
         self._default_dtype = default_dtype
 
@@ -334,7 +334,7 @@ def shaken(
         if output.device not in generators:
             place = output.device if output.device.type in ("cpu", "cuda") else torch.device("cpu")
             generators[output.device] = torch.Generator(place).manual_seed(seed)
-        return _Jitter.apply(output, amplitude(layer, output), generators[output.device])
+        return _Jitter.apply(output, amplitude(layer, output), generators[output.device])  # type: ignore[no-untyped-call]
 
     handles = [modules[n].register_forward_hook(hook, prepend=True) for n in layers if n in modules]
     try:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap import compare
-from tconv_swap.compare import ErrorSum, Norms, Tolerance, mismatch
 from tconv_swap.layer import ConvTranspose2d
-from tconv_swap.verify_layer_call import (
+from tconv_swap.verification import compare
+from tconv_swap.verification.compare import ErrorSum, Norms, Tolerance, mismatch
+from tconv_swap.verification.layer_call import (
     GRADIENTS,
     LayerCall,
     Truth,
@@ -30,8 +30,8 @@ from tconv_swap.verify_layer_call import (
     own_class,
     weights,
 )
-from tconv_swap.verify_report import Check, Kind
-from tconv_swap.verify_runs import normal
+from tconv_swap.verification.report import Check, Kind
+from tconv_swap.verification.runs import normal
 
 MAX_CALLS = 8
 MAX_CALLS_ALIKE = 2

@@ -4,7 +4,7 @@ Both networks run on the same inputs, random numbers and buffers. Where it can b
 original is the truth, and the swapped network's error against it is set beside the original's. Where that is
 not enough, what the network makes of rounding in its transposed convolutions is measured by adding some: an
 original that happens to be exact, or a gradient that is zero but for rounding, must not fail a right swap.
-`verify_layers` compares every swapped layer by itself, on the way.
+`layers` compares every swapped layer by itself, on the way.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from tconv_swap import compare
-from tconv_swap.compare import Tolerance
 from tconv_swap.inputs import Inputs, model_dtype
-from tconv_swap.verify_layer_call import layer_roundoff
-from tconv_swap.verify_layers import LayerChecks, swapped_layers
-from tconv_swap.verify_memory import float64_does_not_fit, leaf_outputs
-from tconv_swap.verify_network import Standard
-from tconv_swap.verify_report import Check, VerifyReport
-from tconv_swap.verify_runs import (
+from tconv_swap.verification import compare
+from tconv_swap.verification.compare import Tolerance
+from tconv_swap.verification.layer_call import layer_roundoff
+from tconv_swap.verification.layers import LayerChecks, swapped_layers
+from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
+from tconv_swap.verification.network import Standard
+from tconv_swap.verification.report import Check, VerifyReport
+from tconv_swap.verification.runs import (
     PASSES,
     Outcome,
     Pass,
@@ -38,7 +38,7 @@ from tconv_swap.verify_runs import (
     shaken,
     untouched,
 )
-from tconv_swap.verify_trace import Trace
+from tconv_swap.verification.trace import Trace
 
 __all__ = ["Check", "VerifyReport", "verify"]
 

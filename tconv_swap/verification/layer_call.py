@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tconv_swap import compare
-from tconv_swap.compare import ErrorSum, Tolerance
 from tconv_swap.layer import ConvTranspose2d
-from tconv_swap.verify_report import Kind
+from tconv_swap.verification import compare
+from tconv_swap.verification.compare import ErrorSum, Tolerance
+from tconv_swap.verification.report import Kind
 
 GRADIENTS: tuple[Kind, ...] = ("layer_grad_input", "layer_grad_weight", "layer_grad_bias")
 

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from tconv_swap.compare import Verdict
+from tconv_swap.verification.compare import Verdict
 
 Kind = Literal[
     "output",

@@ -31,9 +31,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from tconv_swap import layer
-from tconv_swap.fileformat import GlobalName, LoadError, TorchFile, examine, first_line, printable
+from tconv_swap.files.fileformat import GlobalName, LoadError, TorchFile, examine, first_line, printable
+from tconv_swap.files.legacy import container_class, readable_by_safe_loader
 from tconv_swap.inputs import Inputs
-from tconv_swap.legacy import container_class, readable_by_safe_loader
 
 __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tconv_swap import compare
-from tconv_swap.compare import Norms, Tolerance, mismatch
-from tconv_swap.verify_report import Check, Kind
-from tconv_swap.verify_runs import Outcome, Pass
+from tconv_swap.verification import compare
+from tconv_swap.verification.compare import Norms, Tolerance, mismatch
+from tconv_swap.verification.report import Check, Kind
+from tconv_swap.verification.runs import Outcome, Pass
 
 # How often what rounding in the swapped layers does to the original the swapped network may be off.
 NOISE_FACTOR = 2.0
