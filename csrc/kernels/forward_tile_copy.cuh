@@ -18,7 +18,12 @@ __device__ __forceinline__ void copy_weights(u32 to, const u32* from) {
   }
 }
 
-__device__ __forceinline__ void zero_shared(u32 from, int words) {
+template <int WORDS>
+__device__ __forceinline__ void zero_shared(u32 to) {
   const u32 zeros[4] = {0, 0, 0, 0};
-  for (int i = threadIdx.x * 4; i < words; i += THREADS * 4) ptx::store_shared<4>(from + i * 4, zeros);
+#pragma unroll
+  for (int i = 0; i < ceil_div(WORDS / 4, THREADS); ++i) {
+    const int v = threadIdx.x + i * THREADS;
+    if (WORDS / 4 % THREADS == 0 || v < WORDS / 4) ptx::store_shared<4>(to + v * 16, zeros);
+  }
 }

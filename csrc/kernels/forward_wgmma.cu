@@ -62,7 +62,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
                                               int batch, int block, int group_row, int group_col) {
   constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
   extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::shared_address(shared);
+  const u32 stages = ptx::pinned(ptx::shared_address(shared));
   const auto input_stage = [&](int chunk) { return stages + chunk % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int chunk) { return input_stage(chunk) + round_up(INPUT_WORDS, 4) * 4; };
 
@@ -83,7 +83,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
 
   if constexpr (!FLAT && !THROUGH_REGISTERS) {
 #pragma unroll
-    for (int s = 0; s < STAGES; ++s) zero_shared(input_stage(s), round_up(INPUT_WORDS, 4));
+    for (int s = 0; s < STAGES; ++s) zero_shared<round_up(INPUT_WORDS, 4)>(input_stage(s));
     __syncthreads();
   }
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
     // Pixels outside the image stay zero in every stage: no chunk writes them.
     if constexpr (THROUGH_REGISTERS) {
 #pragma unroll
-      for (int s = 0; s < STAGES; ++s) zero_shared(input_stage(s), round_up(INPUT_WORDS, 4));
+      for (int s = 0; s < STAGES; ++s) zero_shared<round_up(INPUT_WORDS, 4)>(input_stage(s));
       __syncthreads();
     }
   }

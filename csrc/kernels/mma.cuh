@@ -15,6 +15,12 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+/// The value, kept in a register: without this the compiler asks for a shared address again and again.
+__device__ __forceinline__ u32 pinned(u32 value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- conversions ------------------------------------------------------------------------------------------
 
 /// Round to nearest, ties away: raw bits would be truncated by the multiplier, at twice the error.
