@@ -64,7 +64,7 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Out* staged, const 
 #pragma unroll
               for (int b = 0; b < PHASE_COLS; ++b) {
                 const float(&sum)[4] = sums.at[a * PHASE_COLS + b][0][image][col][row];
-                const float run[2] = {sum[e] + biases[0], sum[2 + e] + biases[1]};
+                const float run[2] = {HAS_BIAS ? sum[e] + biases[0] : sum[e], HAS_BIAS ? sum[2 + e] + biases[1] : sum[2 + e]};
                 stage_vector<2>(staged + (pixel + e * PHASE_COLS + b) * STAGED_PIXEL_PITCH + warp_channel + 2 * g, run);
               }
           } else {
@@ -74,8 +74,10 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Out* staged, const 
             for (int half = 0; half < 2; ++half) {
               float run[RUN];
 #pragma unroll
-              for (int r = 0; r < RUN; ++r)
-                run[r] = sums.at[a * PHASE_COLS + r % PHASE_COLS][0][image][col][row][half * 2 + r / PHASE_COLS] + biases[half];
+              for (int r = 0; r < RUN; ++r) {
+                const float sum = sums.at[a * PHASE_COLS + r % PHASE_COLS][0][image][col][row][half * 2 + r / PHASE_COLS];
+                run[r] = HAS_BIAS ? sum + biases[half] : sum;
+              }
 #pragma unroll
               for (int r = 0; r < RUN; r += VECTOR)
                 stage_vector<VECTOR>(staged + (warp_channel + g + half * 8) * CHANNEL_PITCH + pixel + r, run + r);
@@ -84,68 +86,95 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Out* staged, const 
         }
 }
 
+/// Outputs of one store: neighbouring channels of a pixel, or neighbouring pixels of a row of one channel.
+constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(STAGED_ROW, STORE_MOST)
+                                                 : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
+constexpr int STORE = OUTPUT_CHANNELS_LAST ? power_dividing(CO_GROUP, power_dividing(BLOCK_CHANNELS, STORE_MOST))
+                                           : power_dividing(OUT_WIDTH, STORE_ROW);
+constexpr int STORES = BLOCK_M * STAGED_PIXELS / STORE;
+constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
+
+/// Where the i-th store of the tile reads and writes, relative to the tile's first output.
+struct StorePlace {
+  int from, image, row, col, channel;
+  long long to;
+
+  __device__ constexpr explicit StorePlace(int i) : from(0), image(0), row(0), col(0), channel(0), to(0) {
+    constexpr int PIXEL_STORES = OUTPUT_CHANNELS_LAST ? BLOCK_M / STORE : 1;
+    constexpr int ROW_STORES = OUTPUT_CHANNELS_LAST ? PIXEL_STORES * STAGED_ROW : STAGED_ROW / STORE;
+    const int line = i / ROW_STORES;
+    const int staged_row = OUTPUT_CHANNELS_LAST ? line : line % STAGED_ROWS;
+    const int m = OUTPUT_CHANNELS_LAST ? i % PIXEL_STORES * STORE : line / STAGED_ROWS;
+    const int x = OUTPUT_CHANNELS_LAST ? i / PIXEL_STORES % STAGED_ROW : i % ROW_STORES * STORE;
+    from = OUTPUT_CHANNELS_LAST ? (staged_row * STAGED_ROW + x) * STAGED_PIXEL_PITCH + m
+                                : m * CHANNEL_PITCH + staged_row * STAGED_ROW + x;
+    image = staged_row / (TILE_H * PHASE_ROWS);
+    row = staged_row / PHASE_ROWS % TILE_H * CELL_ROWS + (STACK > 1 ? m / BLOCK_CHANNELS : staged_row % PHASE_ROWS);
+    col = x / PHASE_COLS * STRIDE_W + x % PHASE_COLS;
+    channel = m % BLOCK_CHANNELS;
+    const long long pixel = static_cast<long long>(row) * OUT_WIDTH + col;
+    to = OUTPUT_CHANNELS_LAST ? (image * OUT_PIXELS + pixel) * OUT_CHANNELS + channel
+                              : (static_cast<long long>(image) * OUT_CHANNELS + channel) * OUT_PIXELS + pixel;
+  }
+};
+
+__device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
+/// With powers of two throughout, the place of store thread + pass * THREADS is the sum of two places, of which one
+/// is a constant.
+constexpr bool PLACES_ADD = is_power(PHASE_ROWS) && is_power(PHASE_COLS) && STORES % THREADS == 0 && is_power(THREADS);
+
+template <int COUNT>
+__device__ __forceinline__ void copy_vector(Out* to, const Out* from) {
+  constexpr int BYTES = COUNT * static_cast<int>(sizeof(Out));
+  if constexpr (BYTES == 16) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  } else if constexpr (BYTES == 8) {
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+  } else if constexpr (BYTES == 4) {
+    *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
+  } else {
+    *to = *from;
+  }
+}
+
 /// The whole tile, by all threads of the block.
 __device__ __forceinline__ void store_staged(const Out* staged, Out* output, const Origin& origin, int group,
                                              int first_channel, int phase_row, int phase_col, int batch) {
-  // Outputs of one store: neighbouring channels of a pixel, or neighbouring pixels of a row of one channel.
-  constexpr int ROW_VECTOR = PHASE_COLS == STRIDE_W ? power_dividing(STAGED_ROW, STORE_MOST)
-                                                    : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
-  constexpr int VECTOR = OUTPUT_CHANNELS_LAST ? power_dividing(CO_GROUP, power_dividing(BLOCK_CHANNELS, STORE_MOST)) : power_dividing(OUT_WIDTH, ROW_VECTOR);
-  constexpr unsigned VECTORS = BLOCK_M * STAGED_PIXELS / VECTOR;
-  constexpr long long PIXELS_OUT = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
-  // The tile's first output; what a pass adds to it is mostly constant, and unrolling lets the compiler see that.
-  const int first_row = origin.row * CELL_ROWS + phase_row, first_col = origin.col * STRIDE_W + phase_col;
-  const int first_out_channel = group * CO_GROUP + first_channel;
-  const long long first_pixel = static_cast<long long>(first_row) * OUT_WIDTH + first_col;
-  output += FLAT                   ? first_out_channel * (OUTPUT_CHANNELS_LAST ? 1 : PIXELS_OUT)
-            : OUTPUT_CHANNELS_LAST ? (origin.image * PIXELS_OUT + first_pixel) * OUT_CHANNELS + first_out_channel
-                                   : (static_cast<long long>(origin.image) * OUT_CHANNELS + first_out_channel) * PIXELS_OUT + first_pixel;
-  const unsigned thread = threadIdx.x;
-  __builtin_assume(thread < THREADS);
-#pragma unroll(FLAT ? 4 : 32)
-  for (unsigned pass = 0; pass < (VECTORS + THREADS - 1) / THREADS; ++pass) {
-    const unsigned i = pass * THREADS + thread;
-    if (VECTORS % THREADS != 0 && i >= VECTORS) break;
-    unsigned channel, x, row;
-    if constexpr (OUTPUT_CHANNELS_LAST) {
-      channel = i % (BLOCK_M / VECTOR) * VECTOR;
-      x = i / (BLOCK_M / VECTOR) % STAGED_ROW;
-      row = i / (BLOCK_M / VECTOR * STAGED_ROW);
-    } else {
-      x = i % (STAGED_ROW / VECTOR) * VECTOR;
-      row = i / (STAGED_ROW / VECTOR) % STAGED_ROWS;
-      channel = i / (STAGED_ROW / VECTOR * STAGED_ROWS);
+  constexpr int PASSES = ceil_div(STORES, THREADS);
+  const int out_channel = group * CO_GROUP + first_channel, channels_left = CO_GROUP - first_channel;
+  if constexpr (FLAT) {
+    output += out_channel * (OUTPUT_CHANNELS_LAST ? 1 : OUT_PIXELS);
+#pragma unroll 4
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int i = pass * THREADS + threadIdx.x;
+      const StorePlace place(i);
+      const Cell cell = cell_at(origin, 0, 0, place.col / STRIDE_W, batch);
+      if ((STORES % THREADS == 0 || i < STORES) && cell.inside && place.channel < channels_left) {
+        const long long pixel = (static_cast<long long>(cell.row) * CELL_ROWS + phase_row + place.row) * OUT_WIDTH +
+                                cell.col * STRIDE_W + phase_col + place.col % STRIDE_W;
+        copy_vector<STORE>(output + (OUTPUT_CHANNELS_LAST
+                                         ? (cell.image * OUT_PIXELS + pixel) * OUT_CHANNELS + place.channel
+                                         : (static_cast<long long>(cell.image) * OUT_CHANNELS + place.channel) * OUT_PIXELS + pixel),
+                           staged + place.from);
+      }
     }
-    // Where in the tile the cell lies, and the output in the cell.
-    int image = row / (TILE_H * PHASE_ROWS);
-    int out_row = row / PHASE_ROWS % TILE_H * CELL_ROWS + (STACK > 1 ? channel / BLOCK_CHANNELS : row % PHASE_ROWS);
-    int out_col = x / PHASE_COLS * STRIDE_W + x % PHASE_COLS;
-    bool inside = first_channel + static_cast<int>(channel % BLOCK_CHANNELS) < CO_GROUP;
-    if constexpr (FLAT) {
-      const Cell cell = cell_at(origin, 0, 0, x / PHASE_COLS, batch);
-      image = cell.image;
-      out_row += cell.row * CELL_ROWS + phase_row;
-      out_col = cell.col * STRIDE_W + phase_col + x % PHASE_COLS;
-      inside = inside && cell.inside;
-    } else {
-      inside = inside && origin.image + image < batch && first_row + out_row < OUT_HEIGHT && first_col + out_col < OUT_WIDTH;
-    }
-    if (!inside) continue;
-    const long long pixel = static_cast<long long>(out_row) * OUT_WIDTH + out_col;
-    const int out_channel = channel % BLOCK_CHANNELS;
-    Out* to = output + (OUTPUT_CHANNELS_LAST ? (image * PIXELS_OUT + pixel) * OUT_CHANNELS + out_channel
-                                             : (static_cast<long long>(image) * OUT_CHANNELS + out_channel) * PIXELS_OUT + pixel);
-    const Out* from = staged + (OUTPUT_CHANNELS_LAST ? (row * STAGED_ROW + x) * STAGED_PIXEL_PITCH + channel
-                                                     : channel * CHANNEL_PITCH + row * STAGED_ROW + x);
-    constexpr int BYTES = VECTOR * static_cast<int>(sizeof(Out));
-    if constexpr (BYTES == 16) {
-      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
-    } else if constexpr (BYTES == 8) {
-      *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
-    } else if constexpr (BYTES == 4) {
-      *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
-    } else {
-      *to = *from;
+  } else {
+    const int first_row = origin.row * CELL_ROWS + phase_row, first_col = origin.col * STRIDE_W + phase_col;
+    const long long first_pixel = static_cast<long long>(first_row) * OUT_WIDTH + first_col;
+    output += OUTPUT_CHANNELS_LAST ? (origin.image * OUT_PIXELS + first_pixel) * OUT_CHANNELS + out_channel
+                                   : (static_cast<long long>(origin.image) * OUT_CHANNELS + out_channel) * OUT_PIXELS + first_pixel;
+    const int images_left = batch - origin.image, rows_left = OUT_HEIGHT - first_row, cols_left = OUT_WIDTH - first_col;
+    const StorePlace mine(threadIdx.x);
+#pragma unroll(PLACES_ADD ? PASSES : 4)
+    for (int pass = 0; pass < PASSES; ++pass) {
+      const int i = pass * THREADS + (PLACES_ADD ? 0 : threadIdx.x);
+      const StorePlace place(i);
+      const bool inside = place.image < images_left - (PLACES_ADD ? mine.image : 0) &&
+                          place.row < rows_left - (PLACES_ADD ? mine.row : 0) &&
+                          place.col < cols_left - (PLACES_ADD ? mine.col : 0) &&
+                          place.channel < channels_left - (PLACES_ADD ? mine.channel : 0);
+      if (inside && (PLACES_ADD || STORES % THREADS == 0 || i < STORES))
+        copy_vector<STORE>(output + place.to + (PLACES_ADD ? mine.to : 0), staged + place.from + (PLACES_ADD ? mine.from : 0));
     }
   }
 }
