@@ -15,9 +15,12 @@ from tconv_swap.program import Plan
 #: Stride, padding, output_padding, groups, dilation: hashable.
 Arguments = tuple[Any, ...]
 
+#: Bytes: kernels copy in pieces of so many. PyTorch allocates so; a slice may begin elsewhere.
+ALIGNMENT = 16
+
 
 class _Call(NamedTuple):
-    """What a call with tensors of such shapes and strides does. A format of None: the tensor as it lies."""
+    """What a call with tensors of such layouts does. A format of None: the tensor as it lies."""
 
     handle: int
     formats: tuple[torch.memory_format | None, ...]
@@ -81,26 +84,30 @@ def device_facts(index: int) -> plan.Device:
     """What planning must know of a GPU."""
     properties = torch.cuda.get_device_properties(index)
     return plan.Device(
-        architecture=f"sm_{properties.major}{properties.minor}",
+        # wgmma is in sm_90a alone: NVRTC offers it by that name only.
+        architecture=f"sm_{properties.major}{properties.minor}" + ("a" if properties.major == 9 else ""),
         multiprocessors=properties.multi_processor_count,
         shared_memory_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )
 
 
 def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device())
+    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT)
 
 
 def _launch(call: _Call, *tensors: Tensor | None) -> list[Tensor]:
     laid_out = [
-        tensor if tensor is None or form is None else tensor.contiguous(memory_format=form)
+        tensor if tensor is None or form is None else tensor.clone(memory_format=form)
         for tensor, form in zip(tensors, call.formats, strict=True)
     ]
     return torch.ops.tconv_swap.launch.default(call.handle, *laid_out)  # type: ignore[no-any-return]
 
 
 def _format(tensor: Tensor | None, wanted: torch.memory_format) -> torch.memory_format | None:
-    return None if tensor is None or tensor.is_contiguous(memory_format=wanted) else wanted
+    if tensor is None:
+        return None
+    as_it_lies = tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
+    return None if as_it_lies else wanted
 
 
 def _problem(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:

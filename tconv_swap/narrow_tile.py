@@ -1,4 +1,4 @@
-"""The tiles of csrc/kernels/forward_narrow.cu: what they are, what they need, what they are expected to take."""
+"""The tiles of csrc/kernels/forward_narrow.cu: what they are and what they need."""
 
 from __future__ import annotations
 
@@ -15,20 +15,8 @@ MAX_THREADS = 384
 MIN_SUMS = 8
 MAX_SUMS = 96
 MAX_LOADS = 10
-REPEATS = (1, 2, 4, 8, 16, 32)
-
-# What a tile takes, fitted to 2,400 random tiles of 15 layers on an H200 (benchmarks/NOTES.md, "forward: narrow"):
-# cycles of one multiprocessor for each instruction of a warp, or what else the line says.
-CYCLES_MULTIPLY_ADD = 1.38 / 4
-CYCLES_READ_INPUT = 0.6
-CYCLES_READ_WEIGHT = {1: 0.33, 2: 0.33, 4: 0.66}  # by the words of the access
-CYCLES_LOAD = 3.7
-CYCLES_LOAD_WEIGHT = 14.0
-CYCLES_SECTOR = 0.5  # a 32-byte piece of the output that one store instruction touches
-CYCLES_STEP = 600.0  # latency of one chunk of one tile
-CYCLES_PER_MICROSECOND = 1755.0
-BYTES_PER_MICROSECOND = 4.28e6
-SHARE_OF_MEMORY_TIME = 0.7  # the rest hides behind the arithmetic
+#: What ``registers`` adds to what the compiler needs on average, so that it never spills.
+REGISTER_MARGIN = 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +39,7 @@ class Tile:
     load: int
     resident: bool
     async_: bool
+    partial: int
     min_blocks: int
 
     @property
@@ -127,7 +116,9 @@ def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int
     """(channels, rows, columns) of the input that a block keeps of one image."""
     vertical, horizontal = axes(geometry)
     whole = tile.phases_h == vertical.stride
-    rows = tile.lanes_h * tile.thread_rows + (vertical.span if whole else (vertical.taps - 1) * vertical.reach)
+    rows = tile.lanes_h * tile.thread_rows + (
+        vertical.span if whole else (vertical.taps - 1) * vertical.reach
+    )
     columns = tile.lanes_w * tile.thread_columns + horizontal.span
     if not channels_last:
         columns = ceil_div(columns + horizontal.lowest % tile.load, tile.load) * tile.load
@@ -140,26 +131,61 @@ def input_loads(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
     return ceil_div(tile.block_images * channels * rows * columns // tile.load, threads(geometry, tile))
 
 
-def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    """The shared memory of a block, as the kernel lays it out."""
+@dataclass(frozen=True, slots=True)
+class SharedLayout:
+    """How a block's shared memory is laid out, in words of 4 bytes."""
+
+    #: From a pixel, row, channel, image of the input tile to the next, and the whole tile.
+    pixel: int
+    row: int
+    channel: int
+    image: int
+    input: int
+    #: From a tap's weights to the next, a channel slice's to the next, and all that are kept.
+    tap: int
+    slice: int
+    weights: int
+
+
+def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> SharedLayout:
+    """As csrc/kernels/forward_narrow.cu lays it out."""
     vertical, horizontal = axes(geometry)
     channels, rows, columns = input_tile(geometry, tile, channels_last)
-    if channels_last and tile.block_groups == 1:
-        read = min(tile.load, 4)
-        channels = read * (channels // read | 1)
-    values = ceil_div(tile.block_images * rows * columns * channels, 4) * 4
-    vector = _vector(tile)
-    tap = tile.lanes_c * tile.slices_c * ceil_div(tile.thread_channels, vector) * vector
+    pixel = 1
+    if channels_last:
+        read = read_width(tile, channels_last)
+        pixel = channels if tile.block_groups > 1 else read * (channels // read | 1)
+    row = columns * pixel
+    channel = 1 if channels_last else rows * row
+    image = rows * row if channels_last else channels * channel
+
+    vector = weight_vector(tile)
+    slice_ = ceil_div(tile.thread_channels, vector) * vector
+    tap = tile.lanes_c * tile.slices_c * slice_
     if tile.phases_w != horizontal.stride and tap // vector % 2 == 0:
         tap += vector
     weight_rows = vertical.kernel if tile.phases_h == vertical.stride else vertical.taps
     chunks = ceil_div(geometry.in_channels_per_group, tile.chunk) if tile.resident else 1
     weights = tile.chunk * chunks * weight_rows * horizontal.kernel * tap
+    return SharedLayout(
+        pixel, row, channel, image, ceil_div(tile.block_images * image, 4) * 4, tap, slice_, weights
+    )
+
+
+def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+    """The shared memory of a block."""
+    layout = shared_layout(geometry, tile, channels_last)
     buffers = 2 if tile.async_ else 1
-    return 4 * (values * buffers + weights * (1 if tile.resident else buffers))
+    return 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
 
 
-def _vector(tile: Tile) -> int:
+def read_width(tile: Tile, channels_last: bool) -> int:
+    """Input channels that a thread reads at a time."""
+    return min(tile.load, 4) if channels_last and tile.block_groups == 1 else 1
+
+
+def weight_vector(tile: Tile) -> int:
+    """Weights that a thread reads at a time."""
     return 4 if tile.thread_channels > 2 else tile.thread_channels
 
 
@@ -195,12 +221,12 @@ def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
 
 def registers(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
     """What the compiler needs of a thread without spilling, fitted to its reports, on the safe side."""
-    read = min(tile.load, 4) if channels_last and tile.block_groups == 1 else 1
     return int(
-        64
-        + 0.92 * tile.sums
+        39
+        + REGISTER_MARGIN
+        + 0.92 * tile.sums * (2 if tile.partial else 1)
         + 5.9 * input_loads(geometry, tile, channels_last)
-        + 1.4 * read * window(geometry, tile)[0]
+        + 1.4 * read_width(tile, channels_last) * window(geometry, tile)[0]
         + 2.2 * tile.thread_channels
     )
 
@@ -210,95 +236,5 @@ def unrolled(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
     vertical, horizontal = axes(geometry)
     taps_h = vertical.kernel if tile.phases_h == vertical.stride else vertical.taps
     taps_w = horizontal.kernel if tile.phases_w == horizontal.stride else horizontal.taps
-    read = min(tile.load, 4) if channels_last and tile.block_groups == 1 else 1
-    return taps_h * taps_w * tile.thread_rows * tile.thread_columns * tile.thread_channels * read
-
-
-def sectors(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> float:
-    """32-byte pieces of the output that a warp's stores touch, summed over them (csrc/kernels/narrow.cuh has the
-    runs and their widths)."""
-    stride = geometry.stride[1]
-    run = 1
-    whole_pixels = not channels_last or tile.thread_channels == geometry.out_channels
-    if tile.phases_w == stride and whole_pixels:
-        run = (tile.thread_columns if tile.adjacent else 1) * stride
-    pitch = geometry.out_width
-    if channels_last:
-        pitch = pitch * geometry.out_channels if run > 1 else geometry.out_channels_per_group
-        run *= tile.thread_channels
-    width = 1
-    while 2 * width * element_bytes <= 16 and run % (2 * width) == 0 and pitch % (2 * width) == 0:
-        width *= 2
-    # Lanes that follow each other `apart` elements apart, before the next piece of memory begins.
-    if channels_last and not whole_pixels:
-        lanes, apart = min(32, tile.lanes_c), run
-        if tile.block_channels == geometry.out_channels and tile.phases_w != stride:
-            lanes = 32
-    else:
-        lanes = min(32, stride // tile.phases_w * tile.lanes_w)
-        apart = run
-        if tile.phases_w != stride:
-            apart = tile.thread_channels if channels_last else 1
-            if tile.adjacent and tile.thread_columns > 1:
-                lanes = min(lanes, stride)
-    touched = min(lanes, ceil_div(lanes * apart * element_bytes, 32)) * (32 / lanes)
-    return tile.sums / width * max(touched, width * element_bytes)
-
-
-def microseconds(
-    geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int, multiprocessors: int
-) -> tuple[float, int]:
-    """What the kernel is expected to take on an H200, to rank tiles and to compare with other kernels, and the best
-    number of tiles for a block to walk down."""
-    per_tile, per_block = _cycles(geometry, tile, channels_last, element_bytes)
-    memory = SHARE_OF_MEMORY_TIME * geometry.elements * element_bytes / BYTES_PER_MICROSECOND
-    slots = multiprocessors * blocks_per_multiprocessor(geometry, tile, channels_last)
-    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
-    across, down = columns_of_tiles(geometry, tile), row_tiles(geometry, tile)
-
-    def expected(repeat: int) -> float:
-        blocks = across * ceil_div(down, repeat)
-        rounds = blocks / slots
-        if rounds <= 1:
-            uneven = ceil_div(blocks, multiprocessors) * multiprocessors / blocks
-        else:
-            uneven = 1 + 0.5 * (ceil_div(blocks, slots) / rounds - 1)
-        cycles = blocks * (repeat * per_tile + per_block) / multiprocessors * uneven
-        return (cycles + CYCLES_STEP * chunks * repeat * max(1.0, rounds)) / CYCLES_PER_MICROSECOND + memory
-
-    repeats = [r for r in REPEATS if r == 1 or (r <= down and across * down >= r * multiprocessors)]
-    return min((expected(repeat), repeat) for repeat in repeats)
-
-
-def blocks_per_multiprocessor(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
-    warps = ceil_div(threads(geometry, tile), 32)
-    by_registers = 65536 // (registers(geometry, tile, channels_last) * 32 * warps)
-    by_shared_memory = 227 * 1024 // (shared_bytes(geometry, tile, channels_last) + 1024)
-    return max(1, min(by_registers, by_shared_memory, 64 // warps, 32))
-
-
-def _cycles(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> tuple[float, float]:
-    """Cycles of a multiprocessor for each tile, and once for each block."""
-    vertical, horizontal = axes(geometry)
-    block = threads(geometry, tile)
-    warps = ceil_div(block, 32)
-    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
-    channels = chunks * tile.chunk
-    whole_h, whole_w = tile.phases_h == vertical.stride, tile.phases_w == horizontal.stride
-    used = 1.0 if whole_h else vertical.used
-    taps_h = vertical.kernel if whole_h else vertical.kernel / vertical.stride
-    taps = taps_h * (horizontal.kernel if whole_w else horizontal.taps)
-    rows, columns = window(geometry, tile)
-    vector = _vector(tile)
-    loaded_taps = (vertical.kernel if whole_h else vertical.taps) * horizontal.kernel
-    weight_loads = channels * tile.block_channels * loaded_taps * used / block * CYCLES_LOAD_WEIGHT
-    per_tile = (
-        channels * taps * tile.thread_rows * tile.thread_columns * tile.thread_channels * CYCLES_MULTIPLY_ADD
-        + channels * rows * columns * used * CYCLES_READ_INPUT
-        + channels * taps * ceil_div(tile.thread_channels, vector) * CYCLES_READ_WEIGHT[vector]
-        + chunks * input_loads(geometry, tile, channels_last) * used * CYCLES_LOAD
-        + sectors(geometry, tile, channels_last, element_bytes) * CYCLES_SECTOR
-    )
-    if tile.resident:
-        return warps * per_tile, warps * weight_loads
-    return warps * (per_tile + weight_loads), 0.0
+    pixels = tile.thread_rows * tile.thread_columns
+    return taps_h * taps_w * pixels * tile.thread_channels * read_width(tile, channels_last)

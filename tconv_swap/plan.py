@@ -6,14 +6,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tconv_swap import plan_general
+from tconv_swap import plan_general, plan_narrow, plan_tile
 from tconv_swap.geometry import Geometry
 from tconv_swap.program import Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What planning knows of a GPU. ``architecture`` is NVRTC's name for it, such as ``"sm_90"``."""
+    """What planning knows of a GPU. ``architecture`` is NVRTC's name for it, such as ``"sm_90a"``."""
 
     architecture: str
     multiprocessors: int
@@ -38,7 +38,25 @@ def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
-    """Inputs: input, weight, bias (or none). Output: the output."""
+    """Inputs: input, weight, bias (or none), 16-byte aligned. Output: the output.
+
+    The narrow kernels take what memory bounds or what has few channels in a group; the halo-tile kernels what has
+    channels enough to fill a tile of the tensor cores; the general kernels the rest, and all of float64.
+    """
+    for family in (plan_narrow.plan_narrow_forward, plan_tile.plan_tile_forward):
+        made = family(
+            problem.geometry,
+            problem.dtype,
+            problem.precision,
+            problem.channels_last,
+            problem.weight_channels_last,
+            has_bias,
+            device.architecture,
+            device.multiprocessors,
+            device.shared_memory_per_block,
+        )
+        if made is not None:
+            return made
     return plan_general.plan_forward(
         problem.geometry, problem.dtype, problem.channels_last, problem.weight_channels_last, has_bias
     )

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import log2, sqrt
 
 import torch
 
 from tconv_swap.geometry import Geometry
+from tconv_swap.narrow_cost import microseconds
 from tconv_swap.narrow_tile import (
     MAX_LOADS,
     MAX_SUMS,
@@ -19,7 +21,6 @@ from tconv_swap.narrow_tile import (
     ceil_div,
     columns_of_tiles,
     input_loads,
-    microseconds,
     registers,
     row_tiles,
     shared_bytes,
@@ -32,7 +33,7 @@ ELEMENT_TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: 
 
 INT32_MAX = 2**31 - 1
 #: Above so many multiply-adds for each element moved, FFMA bounds the time and tensor cores are the tool ...
-MULTIPLY_ADDS_PER_ELEMENT = 80
+MULTIPLY_ADDS_PER_ELEMENT = 84
 #: ... unless there are so few channels on one side that most of a tensor core's tile would be padding.
 NARROW_CHANNELS = 8
 #: A block's shared memory: beyond, too few blocks fit a multiprocessor to hide each other's waits.
@@ -40,6 +41,13 @@ SHARED_BYTES = 72 * 1024
 #: Pieces of the output that a tile writes should not be shorter than this, in bytes, or a whole row of it.
 ROW_BYTES = 256
 PIXEL_BYTES = 64
+SMALL_BLOCK = 32
+FINALISTS = 40
+#: Tiles are chosen for the largest of these not above the batch: a layer's kernel is compiled three times at most,
+#: whatever batches it meets.
+NOMINAL_BATCHES = (1, 8, 64)
+#: A sum of so few terms is as accurate in any order.
+SHORT_SUM = 8
 
 
 def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
@@ -87,21 +95,35 @@ def choose(
     """(tile, repeat, expected microseconds) of the tile that is expected to be the fastest, None when none is legal."""
     asynchronous = dtype == torch.float32 and int(arch.removeprefix("sm_").rstrip("af")) >= 80
     limit = min(SHARED_BYTES, shared_memory_per_block)
-    best: tuple[Tile, int, float] | None = None
-    for tile in candidates(geometry, channels_last, dtype.itemsize, asynchronous, limit):
-        expected, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, multiprocessors)
-        if best is None or expected < best[2]:
-            best = (tile, repeat, expected)
-    return best
+    nominal = geometry.with_batch(max(batch for batch in NOMINAL_BATCHES if batch <= geometry.batch))
+
+    def expected(tile: Tile, bank_conflicts: bool) -> float:
+        return microseconds(nominal, tile, channels_last, dtype.itemsize, multiprocessors, bank_conflicts)[0]
+
+    tiles = candidates(nominal, channels_last, dtype.itemsize, asynchronous, limit)
+    best = sorted(tiles, key=lambda tile: expected(tile, False))[:FINALISTS]
+    if not best:
+        return None
+    tile = min(best, key=lambda tile: expected(tile, True))
+    time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, multiprocessors)
+    return tile, repeat, time
 
 
 def candidates(
-    geometry: Geometry, channels_last: bool, element_bytes: int, asynchronous: bool, shared_limit: int
+    geometry: Geometry,
+    channels_last: bool,
+    element_bytes: int,
+    asynchronous: bool,
+    shared_limit: int,
 ) -> Iterator[Tile]:
     """The tiles worth a thought."""
     vertical, horizontal = axes(geometry)
+    # 16-bit outputs round away what the order of a sum in float32 changes.
+    partial = _partial(geometry) if element_bytes == 4 else 0
     for phases_h, phases_w in _phases(geometry):
-        for thread_channels, lanes_c, slices_c, block_groups in _channels(geometry, channels_last, element_bytes):
+        for thread_channels, lanes_c, slices_c, block_groups in _channels(
+            geometry, channels_last, element_bytes
+        ):
             for rows, columns, adjacent in _cells(geometry, phases_h, phases_w, thread_channels):
                 lanes = lanes_c * slices_c * (horizontal.stride // phases_w)
                 for lanes_w in _powers(horizontal.cells, columns):
@@ -129,9 +151,20 @@ def candidates(
                             load=1,
                             resident=True,
                             async_=asynchronous,
+                            partial=partial,
                             min_blocks=1,
                         )
                         yield from _staged(geometry, shape, channels_last, element_bytes, shared_limit)
+
+
+def _partial(geometry: Geometry) -> int:
+    """Input channels in the lower of two levels of sums: about as many terms there as above. 0: one level."""
+    vertical, horizontal = axes(geometry)
+    taps = vertical.taps * horizontal.taps
+    terms = taps * geometry.in_channels_per_group
+    if geometry.in_channels_per_group == 1 or terms <= SHORT_SUM:
+        return 0
+    return 1 << max(0, round(log2(sqrt(terms) / taps)))
 
 
 def _phases(geometry: Geometry) -> list[tuple[int, int]]:
@@ -163,11 +196,13 @@ def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> li
             return options
     for width in widths:
         lanes = ceil_div(channels, width)
-        options += [(width, count, 1, 1) for count in sorted({lanes, ceil_div(lanes, 2)})]
-    return [o for o in options if o[1] <= 64 and (o[0] * o[1] >= channels or o[0] * o[1] * element_bytes >= PIXEL_BYTES)]
+        options += [(width, count, 1, 1) for count in sorted({lanes, ceil_div(lanes, 2), 1})]
+    return [option for option in options if option[1] <= 64]
 
 
-def _cells(geometry: Geometry, phases_h: int, phases_w: int, channels: int) -> Iterator[tuple[int, int, bool]]:
+def _cells(
+    geometry: Geometry, phases_h: int, phases_w: int, channels: int
+) -> Iterator[tuple[int, int, bool]]:
     """(thread_rows, thread_columns, adjacent): the cells a thread owns."""
     for rows in (1, 2, 4, 8):
         for columns in (1, 2, 4, 8, 16):
@@ -195,9 +230,15 @@ def _staged(
     """The tile with each way to bring its input that fits."""
     channels = geometry.in_channels_per_group
     block = threads(geometry, shape)
-    if not 32 <= block <= MAX_THREADS:
+    if block > MAX_THREADS:
         return
-    chunks = {channels} if shape.block_groups > 1 else {c for c in (1, 2, 4, 8, 16, channels) if c <= channels}
+    if block < SMALL_BLOCK and row_tiles(geometry, shape) == geometry.batch:
+        # Small images: as many as fill a block.
+        shape = replace(shape, block_images=min(SMALL_BLOCK // block, geometry.batch))
+        block = threads(geometry, shape)
+    chunks = (
+        {channels} if shape.block_groups > 1 else {c for c in (1, 2, 4, 8, 16, channels) if c <= channels}
+    )
     found = 0
     for chunk in sorted(chunks, reverse=True):
         tile = replace(shape, chunk=chunk)
@@ -222,10 +263,16 @@ def _staged(
 def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> int:
     """Elements that travel together: as many as the alignment of the tensor and the tile allow, up to 16 bytes."""
     if channels_last:
-        sizes = [geometry.in_channels, geometry.in_channels_per_group * tile.block_groups, tile.block_groups * tile.chunk]
+        sizes = [
+            geometry.in_channels,
+            geometry.in_channels_per_group * tile.block_groups,
+            tile.block_groups * tile.chunk,
+        ]
     else:
         sizes = [geometry.width, tile.lanes_w * tile.thread_columns]
     load = 16 // element_bytes
+    if channels_last and tile.block_groups == 1 and tile.partial:
+        load = min(load, max(2, tile.partial))  # channels read together are summed together
     while any(size % load for size in sizes):
         load //= 2
     return load
@@ -241,7 +288,7 @@ def build(
     repeat: int,
     why: str,
 ) -> Plan:
-    """The plan that runs ``tile``, ``repeat`` of them in each block. Inputs: input, weight, bias. Output: the output."""
+    """The plan that runs ``tile``, ``repeat`` of them in each block."""
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,

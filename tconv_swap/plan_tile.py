@@ -1,263 +1,237 @@
-"""Plans of csrc/kernels/forward_tile.cu, the halo-tile implicit GEMM: which geometries it claims, which tiles."""
+"""Plans of csrc/kernels/forward_tile.cu and forward_wgmma.cu, the halo-tile implicit GEMM: what they claim, which
+tiles. Pure functions of data."""
 
 from __future__ import annotations
 
-import math as mathematics
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
-from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.geometry import Geometry
 from tconv_swap.program import Constant, Kernel, Launch, Output, Plan, input_, int64, output, workspace
+from tconv_swap.tile_layout import (
+    STEP_WORDS,
+    TAP_TILE_BYTES,
+    Problem,
+    Tile,
+    block_count,
+    fill_registers,
+    group_taps,
+    make_problem,
+    shared_bytes,
+)
 
 _ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 _PACK_THREADS = 256
 _REDUCE_THREADS = 256
-_STEP_WORDS = 8
-_TAP_TILE_BYTES = 512
+INT32_LIMIT = 2**31
+#: Of one multiprocessor.
+REGISTERS = 65536
+#: Of a thread's registers, for sums and a chunk of input: beyond it the compiler spills (measured).
+FILL_SHARE = 0.815
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """What one block computes, in the terms of forward_tile_layout.cuh. Fragments are 16 channels x 8 cells."""
-
-    warps_m: int
-    warp_m_tiles: int
-    images: int
-    rows: int
-    cols: int
-    warp_images: int
-    warp_rows: int
-    warp_cols: int
-    chunk_words: int
-    stages: int
-    blocks_per_multiprocessor: int
-    splits: int = 1
-    #: Multiplied by forward_wgmma.cu (sm_90a), from planes of 16 bytes of k, rather than by forward_tile.cu.
-    wgmma: bool = False
-
-    @property
-    def fragment(self) -> tuple[int, int, int]:
-        """Images, rows and columns of cells of one fragment."""
-        cols = min(8, self.cols)
-        rows = min(8 // cols, self.rows)
-        return 8 // (cols * rows), rows, cols
-
-    @property
-    def warps_n(self) -> int:
-        images, rows, cols = self.fragment
-        return (
-            self.images
-            // (images * self.warp_images)
-            * (self.rows // (rows * self.warp_rows))
-            * (self.cols // (cols * self.warp_cols))
-        )
-
-    @property
-    def threads(self) -> int:
-        return 32 * self.warps_m * self.warps_n
-
-    @property
-    def block_m(self) -> int:
-        return 16 * self.warps_m * self.warp_m_tiles
-
-    @property
-    def warp_fragments(self) -> int:
-        """Fragments of one phase that a warp keeps the sums of."""
-        return self.warp_m_tiles * self.warp_images * self.warp_rows * self.warp_cols
-
-    def __str__(self) -> str:
-        text = f"{self.block_m} x {self.images}x{self.rows}x{self.cols} cells, {self.threads // 32} warps"
-        return text + (f", {self.splits} splits" if self.splits > 1 else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """A transposed convolution as the kernel sees it. ``geometry`` may differ from the caller's in the stride
-    of an axis whose input is one pixel: nothing depends on it, and stride = kernel makes every tap a phase."""
-
-    geometry: Geometry
-    dtype: torch.dtype
-    precision: str
-    input_channels_last: bool
-    output_channels_last: bool
-    weight_channels_last: bool
-    has_bias: bool
-    #: Output rows of a cell that are stacked into the rows of a multiply (few channels; forward_tile_taps.cuh), or 1.
-    stack: int = 1
-
-    @property
-    def item(self) -> int:
-        return self.dtype.itemsize
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.precision == "IEEE" else 1
-
-    @property
-    def words(self) -> int:
-        """Words of k of one group: input channels, or pairs of them."""
-        return -(-self.geometry.in_channels_per_group * self.item // 4)
-
-    @property
-    def phases(self) -> Pair:
-        """Phases that one block computes."""
-        stride = self.geometry.stride
-        if self.stack > 1:
-            stride = (1, stride[1])
-        if stride[0] * stride[1] <= 4:
-            return stride
-        if stride[1] <= 8 and not (self.flat and stride[1] % 4 == 0):
-            return (1, stride[1])
-        return (1, 4)
-
-    @property
-    def cells(self) -> Pair:
-        geometry = self.geometry
-        rows = self.stack if self.stack > 1 else geometry.stride[0]
-        return (-(-geometry.out_height // rows), -(-geometry.out_width // geometry.stride[1]))
-
-    @property
-    def cell_input_rows(self) -> int:
-        return self.stack // self.geometry.stride[0] if self.stack > 1 else 1
-
-    def block_channels(self, tile: Tile) -> int:
-        return tile.block_m // self.stack
-
-    @property
-    def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Least and greatest distance from a cell to the input pixel that a tap reads, of each axis."""
-        bounds = []
-        for axis in (0, 1):
-            kernel, stride = self.geometry.kernel[axis], self.geometry.stride[axis]
-            padding, dilation = self.geometry.padding[axis], self.geometry.dilation[axis]
-            shifts = [((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)]
-            bounds.append((min(shifts), max(shifts)))
-        if self.stack > 1:
-            kernel, stride, padding = self.geometry.kernel[0], self.geometry.stride[0], self.geometry.padding[0]
-            bounds[0] = (-((kernel - 1 - padding) // stride), (self.stack - 1 + padding) // stride)
-        return bounds[0], bounds[1]
-
-    @property
-    def flat(self) -> bool:
-        """No tap is shifted: all cells of all images can stand in one row."""
-        return self.cell_input_rows == 1 and self.shifts == ((0, 0), (0, 0)) and self.cells == (self.geometry.height, self.geometry.width)
-
-
-def _problem(
+def plan_tile_forward(
     geometry: Geometry,
     dtype: torch.dtype,
     math: str,
     channels_last: bool,
     weight_channels_last: bool,
     has_bias: bool,
-) -> Problem:
-    stride = list(geometry.stride)
-    for axis, size in ((0, geometry.height), (1, geometry.width)):
-        if size == 1 and (geometry.padding[axis], geometry.output_padding[axis], geometry.dilation[axis]) == (0, 0, 1):
-            stride[axis] = geometry.kernel[axis]
-    precision = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(dtype, "IEEE" if math == "ieee" else "TF32")
-    pixels = geometry.height * geometry.width
-    return Problem(
-        replace(geometry, stride=(stride[0], stride[1])),
-        dtype,
-        precision,
-        channels_last or pixels == 1,
-        channels_last,
-        weight_channels_last,
-        has_bias,
+    arch: str,
+    multiprocessors: int,
+    shared_memory_per_block: int,
+) -> Plan | None:
+    """The halo-tile plan of a forward pass, or None for what it does not claim.
+
+    Args:
+        math: ``"ieee"`` keeps float32 products exact to float32; anything else allows TF32.
+        arch: NVRTC's name for the GPU, such as ``"sm_90a"``; wgmma needs the ``a``.
+        shared_memory_per_block: bytes, the most that one block may ask for.
+
+    Inputs: input (16-byte aligned), weight, bias. Output: the output.
+    """
+    problem = make_problem(geometry, dtype, math, channels_last, weight_channels_last, has_bias)
+    if not _claims(problem, arch):
+        return None
+    for candidate, tile in candidates(problem, arch, multiprocessors, shared_memory_per_block):
+        return plan_with_tile(candidate, tile)
+    return None
+
+
+def _claims(problem: Problem, arch: str) -> bool:
+    geometry = problem.geometry
+    if (
+        problem.dtype not in _ELEMENTS
+        or int(arch.removeprefix("sm_").rstrip("af")) < 80
+        or geometry.batch == 0
+    ):
+        return False
+    # Offsets within an image, and cells of the whole batch, are counted in 32 bits.
+    image = geometry.in_channels * geometry.height * geometry.width * problem.item
+    if image * 32 >= INT32_LIMIT * 8 or geometry.batch * problem.cells[0] * problem.cells[1] >= INT32_LIMIT:
+        return False
+    # Copies are of 4 bytes or more.
+    if problem.input_channels_last and geometry.in_channels_per_group * problem.item % 4:
+        return False
+    # Beyond these, code for each phase group is compiled apart, and most of a tile of channels is padding.
+    groups = len(group_taps(problem))
+    return geometry.stride[1] <= 8 and groups <= 8 and min(_channels(problem)) >= 8
+
+
+def _channels(problem: Problem) -> tuple[int, int]:
+    return problem.geometry.in_channels_per_group, problem.geometry.out_channels_per_group
+
+
+def candidates(
+    problem: Problem, arch: str, multiprocessors: int, shared_memory_per_block: int
+) -> Iterator[tuple[Problem, Tile]]:
+    """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
+
+    def fits(posed: Problem, tile: Tile) -> bool:
+        blocks = tile.blocks_per_multiprocessor
+        if tile.wgmma:
+            sums = 4 * tile.warp_fragments * posed.phases[0] * posed.phases[1]
+            registers = min(255, REGISTERS // (blocks * tile.threads))
+            if sums + fill_registers(posed, tile) > FILL_SHARE * registers:
+                return False
+        return blocks * (shared_bytes(posed, tile) + 1024) <= shared_memory_per_block + 1024
+
+    ranked: list[tuple[Problem, Tile]] = []
+    if arch == "sm_90a" and problem.precision != "IEEE":
+        posed = _stacked(problem)
+        ranked += [(posed, tile) for tile in _wgmma_tiles(posed)]
+    ranked += [(problem, tile) for tile in _mma_tiles(problem)]
+    ranked = [(posed, _split(posed, tile, multiprocessors)) for posed, tile in ranked if fits(posed, tile)]
+
+    # Where each multiprocessor has one block at most, it may have all the memory: more stages hide more latency.
+    def deepened(posed: Problem, tile: Tile) -> tuple[Problem, Tile]:
+        if block_count(posed, tile) <= multiprocessors:
+            deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
+            tile = next((deep for deep in deeper if fits(posed, deep)), tile)
+        return posed, tile
+
+    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all.
+    ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * multiprocessors)
+    yield from (deepened(*entry) for entry in ranked)
+
+
+def _stacked(problem: Problem) -> Problem:
+    """With at most 32 output channels, rows of the output fill up the 64 rows of a multiply."""
+    channels, stride = problem.geometry.out_channels_per_group, problem.geometry.stride[0]
+    rows = 64 // max(16, _power_above(channels))
+    if rows <= 1 or rows % stride or problem.geometry.dilation[0] != 1:
+        return problem
+    return replace(problem, stack=rows)
+
+
+def _split(problem: Problem, tile: Tile, multiprocessors: int) -> Tile:
+    """The same tile, with the sum over input channels split over several blocks when there are few tiles."""
+    chunks, blocks = -(-problem.words // tile.chunk_words), block_count(problem, tile)
+    splits = 1
+    if 4 * blocks < 3 * multiprocessors:
+        room = multiprocessors * tile.blocks_per_multiprocessor
+        while splits < 8 and 2 * splits * blocks <= room and chunks >= 16 * splits:
+            splits *= 2
+    return replace(tile, splits=splits)
+
+
+def _power_above(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _arrange(
+    problem: Problem, fragments: int, warps: int, most_rows: int
+) -> tuple[int, int, int, int, int, int]:
+    """How the fragments of ``warps`` warps (or warpgroups) tile the map: images, rows, columns of cells of the
+    tile; images, rows, columns of fragments of one warp."""
+    if problem.flat:
+        return 1, 1, 8 * fragments * warps, 1, 1, fragments
+    height, width = (_power_above(cells) for cells in problem.cells)
+    cols = min(8, width)
+    rows = min(8 // cols, height)
+    images = 8 // (cols * rows)
+    high, wide = height // rows, width // cols
+    warp_rows = min(high, fragments, most_rows)
+    warp_cols = min(wide, fragments // warp_rows)
+    warp_images = fragments // (warp_rows * warp_cols)
+    across = min(warps, wide // warp_cols)
+    down = min(warps // across, high // warp_rows)
+    deep = warps // (across * down)
+    return (
+        images * warp_images * deep,
+        rows * warp_rows * down,
+        cols * warp_cols * across,
+        warp_images,
+        warp_rows,
+        warp_cols,
     )
 
 
-def _group_taps(problem: Problem) -> list[int]:
-    """Taps of each phase group."""
-    counts = []
-    for axis in (0, 1):
-        if axis == 0 and problem.stack > 1:
-            least, most = problem.shifts[0]
-            counts.append([most - least + 1])
+def _wgmma_tiles(problem: Problem) -> Iterator[Tile]:
+    geometry = problem.geometry
+    channels = geometry.out_channels_per_group * problem.stack
+    if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
+        return
+    phases = problem.phases[0] * problem.phases[1]
+    # Sums of 128 registers a thread leave room for one block of two warpgroups, or two of one; of 64, for two.
+    wide, narrow = (2, 1, 128, 1), (1, 2, 128, 1)
+    twice, single = (1, 2, 64, 2), (1, 1, 128, 2)
+    wide_enough = channels > 64
+    plain_copy = problem.input_channels_last and problem.item == 2
+    if problem.flat and (wide_enough or not plain_copy):
+        order = [wide, narrow, single]
+    elif phases == 1:
+        order = [single, twice, wide, narrow] if geometry.taps <= 9 else [twice, wide, narrow, single]
+    elif plain_copy:
+        order = [single, narrow, twice]
+    else:
+        order = [narrow, single, twice]
+    order = [shape for shape in order if wide_enough or shape != wide]
+    order.append((1, 1, 64, 3))
+    # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
+    short = geometry.kernel[1] <= 3
+    most_rows = 8 if (not problem.output_channels_last if short else problem.stack > 1) else 16
+    # Narrow maps: one multiply takes the same rows of many images.
+    narrow_map = not problem.flat and problem.cells[1] <= 4
+    if narrow_map:
+        if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1:
+            return
+        order, most_rows = [narrow, single, twice], 1
+    for groups_m, groups_n, registers, blocks in order:
+        fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
+        if fragments < 4:
             continue
-        kernel, stride = problem.geometry.kernel[axis], problem.geometry.stride[axis]
-        padding, dilation = problem.geometry.padding[axis], problem.geometry.dilation[axis]
-        phases = problem.phases[axis]
-        count = [0] * (stride // phases)
-        for k in range(kernel):
-            count[(k * dilation - padding) % stride // phases] += 1
-        counts.append(count)
-    return [rows * cols for rows in counts[0] for cols in counts[1]]
+        arranged = _arrange(problem, fragments, groups_n, most_rows)
+        run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
+        if run < 4:
+            continue
+        chunks = (32, 16, 8) if problem.flat and blocks == 1 else (16, 8) if phases > 1 else (8,)
+        for stages in (3, 2):
+            for chunk_words in chunks:
+                if chunk_words <= max(8, problem.words):
+                    yield Tile(4 * groups_m, 1, *arranged, chunk_words, stages, blocks, wgmma=True)
 
 
-def _power_dividing(n: int, most: int) -> int:
-    return mathematics.gcd(n, most)
-
-
-def _aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
-    n = -(-start // of) * of
-    while n % modulus != rest:
-        n += of
-    return n
-
-
-def _copy_elements(problem: Problem, tile: Tile) -> int:
-    """Elements of one copy to shared memory."""
-    most = 16 // problem.item
-    if tile.wgmma and not problem.input_channels_last:
-        most = 4
-    if problem.input_channels_last:
-        return _power_dividing(problem.geometry.in_channels_per_group, most)
-    width = problem.geometry.width * (problem.geometry.height if problem.flat else 1)
-    return _power_dividing(width, _power_dividing(tile.cols, most))
-
-
-def shared_bytes(problem: Problem, tile: Tile) -> int:
-    """Shared memory of one block; mirrors forward_tile_layout.cuh, which asserts that they agree."""
-    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
-    (least_h, most_h), (least_w, most_w) = problem.shifts
-    lead = least_w % copy_pixels
-    halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
-    halo_w = -(-(lead + tile.cols + most_w - least_w) // copy_pixels) * copy_pixels
-    images, rows, cols = tile.fragment
-    row_pitch = _aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
-    image_pitch = halo_h * row_pitch
-    if images > 1:
-        image_pitch = _aligned_to(image_pitch, copy_pixels, 8, cols * rows % 8)
-    pixels = tile.images * image_pitch
-    if tile.wgmma:
-        planes = tile.chunk_words // 4
-        rest = 8 // planes if problem.input_channels_last else (1 if planes > 2 else 2)
-        input_words = tile.chunk_words * _aligned_to(pixels, 1, 8, rest)
-    elif problem.input_channels_last:
-        input_words = pixels * (tile.chunk_words + 4)
-    else:
-        input_words = tile.chunk_words * _aligned_to(pixels, 8, 32, 8)
-    input_words = -(-input_words // 4) * 4
-    steps = tile.chunk_words // _STEP_WORDS
-    weight_bytes = steps * max(_group_taps(problem)) * problem.parts * tile.block_m // 16 * _TAP_TILE_BYTES
-    stages = tile.stages * (input_words * 4 + weight_bytes)
-    return max(stages, _staged_bytes(problem, tile)) if tile.wgmma else stages
-
-
-def _staged_bytes(problem: Problem, tile: Tile) -> int:
-    """Shared memory in which an output tile is turned into whole rows; mirrors forward_staged_store.cuh."""
-    item = problem.item if tile.splits == 1 else 4
-    per_word = 4 // item
-    phases = problem.phases
-    pixels = tile.images * tile.rows * phases[0] * tile.cols * phases[1]
-    if problem.output_channels_last:
-        return pixels * _aligned_to(tile.block_m // per_word, 4, 16, 4) * 4
-    run_words = min(4, 2 * phases[1] // per_word)
-    return tile.block_m * _aligned_to(pixels // per_word, 4, 32, 4 * run_words % 32) * 4
-
-
-def block_count(problem: Problem, tile: Tile) -> int:
-    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
-    if problem.flat:
-        tiles = -(-geometry.batch * cells_h * cells_w // tile.cols)
-    else:
-        tiles = -(-geometry.batch // tile.images) * -(-cells_h // tile.rows) * -(-cells_w // tile.cols)
-    m_blocks = -(-geometry.out_channels_per_group // problem.block_channels(tile))
-    return tiles * m_blocks * geometry.groups * len(_group_taps(problem)) * tile.splits
+def _mma_tiles(problem: Problem) -> Iterator[Tile]:
+    phases = problem.phases[0] * problem.phases[1]
+    tiles_of_channels = -(-problem.geometry.out_channels_per_group // 16)
+    # 32 fragments of sums are 128 registers; three products want some for themselves.
+    ieee = problem.precision == "IEEE"
+    budget = 16 if ieee else 32
+    most_m = min(4 if phases == 1 else 1 if ieee and not problem.flat else 2, tiles_of_channels)
+    for warp_m_tiles in (m for m in (4, 2, 1) if m <= most_m):
+        fragments = min(16, 1 << max(1, budget // (phases * warp_m_tiles)).bit_length() - 1)
+        for warps_m in (1,) if ieee or tiles_of_channels < 2 * warp_m_tiles else (2, 1):
+            arranged = _arrange(problem, fragments, 4 // warps_m, 8)
+            if arranged[2] < 2 and not problem.input_channels_last:
+                continue
+            for stages in (3, 2):
+                for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
+                    yield Tile(warps_m, warp_m_tiles, *arranged, chunk_words, stages, 2)
+    # Where every tap of many phases has its weights in shared memory, few blocks fit.
+    yield Tile(1, 1, *_arrange(problem, min(fragments, 4), 4, 8), 8, 2, 1)
 
 
 def _constants(problem: Problem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
@@ -293,8 +267,10 @@ def plan_with_tile(problem: Problem, tile: Tile) -> Plan:
     geometry = problem.geometry
     common = _constants(problem, tile)
     m_tiles = -(-geometry.out_channels_per_group // problem.block_channels(tile)) * tile.block_m // 16
-    steps = -(-problem.words // tile.chunk_words) * tile.chunk_words // _STEP_WORDS
-    packed_bytes = m_tiles * geometry.groups * steps * sum(_group_taps(problem)) * problem.parts * _TAP_TILE_BYTES
+    steps = -(-problem.words // tile.chunk_words) * tile.chunk_words // STEP_WORDS
+    packed_bytes = (
+        m_tiles * geometry.groups * steps * sum(group_taps(problem)) * problem.parts * TAP_TILE_BYTES
+    )
     pack = Launch(
         Kernel(
             "pack_weights.cu",

@@ -66,21 +66,24 @@ constexpr int WEIGHT_CHANNELS = RESIDENT ? CHUNKS * CHUNK : CHUNK;
 constexpr int WEIGHT_TILE = WEIGHT_CHANNELS * WEIGHT_CI;
 constexpr int WEIGHT_BUFFERS = ASYNC && !RESIDENT ? 2 : 1;
 
+constexpr int SUMS = PHASES_H * THREAD_ROWS * THREAD_COLUMNS * PHASES_W * THREAD_CHANNELS;
 constexpr int WINDOW = THREAD_ROWS + INPUT_H - LANES_H * THREAD_ROWS;  // input rows that a thread reads
 
 struct InputVector {
   int image, channel, row, column;
 };
-__device__ __forceinline__ InputVector input_vector(int v) {
-  if (CHANNELS_LAST)
-    return {v / (VECTORS_C * INPUT_W * INPUT_H), v % VECTORS_C * LOAD, v / (VECTORS_C * INPUT_W) % INPUT_H,
-            v / VECTORS_C % INPUT_W};
-  return {v / (VECTORS_W * INPUT_H * INPUT_C), v / (VECTORS_W * INPUT_H) % INPUT_C, v / VECTORS_W % INPUT_H,
-          v % VECTORS_W * LOAD};
+__device__ __forceinline__ InputVector input_vector(unsigned v) {
+  Digits digits{v};
+  if (CHANNELS_LAST) {
+    const int channel = digits.next(VECTORS_C) * LOAD, column = digits.next(INPUT_W), row = digits.next(INPUT_H);
+    return {(int)digits.rest, channel, row, column};
+  }
+  const int column = digits.next(VECTORS_W) * LOAD, row = digits.next(INPUT_H), channel = digits.next(INPUT_C);
+  return {(int)digits.rest, channel, row, column};
 }
 
 // Where vector v of the tile lies in shared memory.
-__device__ __forceinline__ int shared_place(int v) {
+__device__ __forceinline__ int shared_place(unsigned v) {
   return CHANNELS_LAST ? v / VECTORS_C * PIXEL + v % VECTORS_C * LOAD : v * LOAD;
 }
 
@@ -91,35 +94,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   float* const tiles_x = reinterpret_cast<float*>(shared);
   float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;
 
-  // What the block owns. Blocks that read the same input run side by side.
-  unsigned block = blockIdx.x;
-  const auto next = [&block](int count) {
-    const int index = (int)(block % (unsigned)count);
-    block /= (unsigned)count;
-    return index;
-  };
-  const int block_phase_h = ALL_H ? 0 : next(STRIDE_H);
-  const int co0 = next(TILES_CO) * BLOCK_CO;
-  const int group0 = next(TILES_GROUP) * BLOCK_GROUPS;
-  const int cell_w0 = next(TILES_W) * (LANES_W * THREAD_COLUMNS);
+  // What the block owns. Blocks that read the same input run side by side. Rows of a cell come last: with few taps or
+  // none they are quickly done, and would keep half the multiprocessors idle if they alternated with the others.
+  Digits block{blockIdx.x};
+  const int co0 = block.next(TILES_CO) * BLOCK_CO;
+  const int group0 = block.next(TILES_GROUP) * BLOCK_GROUPS;
+  const int cell_w0 = block.next(TILES_W) * (LANES_W * THREAD_COLUMNS);
   const long long all_tiles = (batch + BLOCK_IMAGES - 1) / BLOCK_IMAGES * TILES_H;
-  const long long tile0 = block * repeat;
+  const unsigned walks = (unsigned)((all_tiles + repeat - 1) / repeat);
+  const long long tile0 = block.next(walks) * repeat;
+  const int block_phase_h = block.rest;
   const int tiles = (int)(repeat < all_tiles - tile0 ? repeat : all_tiles - tile0);
   const Phase block_taps_h = Vertical::phase(block_phase_h);
 
   // What the thread owns.
-  int thread = threadIdx.x;
-  const auto part = [&thread](int count) {
-    const int index = thread % count;
-    thread /= count;
-    return index;
-  };
-  const int lane_c = part(LANES_C);
-  const int thread_phase_w = part(STRIDE_W / PHASES_W);
-  const int lane_w = part(LANES_W);
-  const int slice = part(SLICES_C) * LANES_C + lane_c;
-  const int lane_h = part(LANES_H);
-  const int image = thread;
+  Digits thread{threadIdx.x};
+  const int lane_c = thread.next(LANES_C);
+  const int thread_phase_w = thread.next(STRIDE_W / PHASES_W);
+  const int lane_w = thread.next(LANES_W);
+  const int slice = thread.next(SLICES_C) * LANES_C + lane_c;
+  const int lane_h = thread.next(LANES_H);
+  const int image = thread.rest;
   const int group_local = BLOCK_GROUPS == 1 ? 0 : slice * THREAD_CHANNELS / CO_GROUP;
   const Phase thread_taps_w = Horizontal::phase(thread_phase_w);
   constexpr int LANE_STEP = ADJACENT ? THREAD_COLUMNS : 1, COLUMN_STEP = ADJACENT ? 1 : LANES_W;
@@ -167,19 +162,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   const auto fetch_weight = [&](int ci0, float* buffer) {
 #pragma unroll 4
-    for (int e = threadIdx.x; e < WEIGHT_CHANNELS * BLOCK_GROUPS * BLOCK_CO * WEIGHT_ROWS * KERNEL_W; e += THREADS) {
-      int rest = e;
-      const auto digit = [&rest](int count) {
-        const int index = rest % count;
-        rest /= count;
-        return index;
-      };
-      int co = WEIGHT_CHANNELS_LAST ? digit(BLOCK_CO) : 0;
-      const int kw = digit(KERNEL_W), row = digit(WEIGHT_ROWS);
-      if (!WEIGHT_CHANNELS_LAST) co = digit(BLOCK_CO);
-      const int ci = rest % WEIGHT_CHANNELS, in_block = rest / WEIGHT_CHANNELS * CO_GROUP + co;
+    for (unsigned e = threadIdx.x; e < WEIGHT_CHANNELS * BLOCK_GROUPS * BLOCK_CO * WEIGHT_ROWS * KERNEL_W; e += THREADS) {
+      Digits digits{e};
+      int co = WEIGHT_CHANNELS_LAST ? digits.next(BLOCK_CO) : 0;
+      const int kw = digits.next(KERNEL_W), row = digits.next(WEIGHT_ROWS);
+      if (!WEIGHT_CHANNELS_LAST) co = digits.next(BLOCK_CO);
+      const int from = channel0 + ci0 + digits.rest, ci = digits.next(WEIGHT_CHANNELS);
+      const unsigned in_block = digits.rest * CO_GROUP + co;
       const int kh = ALL_H ? row : block_taps_h.first + row * Vertical::STEP;
-      const int from = channel0 + ci0 + rest;
       const bool inside = kh < KERNEL_H && co0 + co < CO_GROUP && from < IN_CHANNELS && ci0 + ci < CI_GROUP;
       float* const to = buffer + ci * WEIGHT_CI + (row * KERNEL_W + kw) * TAP +
                         in_block / THREAD_CHANNELS * SLICE + in_block % THREAD_CHANNELS;
@@ -233,8 +223,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int i = 0; i < LOADS; ++i) {
           const int v = threadIdx.x + i * THREADS;
           if (VECTORS % THREADS == 0 || v < VECTORS) {
+            constexpr int N = LOAD < 4 ? LOAD : 4;
 #pragma unroll
-            for (int j = 0; j < LOAD; ++j) tiles_x[shared_place(v) + j] = load_as(ahead[i].elements[j]);
+            for (int j = 0; j < LOAD; j += N) {
+              float values[N];
+#pragma unroll
+              for (int k = 0; k < N; ++k) values[k] = load_as(ahead[i].elements[j + k]);
+              write_vector<N>(tiles_x + shared_place(v) + j, values);
+            }
           }
         }
         if (!RESIDENT) fetch_weight(chunk * CHUNK, tiles_w);
@@ -246,6 +242,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           tiles_w + (RESIDENT ? chunk * CHUNK * WEIGHT_CI : ASYNC ? buffer * WEIGHT_TILE : 0) + thread_w;
       buffer ^= 1;
 
+      // Long sums in two levels, PARTIAL channels in the lower: the rounding errors stay as small as PyTorch's.
+      float part[PHASES_H][THREAD_ROWS][THREAD_COLUMNS][PHASES_W][THREAD_CHANNELS] = {};
+      auto& into = PARTIAL ? part : sum;
 #pragma unroll 1
       for (int ci = 0; ci < CHUNK; ci += READ) {
         const float* const x = chunk_x + ci * CHANNEL;
@@ -284,12 +283,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                     for (int row = 0; row < THREAD_ROWS; ++row) {
 #pragma unroll
                       for (int c = 0; c < THREAD_CHANNELS; ++c)
-                        sum[phase_h][row][column][phase_w][c] += window[row + down][i] * factor[c];
+                        into[phase_h][row][column][phase_w][c] += window[row + down][i] * factor[c];
                     }
                   }
                 }
               }
             }
+          }
+        }
+        if (PARTIAL && ((ci + READ) % PARTIAL == 0 || ci + READ >= CHUNK)) {
+#pragma unroll
+          for (int i = 0; i < SUMS; ++i) {
+            (&sum[0][0][0][0][0])[i] += (&part[0][0][0][0][0])[i];
+            (&part[0][0][0][0][0])[i] = 0;
           }
         }
       }

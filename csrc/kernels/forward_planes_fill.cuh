@@ -35,7 +35,7 @@ struct InputFill {
     for (int s = 0; s < SLOTS; ++s) {
       const int place = threadIdx.x + s * THREADS;
       const int plane = place % CHUNK_PLANES;
-      const int w = place / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
+      const int w = column(s);
       const int h = place / PLACES_PER_ROW % HALO_H;
       const int n = place / PLACES_PER_ROW / HALO_H;
       int image, pixel;
@@ -46,14 +46,14 @@ struct InputFill {
         pixel = static_cast<int>(cell % PIXELS);
         inside = inside && first_image + image < batch;
       } else {
-        const int row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
+        const int row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H + h, col = NARROW ? w : origin.col + MIN_SHIFT_W - LEAD + w;
         image = n;
         pixel = row * WIDTH + col;
         inside = inside && row >= 0 && row < HEIGHT && col >= 0 && col < WIDTH && origin.image + n < batch;
       }
       const int elements = image * (IN_CHANNELS * PIXELS) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
       from[s] = inside ? elements * ITEM + plane * PLANE_CHANNELS * static_cast<int>(CHANNEL_BYTES) : -1;
-      to[s] = (plane * PLANE_PITCH + n * IMAGE_PITCH + h * ROW_PITCH + w) * 16;
+      to[s] = (plane * PLANE_PITCH + n * IMAGE_PITCH + h * ROW_PITCH + (NARROW ? 0 : w)) * 16;
     }
   }
 
@@ -62,12 +62,10 @@ struct InputFill {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       if (from[s] >= 0) {
-        if constexpr (RAGGED_K) {
-          const bool real = first_channel(s) < CI_GROUP;
-          ptx::copy_async_or_zero<16>(stage + to[s], real ? chunk + from[s] : chunk, real);
-        } else {
-          ptx::copy_async<16>(stage + to[s], chunk + from[s]);
-        }
+        const bool real = !RAGGED_K || first_channel(s) < CI_GROUP;
+        each_copy(s, 0, [&](int offset) {
+          ptx::copy_async_or_zero<16>(stage + to[s] + offset, real ? chunk + from[s] : chunk, real);
+        });
       }
     }
     advance();
@@ -110,13 +108,31 @@ struct InputFill {
               words[i] = ptx::round_to_tf32(staged[s][i * ROW_REGISTERS + p]);
             }
           }
-          ptx::store_shared<4>(stage + to[s] + p * 16, words);
+          each_copy(s, p, [&](int offset) { ptx::store_shared<4>(stage + to[s] + offset, words); });
         }
       }
     }
   }
 
  private:
+  __device__ __forceinline__ static int column(int s) {
+    return static_cast<int>(threadIdx.x + s * THREADS) / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
+  }
+
+  /// put(bytes from to[s]) for each place that pixel `p` of slot `s` goes to: one, or with NARROW one for each shift.
+  template <class Put>
+  __device__ __forceinline__ void each_copy(int s, int p, const Put& put) const {
+    if constexpr (NARROW) {
+#pragma unroll
+      for (int shift = MIN_SHIFT_W; shift <= MAX_SHIFT_W; ++shift) {
+        const int cell = column(s) + p - shift;
+        if (cell >= 0 && cell < TILE_W) put(((shift - MIN_SHIFT_W) * SHIFTED_PITCH + cell) * 16);
+      }
+    } else {
+      put(p * 16);
+    }
+  }
+
   /// First channel of a place of the next chunk, in the group.
   __device__ __forceinline__ int first_channel(int s) const {
     return next_channel + static_cast<int>(threadIdx.x + s * THREADS) % CHUNK_PLANES * PLANE_CHANNELS;
@@ -130,16 +146,8 @@ struct InputFill {
   /// The bytes at `from`, or zeros.
   template <int BYTES>
   __device__ __forceinline__ static void load_words(u32* words, const char* from, bool real) {
-    if constexpr (BYTES == 16) {
-      const uint4 v = real ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{};
-      words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
-    } else if constexpr (BYTES == 8) {
-      const uint2 v = real ? __ldg(reinterpret_cast<const uint2*>(from)) : uint2{};
-      words[0] = v.x, words[1] = v.y;
-    } else if constexpr (BYTES == 4) {
-      words[0] = real ? __ldg(reinterpret_cast<const u32*>(from)) : 0;
-    } else {
-      words[0] = real ? __ldg(reinterpret_cast<const unsigned short*>(from)) : 0;
-    }
+#pragma unroll
+    for (int i = 0; i < (BYTES + 3) / 4; ++i) words[i] = 0;
+    if (real) ptx::load_global<BYTES>(words, from);
   }
 };

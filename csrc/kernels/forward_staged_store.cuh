@@ -55,15 +55,15 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Out* staged, const 
       for (int col = 0; col < WARP_COLS; ++col)
 #pragma unroll
         for (int a = 0; a < PHASE_ROWS; ++a) {
-          const int out_row = ((n + image) * TILE_H + h + row) * PHASE_ROWS + a;
-          const int out_col = (w + col * 8 + 2 * t) * PHASE_COLS;
+          const int cell_row = h + row * FRAGMENT_H + 2 * t / FRAGMENT_W, cell_col = w + col * FRAGMENT_W + 2 * t % FRAGMENT_W;
+          const int out_row = ((n + image) * TILE_H + cell_row) * PHASE_ROWS + a, out_col = cell_col * PHASE_COLS;
           const int pixel = out_row * STAGED_ROW + out_col;
           if constexpr (OUTPUT_CHANNELS_LAST) {
 #pragma unroll
             for (int e = 0; e < 2; ++e)
 #pragma unroll
               for (int b = 0; b < PHASE_COLS; ++b) {
-                const float(&sum)[4] = sums.at[a * PHASE_COLS + b][0][image][col][row];
+                const float(&sum)[4] = sums.at(a * PHASE_COLS + b, 0, image, col, row);
                 const float run[2] = {HAS_BIAS ? sum[e] + biases[0] : sum[e], HAS_BIAS ? sum[2 + e] + biases[1] : sum[2 + e]};
                 stage_vector<2>(staged + (pixel + e * PHASE_COLS + b) * STAGED_PIXEL_PITCH + warp_channel + 2 * g, run);
               }
@@ -75,7 +75,7 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Out* staged, const 
               float run[RUN];
 #pragma unroll
               for (int r = 0; r < RUN; ++r) {
-                const float sum = sums.at[a * PHASE_COLS + r % PHASE_COLS][0][image][col][row][half * 2 + r / PHASE_COLS];
+                const float sum = sums.at(a * PHASE_COLS + r % PHASE_COLS, 0, image, col, row)[half * 2 + r / PHASE_COLS];
                 run[r] = HAS_BIAS ? sum + biases[half] : sum;
               }
 #pragma unroll
@@ -137,26 +137,46 @@ __device__ __forceinline__ void copy_vector(Out* to, const Out* from) {
   }
 }
 
+/// With FLAT, a cell's place follows from divisions; in NCHW a thread meets the same column every FLAT_PERIOD stores.
+constexpr int FLAT_PERIOD = OUTPUT_CHANNELS_LAST ? 1 << 30 : STAGED_ROW / STORE;
+__device__ __forceinline__ long long flat_offset(const Cell& cell, const StorePlace& place, int phase_row, int phase_col) {
+  const long long pixel = (static_cast<long long>(cell.row) * CELL_ROWS + phase_row + place.row) * OUT_WIDTH +
+                          cell.col * STRIDE_W + phase_col + place.col % STRIDE_W;
+  return OUTPUT_CHANNELS_LAST
+             ? (cell.image * OUT_PIXELS + pixel) * OUT_CHANNELS + place.channel
+             : (static_cast<long long>(cell.image) * OUT_CHANNELS + place.channel) * OUT_PIXELS + pixel;
+}
+
 /// The whole tile, by all threads of the block.
 __device__ __forceinline__ void store_staged(const Out* staged, Out* output, const Origin& origin, int group,
                                              int first_channel, int phase_row, int phase_col, int batch) {
   constexpr int PASSES = ceil_div(STORES, THREADS);
   const int out_channel = group * CO_GROUP + first_channel, channels_left = CO_GROUP - first_channel;
-  if constexpr (FLAT) {
-    output += out_channel * (OUTPUT_CHANNELS_LAST ? 1 : OUT_PIXELS);
-#pragma unroll 4
+  if constexpr (FLAT && PLACES_ADD && THREADS % FLAT_PERIOD == 0) {
+    // All stores of a thread lie in the same cell.
+    const StorePlace mine(threadIdx.x);
+    const Cell cell = cell_at(origin, 0, 0, mine.col / STRIDE_W, batch);
+    output += out_channel * OUT_PIXELS + flat_offset(cell, mine, phase_row, phase_col);
+    const int channels = cell.inside ? channels_left - mine.channel : 0;
+#pragma unroll
     for (int pass = 0; pass < PASSES; ++pass) {
+      const StorePlace place(pass * THREADS);
+      if (place.channel < channels) copy_vector<STORE>(output + place.to, staged + mine.from + place.from);
+    }
+  } else if constexpr (FLAT) {
+    output += out_channel * (OUTPUT_CHANNELS_LAST ? 1 : OUT_PIXELS);
+    // Rows of a cell innermost: they share the search for its place.
+    constexpr int ROW_PASSES = OUTPUT_CHANNELS_LAST && STORES / STAGED_ROWS % THREADS == 0 ? STAGED_ROWS : 1;
+#pragma unroll 2
+    for (int pass = 0; pass < PASSES / ROW_PASSES; ++pass) {
       const int i = pass * THREADS + threadIdx.x;
       const StorePlace place(i);
       const Cell cell = cell_at(origin, 0, 0, place.col / STRIDE_W, batch);
-      if ((STORES % THREADS == 0 || i < STORES) && cell.inside && place.channel < channels_left) {
-        const long long pixel = (static_cast<long long>(cell.row) * CELL_ROWS + phase_row + place.row) * OUT_WIDTH +
-                                cell.col * STRIDE_W + phase_col + place.col % STRIDE_W;
-        copy_vector<STORE>(output + (OUTPUT_CHANNELS_LAST
-                                         ? (cell.image * OUT_PIXELS + pixel) * OUT_CHANNELS + place.channel
-                                         : (static_cast<long long>(cell.image) * OUT_CHANNELS + place.channel) * OUT_PIXELS + pixel),
-                           staged + place.from);
-      }
+      Out* to = output + flat_offset(cell, place, phase_row, phase_col);
+#pragma unroll
+      for (int row = 0; row < ROW_PASSES; ++row)
+        if ((STORES % THREADS == 0 || i < STORES) && cell.inside && place.channel < channels_left)
+          copy_vector<STORE>(to + row * (OUT_WIDTH * OUT_CHANNELS), staged + place.from + row * (STAGED_ROW * STAGED_PIXEL_PITCH));
     }
   } else {
     const int first_row = origin.row * CELL_ROWS + phase_row, first_col = origin.col * STRIDE_W + phase_col;

@@ -90,7 +90,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
           for (int i = 0; i < WARP_M_TILES; ++i) {
             const u32 address = weights + (RANK * TAP_WORDS + i * FRAGMENT_WORDS) * 4;
             const uint4 a = ptx::load_shared_vector(address);
-            uint4 a_low;
+            [[maybe_unused]] uint4 a_low;
             if constexpr (PARTS == 2) a_low = ptx::load_shared_vector(address + BLOCK_M_TILES * FRAGMENT_WORDS * 4);
 #pragma unroll
             for (int image = 0; image < WARP_IMAGES; ++image)
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
               for (int row = 0; row < WARP_ROWS; ++row)
 #pragma unroll
                 for (int col = 0; col < WARP_COLS; ++col) {
-                  float(&sum)[4] = sums.at[PHASE][i][image][col][row];
+                  float(&sum)[4] = sums.at(PHASE, i, image, col, row);
                   const int reach = FIRST_ROW + row * FRAGMENT_H;
                   if constexpr (PARTS == 2) {
                     // The multiplier truncates its sums; adding them here rounds to nearest, once for the three.

@@ -36,8 +36,13 @@ static_assert(WARPS_W * FRAGMENT_W * WARP_COLS == TILE_W);
 static_assert(WARPS_H * FRAGMENT_H * WARP_ROWS == TILE_H);
 static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 
+// A multiply of wgmma reads 8 cells as 8 neighbouring pixels. Where the map is narrower, whole rows are neighbours:
+// the tile is as wide as the map, and shared memory holds a copy of it for each shift by columns, cut to its width.
+constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
+
 constexpr int CELLS_H = ceil_div(OUT_HEIGHT, CELL_ROWS), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
 constexpr int PIXELS = HEIGHT * WIDTH;
+static_assert(!NARROW || (FRAGMENT_N == 1 && CELLS_W <= TILE_W && CELL_INPUT_ROWS == 1 && WARP_COLS == 1));
 static_assert(!FLAT || (CELLS_H == HEIGHT && CELLS_W == WIDTH && CELL_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
 constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
 
@@ -56,13 +61,15 @@ constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, COPY_MOST)
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : COPY;
 
 // A row of the halo begins this many pixels early, where a copy of several pixels may begin.
-constexpr int LEAD = ((MIN_SHIFT_W % COPY_PIXELS) + COPY_PIXELS) % COPY_PIXELS;
+constexpr int LEAD = NARROW ? 0 : ((MIN_SHIFT_W % COPY_PIXELS) + COPY_PIXELS) % COPY_PIXELS;
 constexpr int HALO_H = (TILE_H - 1) * CELL_INPUT_ROWS + 1 + MAX_SHIFT_H - MIN_SHIFT_H;
-constexpr int HALO_W = round_up(LEAD + TILE_W + MAX_SHIFT_W - MIN_SHIFT_W, COPY_PIXELS);
+constexpr int HALO_W = NARROW ? WIDTH : round_up(LEAD + TILE_W + MAX_SHIFT_W - MIN_SHIFT_W, COPY_PIXELS);
 
 // The 8 pixels of a fragment must differ modulo 8: then no fragment load meets a bank twice.
-constexpr int ROW_PITCH = FRAGMENT_H > 1 ? aligned_to(HALO_W, COPY_PIXELS, 8, FRAGMENT_W) : HALO_W;
-constexpr int IMAGE_PITCH = FRAGMENT_N > 1
+constexpr int ROW_PITCH = NARROW ? TILE_W : FRAGMENT_H > 1 ? aligned_to(HALO_W, COPY_PIXELS, 8, FRAGMENT_W) : HALO_W;
+constexpr int SHIFTED_PITCH = HALO_H * TILE_W;
+constexpr int IMAGE_PITCH = NARROW ? (MAX_SHIFT_W - MIN_SHIFT_W + 1) * SHIFTED_PITCH
+                            : FRAGMENT_N > 1
                                 ? aligned_to(HALO_H * ROW_PITCH, COPY_PIXELS, 8, FRAGMENT_W * FRAGMENT_H % 8)
                                 : HALO_H * ROW_PITCH;
 constexpr int HALO_PIXELS = TILE_N * IMAGE_PITCH;

@@ -53,12 +53,20 @@ __device__ __forceinline__ void store_vector(Out* to, const float* v) {
 /// What one warp holds: by phase, tile of 16 channels, image, column and row of fragments, place in the fragment.
 constexpr int PHASES = PHASE_ROWS * PHASE_COLS;
 struct Sums {
-  float at[PHASES][WARP_M_TILES][WARP_IMAGES][WARP_COLS][WARP_ROWS][4];
+  float all[PHASES][WARP_M_TILES][WARP_IMAGES * WARP_COLS * WARP_ROWS][4];
+
+  /// Those that one multiply of wgmma adds to lie together: the rows of a column, or with NARROW the images of a row.
+  __device__ __forceinline__ float (&at(int phase, int tile, int image, int col, int row))[4] {
+    return all[phase][tile][NARROW ? row * WARP_IMAGES + image : (image * WARP_COLS + col) * WARP_ROWS + row];
+  }
+  __device__ __forceinline__ const float (&at(int phase, int tile, int image, int col, int row) const)[4] {
+    return const_cast<Sums*>(this)->at(phase, tile, image, col, row);
+  }
 
   __device__ __forceinline__ void clear() {
-    float* all = &at[0][0][0][0][0][0];
+    float* flat = &all[0][0][0][0];
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(at) / sizeof(float)); ++i) all[i] = 0.f;
+    for (int i = 0; i < static_cast<int>(sizeof(all) / sizeof(float)); ++i) flat[i] = 0.f;
   }
 };
 
@@ -109,7 +117,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
                 float run[RUN];
 #pragma unroll
                 for (int i = 0; i < RUN; ++i)
-                  run[i] = sums.at[a * PHASE_COLS + b][i / 2][image][col][row][i % 2 * 2 + e] + biases[i / 2][i % 2];
+                  run[i] = sums.at(a * PHASE_COLS + b, i / 2, image, col, row)[i % 2 * 2 + e] + biases[i / 2][i % 2];
 #pragma unroll
                 for (int i = 0; i < RUN; i += VECTOR)
                   if (CO_GROUP % RUN == 0 ? channel < CO_GROUP : channel + i < CO_GROUP)
@@ -137,8 +145,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
                     float run[RUN];
 #pragma unroll
                     for (int r = 0; r < RUN; ++r)
-                      run[r] = sums.at[a * PHASE_COLS + r % PHASE_COLS][i][image][col][row]
-                                      [half * 2 + (PAIR ? r / PHASE_COLS + pass : e)] +
+                      run[r] = sums.at(a * PHASE_COLS + r % PHASE_COLS, i, image, col, row)[half * 2 + (PAIR ? r / PHASE_COLS + pass : e)] +
                                biases[i][half];
 #pragma unroll
                     for (int r = 0; r < RUN; r += VECTOR)

@@ -2,8 +2,8 @@
 // with both operands read from shared memory by the tensor cores, nearly twice as fast as mma.sync.
 //
 //   M = 64 output channels a warpgroup, or fewer of several rows (STACK): the packed weights (pack_weights.cu)
-//   N = WARP_ROWS rows of 8 cells, or with FLAT 8 * WARP_COLS cells in a row; one multiply for each of the
-//       WARP_COLS columns of 8 cells, each of WARP_IMAGES images, each tap
+//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells, or with NARROW maps 8 cells of
+//       each of WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
 //   K = input channels, by chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
 // Without swizzle, 8 cells of one plane (forward_planes_fill.cuh) are 128 bytes in one piece wherever they begin, so
@@ -11,7 +11,7 @@
 // threads fill the stage after the next.
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
-// stride, padding, output padding, dilation, groups; maps at least 8 cells wide, or no shifted tap (FLAT).
+// stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
 // Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -23,12 +23,16 @@
 #include "forward_staged_store.cuh"
 #include "repeat.cuh"
 
-static_assert(FRAGMENT_W == 8 && WARPS_M % 4 == 0 && WARP_M_TILES == 1);
+static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % 4 == 0 && WARP_M_TILES == 1);
 static_assert(SHARED_BYTES == most(STAGES * STAGE_WORDS * 4, STAGED_BYTES), "the plan and the kernel must agree");
 
 /// Cells of one multiply, and multiplies for one tap of one image.
-constexpr int MULTIPLY_CELLS = 8 * (FLAT ? WARP_COLS : WARP_ROWS);
-constexpr int MULTIPLIES = FLAT ? 1 : WARP_COLS;
+constexpr bool ALONG_ROW = FLAT || (WARP_ROWS == 1 && !NARROW);
+constexpr int MULTIPLY_CELLS = 8 * (ALONG_ROW ? WARP_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
+constexpr int MULTIPLY_IMAGES = NARROW ? 1 : WARP_IMAGES;
+constexpr int MULTIPLIES = ALONG_ROW ? 1 : NARROW ? WARP_ROWS : WARP_COLS;
+/// Pixels from 8 cells of a multiply to the next 8.
+constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_ROWS * ROW_PITCH;
 
 /// Descriptors count in 16 bytes, which is one pixel of a plane, and one channel of a plane of weights.
 constexpr int WEIGHT_PLANE = 64;
@@ -44,15 +48,15 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
       if constexpr (ROWS_AXIS.group(KH) == GROUP_ROW && COLS_AXIS.group(KW) == GROUP_COL) {
         constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);
         constexpr int PHASE = ROWS_AXIS.phase(KH) % PHASE_ROWS * PHASE_COLS + COLS_AXIS.phase(KW) % PHASE_COLS;
-        constexpr int SHIFT =
-            (ROWS_AXIS.shift(KH) - MIN_SHIFT_H) * ROW_PITCH + COLS_AXIS.shift(KW) - MIN_SHIFT_W;
+        constexpr int SHIFT = (ROWS_AXIS.shift(KH) - MIN_SHIFT_H) * ROW_PITCH +
+                              (COLS_AXIS.shift(KW) - MIN_SHIFT_W) * (NARROW ? SHIFTED_PITCH : 1);
 #pragma unroll
-        for (int image = 0; image < WARP_IMAGES; ++image)
+        for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
-          for (int col = 0; col < MULTIPLIES; ++col)
+          for (int i = 0; i < MULTIPLIES; ++i)
             ptx::multiply<PRECISION, MULTIPLY_CELLS>(
-                sums.at[PHASE][0][image][col][0], weights + step * STEP_WEIGHTS + RANK * (TAP_WORDS / 4),
-                input + step * (STEP_WORDS / 4) * PLANE_PITCH + SHIFT + image * IMAGE_PITCH + col * 8);
+                NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i, 0), weights + step * STEP_WEIGHTS + RANK * (TAP_WORDS / 4),
+                input + step * (STEP_WORDS / 4) * PLANE_PITCH + SHIFT + image * IMAGE_PITCH + i * 8);
       }
     });
 }
@@ -133,7 +137,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
     ptx::fence_sums();
     multiply_chunk<GROUP_ROW, GROUP_COL>(
         sums, ptx::matrix_descriptor(weight_stage(chunk) + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
-        ptx::matrix_descriptor(input_stage(chunk) + first_pixel * 16, PLANE_PITCH * 16, (FLAT ? 8 : CELL_INPUT_ROWS * ROW_PITCH) * 16));
+        ptx::matrix_descriptor(input_stage(chunk) + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
     ptx::commit_multiplies();
 
     const int next = chunk + STAGES - 1;

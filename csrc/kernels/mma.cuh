@@ -108,7 +108,25 @@ __device__ __forceinline__ void load_matrices(u32 (&m)[2], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
 }
 
-// ---- asynchronous copies global -> shared -------------------------------------------------------------------
+// ---- loads and asynchronous copies global -> shared -------------------------------------------------------------------
+
+// Both ask the L2 for whole lines of 128 bytes: a chunk reads a part of each, the chunks after it the rest.
+
+/// 2, 4, 8 or 16 bytes, which nothing writes during the launch.
+template <int BYTES>
+__device__ __forceinline__ void load_global(u32* words, const void* from) {
+  if constexpr (BYTES == 16) {
+    asm volatile("ld.global.nc.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "l"(from));
+  } else if constexpr (BYTES == 8) {
+    asm volatile("ld.global.nc.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "l"(from));
+  } else if constexpr (BYTES == 4) {
+    asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
+  } else {
+    words[0] = __ldg(static_cast<const unsigned short*>(from));
+  }
+}
 
 template <int BYTES>
 __device__ __forceinline__ void copy_async(u32 to, const void* from) {

@@ -5,6 +5,16 @@
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// A number read digit by digit, the last first, each with its own base.
+struct Digits {
+  unsigned rest;
+  __device__ __forceinline__ int next(unsigned base) {
+    const unsigned digit = rest % base;
+    rest /= base;
+    return (int)digit;
+  }
+};
+
 // The taps of one phase on one axis: first, first + STEP, ..., `count` of them. The first reads the input `origin`
 // pixels after the cell, each further one REACH pixels before the last.
 struct Phase {
@@ -107,6 +117,16 @@ __device__ __forceinline__ void async_wait_all_but_last() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_group 1;" ::: "memory");
 #endif
+}
+
+template <int N>
+__device__ __forceinline__ void write_vector(float* to, const float* from) {
+  if constexpr (N == 4)
+    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+  else if constexpr (N == 2)
+    *reinterpret_cast<float2*>(to) = make_float2(from[0], from[1]);
+  else
+    *to = *from;
 }
 
 // A run: elements of a thread that lie side by side in the output, RUN_COLUMNS pixels of RUN_CHANNELS channels.

@@ -1,0 +1,287 @@
+"""What csrc/kernels/forward_tile.cu and forward_wgmma.cu compute with one tile, and the memory that it takes."""
+
+from __future__ import annotations
+
+import math as mathematics
+from dataclasses import dataclass, replace
+
+import torch
+
+from tconv_swap.geometry import Geometry, Pair
+
+#: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
+STEP_WORDS = 8
+TAP_TILE_BYTES = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one block computes, in the terms of forward_tile_layout.cuh. Fragments are 16 channels x 8 cells."""
+
+    warps_m: int
+    warp_m_tiles: int
+    images: int
+    rows: int
+    cols: int
+    warp_images: int
+    warp_rows: int
+    warp_cols: int
+    chunk_words: int
+    stages: int
+    blocks_per_multiprocessor: int
+    splits: int = 1
+    #: Multiplied by forward_wgmma.cu (sm_90a), from planes of 16 bytes of k, rather than by forward_tile.cu.
+    wgmma: bool = False
+
+    @property
+    def fragment(self) -> tuple[int, int, int]:
+        """Images, rows and columns of cells of one fragment."""
+        cols = min(8, self.cols)
+        rows = min(8 // cols, self.rows)
+        return 8 // (cols * rows), rows, cols
+
+    @property
+    def warps_n(self) -> int:
+        images, rows, cols = self.fragment
+        return (
+            self.images
+            // (images * self.warp_images)
+            * (self.rows // (rows * self.warp_rows))
+            * (self.cols // (cols * self.warp_cols))
+        )
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n
+
+    @property
+    def block_m(self) -> int:
+        return 16 * self.warps_m * self.warp_m_tiles
+
+    @property
+    def warp_fragments(self) -> int:
+        """Fragments of one phase that a warp keeps the sums of."""
+        return self.warp_m_tiles * self.warp_images * self.warp_rows * self.warp_cols
+
+    def __str__(self) -> str:
+        text = f"{self.block_m} x {self.images}x{self.rows}x{self.cols} cells, {self.threads // 32} warps"
+        return text + (f", {self.splits} splits" if self.splits > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A transposed convolution as the kernel sees it. ``geometry`` may differ from the caller's in the stride
+    of an axis whose input is one pixel: nothing depends on it, and stride = kernel makes every tap a phase."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    precision: str
+    input_channels_last: bool
+    output_channels_last: bool
+    weight_channels_last: bool
+    has_bias: bool
+    #: Output rows of a cell that are stacked into the rows of a multiply (few channels; forward_tile_taps.cuh), or 1.
+    stack: int = 1
+
+    @property
+    def item(self) -> int:
+        return self.dtype.itemsize
+
+    @property
+    def parts(self) -> int:
+        return 2 if self.precision == "IEEE" else 1
+
+    @property
+    def words(self) -> int:
+        """Words of k of one group: input channels, or pairs of them."""
+        return -(-self.geometry.in_channels_per_group * self.item // 4)
+
+    @property
+    def phases(self) -> Pair:
+        """Phases that one block computes."""
+        stride = self.geometry.stride
+        if self.stack > 1:
+            stride = (1, stride[1])
+        if stride[0] * stride[1] <= 4:
+            return stride
+        if stride[1] <= 8 and not (self.flat and stride[1] % 4 == 0):
+            return (1, stride[1])
+        return (1, 4)
+
+    @property
+    def cells(self) -> Pair:
+        geometry = self.geometry
+        rows = self.stack if self.stack > 1 else geometry.stride[0]
+        return (-(-geometry.out_height // rows), -(-geometry.out_width // geometry.stride[1]))
+
+    @property
+    def cell_input_rows(self) -> int:
+        return self.stack // self.geometry.stride[0] if self.stack > 1 else 1
+
+    def block_channels(self, tile: Tile) -> int:
+        return tile.block_m // self.stack
+
+    @property
+    def shifts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Least and greatest distance from a cell to the input pixel that a tap reads, of each axis."""
+        bounds = []
+        for axis in (0, 1):
+            kernel, stride = self.geometry.kernel[axis], self.geometry.stride[axis]
+            padding, dilation = self.geometry.padding[axis], self.geometry.dilation[axis]
+            shifts = [
+                ((k * dilation - padding) % stride + padding - k * dilation) // stride for k in range(kernel)
+            ]
+            bounds.append((min(shifts), max(shifts)))
+        if self.stack > 1:
+            kernel, stride, padding = (
+                self.geometry.kernel[0],
+                self.geometry.stride[0],
+                self.geometry.padding[0],
+            )
+            bounds[0] = (-((kernel - 1 - padding) // stride), (self.stack - 1 + padding) // stride)
+        return bounds[0], bounds[1]
+
+    @property
+    def flat(self) -> bool:
+        """No tap is shifted: all cells of all images can stand in one row."""
+        return (
+            self.cell_input_rows == 1
+            and self.shifts == ((0, 0), (0, 0))
+            and self.cells == (self.geometry.height, self.geometry.width)
+        )
+
+
+def make_problem(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    math: str,
+    channels_last: bool,
+    weight_channels_last: bool,
+    has_bias: bool,
+) -> Problem:
+    stride = list(geometry.stride)
+    for axis, size in ((0, geometry.height), (1, geometry.width)):
+        if size == 1 and (geometry.padding[axis], geometry.output_padding[axis], geometry.dilation[axis]) == (
+            0,
+            0,
+            1,
+        ):
+            stride[axis] = geometry.kernel[axis]
+    precision = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(
+        dtype, "IEEE" if math == "ieee" else "TF32"
+    )
+    pixels = geometry.height * geometry.width
+    return Problem(
+        replace(geometry, stride=(stride[0], stride[1])),
+        dtype,
+        precision,
+        channels_last or pixels == 1,
+        channels_last,
+        weight_channels_last,
+        has_bias,
+    )
+
+
+def group_taps(problem: Problem) -> list[int]:
+    """Taps of each phase group."""
+    counts = []
+    for axis in (0, 1):
+        if axis == 0 and problem.stack > 1:
+            least, most = problem.shifts[0]
+            counts.append([most - least + 1])
+            continue
+        kernel, stride = problem.geometry.kernel[axis], problem.geometry.stride[axis]
+        padding, dilation = problem.geometry.padding[axis], problem.geometry.dilation[axis]
+        phases = problem.phases[axis]
+        count = [0] * (stride // phases)
+        for k in range(kernel):
+            count[(k * dilation - padding) % stride // phases] += 1
+        counts.append(count)
+    return [rows * cols for rows in counts[0] for cols in counts[1]]
+
+
+def _power_dividing(n: int, most: int) -> int:
+    return mathematics.gcd(n, most)
+
+
+def _aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
+    n = -(-start // of) * of
+    while n % modulus != rest:
+        n += of
+    return n
+
+
+def _copy_elements(problem: Problem, tile: Tile) -> int:
+    """Elements of one copy to shared memory."""
+    most = 16 // problem.item
+    if tile.wgmma and not problem.input_channels_last:
+        most = 4
+    if problem.input_channels_last:
+        return _power_dividing(problem.geometry.in_channels_per_group, most)
+    width = problem.geometry.width * (problem.geometry.height if problem.flat else 1)
+    return _power_dividing(width, _power_dividing(tile.cols, most))
+
+
+def shared_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory of one block; mirrors forward_tile_layout.cuh, which asserts that they agree."""
+    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    lead = least_w % copy_pixels
+    halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
+    halo_w = -(-(lead + tile.cols + most_w - least_w) // copy_pixels) * copy_pixels
+    images, rows, cols = tile.fragment
+    narrow = tile.wgmma and cols < 8
+    row_pitch = _aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
+    image_pitch = halo_h * row_pitch
+    if images > 1:
+        image_pitch = _aligned_to(image_pitch, copy_pixels, 8, cols * rows % 8)
+    if narrow:
+        image_pitch = (most_w - least_w + 1) * halo_h * tile.cols
+    pixels = tile.images * image_pitch
+    if tile.wgmma:
+        planes = tile.chunk_words // 4
+        rest = 8 // planes if problem.input_channels_last else (1 if planes > 2 else 2)
+        input_words = tile.chunk_words * _aligned_to(pixels, 1, 8, rest)
+    elif problem.input_channels_last:
+        input_words = pixels * (tile.chunk_words + 4)
+    else:
+        input_words = tile.chunk_words * _aligned_to(pixels, 8, 32, 8)
+    input_words = -(-input_words // 4) * 4
+    steps = tile.chunk_words // STEP_WORDS
+    weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
+    stages = tile.stages * (input_words * 4 + weight_bytes)
+    return max(stages, _staged_bytes(problem, tile)) if tile.wgmma else stages
+
+
+def fill_registers(problem: Problem, tile: Tile) -> int:
+    """About how many registers a thread of forward_wgmma.cu needs to carry a chunk of input (its slots)."""
+    copy = _copy_elements(problem, tile)
+    copy_pixels = 1 if problem.input_channels_last else copy
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
+    halo_w = -(-(tile.cols + most_w - least_w) // copy_pixels)
+    places = tile.images * halo_h * halo_w * tile.chunk_words // 4
+    asynchronous = problem.input_channels_last and problem.item == 2
+    return -(-places // tile.threads) * (4 + (0 if asynchronous else 4 * copy_pixels))
+
+
+def _staged_bytes(problem: Problem, tile: Tile) -> int:
+    """Shared memory in which an output tile is turned into whole rows; mirrors forward_staged_store.cuh."""
+    item = problem.item if tile.splits == 1 else 4
+    per_word = 4 // item
+    phases = problem.phases
+    pixels = tile.images * tile.rows * phases[0] * tile.cols * phases[1]
+    if problem.output_channels_last:
+        return pixels * _aligned_to(tile.block_m // per_word, 4, 16, 4) * 4
+    run_words = min(4, 2 * phases[1] // per_word)
+    return tile.block_m * _aligned_to(pixels // per_word, 4, 32, 4 * run_words % 32) * 4
+
+
+def block_count(problem: Problem, tile: Tile) -> int:
+    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
+    if problem.flat:
+        tiles = -(-geometry.batch * cells_h * cells_w // tile.cols)
+    else:
+        tiles = -(-geometry.batch // tile.images) * -(-cells_h // tile.rows) * -(-cells_w // tile.cols)
+    m_blocks = -(-geometry.out_channels_per_group // problem.block_channels(tile))
+    return tiles * m_blocks * geometry.groups * len(group_taps(problem)) * tile.splits
