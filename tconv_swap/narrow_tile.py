@@ -14,7 +14,6 @@ UNROLLED_MULTIPLY_ADDS = 3000
 MAX_THREADS = 384
 MIN_SUMS = 8
 MAX_SUMS = 96
-MAX_LOADS = 10
 #: What ``registers`` adds to what the compiler needs on average, so that it never spills.
 REGISTER_MARGIN = 25
 

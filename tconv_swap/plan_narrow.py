@@ -11,7 +11,6 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.narrow_cost import microseconds
 from tconv_swap.narrow_tile import (
-    MAX_LOADS,
     MAX_SUMS,
     MAX_THREADS,
     MIN_SUMS,
@@ -42,6 +41,8 @@ SHARED_BYTES = 72 * 1024
 ROW_BYTES = 256
 PIXEL_BYTES = 64
 SMALL_BLOCK = 32
+#: Accesses with which a thread brings its part of a chunk: each takes registers. More only where no tile has fewer.
+MAX_LOADS = (10, 28)
 FINALISTS = 40
 #: Tiles are chosen for the largest of these not above the batch: a layer's kernel is compiled three times at most,
 #: whatever batches it meets.
@@ -100,8 +101,10 @@ def choose(
     def expected(tile: Tile, bank_conflicts: bool) -> float:
         return microseconds(nominal, tile, channels_last, dtype.itemsize, multiprocessors, bank_conflicts)[0]
 
-    tiles = candidates(nominal, channels_last, dtype.itemsize, asynchronous, limit)
-    best = sorted(tiles, key=lambda tile: expected(tile, False))[:FINALISTS]
+    best: list[Tile] = []
+    for max_loads in MAX_LOADS:
+        tiles = candidates(nominal, channels_last, dtype.itemsize, asynchronous, limit, max_loads)
+        best = best or sorted(tiles, key=lambda tile: expected(tile, False))[:FINALISTS]
     if not best:
         return None
     tile = min(best, key=lambda tile: expected(tile, True))
@@ -115,6 +118,7 @@ def candidates(
     element_bytes: int,
     asynchronous: bool,
     shared_limit: int,
+    max_loads: int,
 ) -> Iterator[Tile]:
     """The tiles worth a thought."""
     vertical, horizontal = axes(geometry)
@@ -154,7 +158,7 @@ def candidates(
                             partial=partial,
                             min_blocks=1,
                         )
-                        yield from _staged(geometry, shape, channels_last, element_bytes, shared_limit)
+                        yield from _staged(geometry, shape, channels_last, element_bytes, shared_limit, max_loads)
 
 
 def _partial(geometry: Geometry) -> int:
@@ -225,7 +229,7 @@ def _powers(cells: int, columns: int) -> Iterator[int]:
 
 
 def _staged(
-    geometry: Geometry, shape: Tile, channels_last: bool, element_bytes: int, shared_limit: int
+    geometry: Geometry, shape: Tile, channels_last: bool, element_bytes: int, shared_limit: int, max_loads: int
 ) -> Iterator[Tile]:
     """The tile with each way to bring its input that fits."""
     channels = geometry.in_channels_per_group
@@ -250,7 +254,7 @@ def _staged(
         if (
             shared_bytes(geometry, tile, channels_last) <= shared_limit
             and unrolled(geometry, tile, channels_last) <= UNROLLED_MULTIPLY_ADDS
-            and input_loads(geometry, tile, channels_last) <= MAX_LOADS
+            and input_loads(geometry, tile, channels_last) <= max_loads
         ):
             needed = registers(geometry, tile, channels_last)
             if needed <= 255 and needed * block <= 65536:
