@@ -9,7 +9,14 @@ from tconv_swap.bench import BenchmarkReport, benchmark
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import ConvTranspose2d
 from tconv_swap.op import conv_transpose2d
-from tconv_swap.surgery import LayerPlan, SwapPlan, plan_swap, swap_layers, unswap_layers
+from tconv_swap.surgery import (
+    LayerPlan,
+    SwapPlan,
+    SwapWarning,
+    plan_swap,
+    swap_layers,
+    unswap_layers,
+)
 from tconv_swap.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -20,6 +27,7 @@ __all__ = [
     "Inputs",
     "LayerPlan",
     "SwapPlan",
+    "SwapWarning",
     "VerifyReport",
     "benchmark",
     "conv_transpose2d",

@@ -135,7 +135,7 @@ def plan_backward(
 ) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias).
 
-    Workspace: at most 64 MiB or one copy of the weight and bias in the accumulation type, if that is more.
+    Workspace: for the weight and for the bias, at most 64 MiB, or one copy in the accumulation type if that is more.
     """
     common = _common(geometry, dtype, channels_last, weight_channels_last)
     outputs: list[Output] = []

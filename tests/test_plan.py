@@ -1,0 +1,143 @@
+"""Plans as data: the choice of family, sizes past 32 bits and past 65535 blocks, bounded workspace. No GPU."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from tconv_swap import plan, plan_general
+from tconv_swap.geometry import Geometry, phase_taps
+from tconv_swap.program import ArgumentKind, Plan
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+TURING = plan.Device("sm_75", 30, 64 << 10)
+
+DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+DEPTHWISE = Geometry(2, 21, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
+RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+HUGE = Geometry(8, 64, 8192, 8192, 64, (3, 3))
+
+
+def forward(
+    geometry: Geometry,
+    dtype: torch.dtype = torch.float32,
+    device: plan.Device = H200,
+    precision: str = "tf32",
+    channels_last: bool = False,
+) -> Plan:
+    problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+    return plan.plan_forward(problem, True, device)
+
+
+def constants(made: Plan) -> dict[str, object]:
+    return dict(made.launches[-1].kernel.constants)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "device", "family"),
+    [
+        (DCGAN, torch.float32, H200, "halo tile"),
+        (DCGAN, torch.bfloat16, H200, "halo tile"),
+        (DCGAN, torch.float64, H200, "general"),
+        (DCGAN, torch.float32, TURING, "general"),
+        (DEPTHWISE, torch.float16, H200, "narrow"),
+        (DEPTHWISE, torch.float32, TURING, "narrow"),
+        (RGB, torch.float32, H200, "narrow"),
+    ],
+    ids=str,
+)
+def test_the_family_chosen(
+    geometry: Geometry, dtype: torch.dtype, device: plan.Device, family: str, channels_last: bool
+) -> None:
+    made = forward(geometry, dtype, device, channels_last=channels_last)
+    assert made.family == family
+    assert made.why
+    assert made.outputs[0].shape == geometry.output_shape
+    assert made.outputs[0].channels_last == channels_last
+
+
+def test_offsets_past_32_bits_are_counted_in_64() -> None:
+    def index(geometry: Geometry) -> object:
+        made = plan_general.plan_forward(geometry, torch.float32, False, False, True)
+        return constants(made)["Index"]
+
+    assert index(HUGE.with_batch(1)) == "long long"
+    assert index(Geometry(1, 2, 1024, 1024, 2, (2, 2), (2, 2))) == "int"
+    just_below = Geometry(1, 1, 1, 2**31 - 2, 1, (1, 2))
+    assert math.prod(just_below.output_shape) == 2**31 - 1
+    assert index(just_below) == "int"
+    assert index(Geometry(1, 1, 1, 2**31 - 1, 1, (1, 2))) == "long long"
+
+
+@pytest.mark.parametrize("device", [H200, TURING], ids=["H200", "Turing"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16], ids=str)
+def test_grids_pass_65535_blocks_in_their_only_dimension(dtype: torch.dtype, device: plan.Device) -> None:
+    """A launch has one grid dimension, which may have 2^31 - 1 blocks."""
+    made = forward(HUGE, dtype, device)
+    assert max(launch.grid for launch in made.launches) > 65535
+    assert all(launch.grid < 2**31 for launch in made.launches)
+
+
+def test_a_new_batch_size_needs_no_new_kernel_in_the_general_family() -> None:
+    kernels = {
+        launch.kernel
+        for batch in (1, 3, 64)
+        for made in (
+            plan_general.plan_forward(DCGAN.with_batch(batch), torch.float32, False, False, True),
+            plan_general.plan_backward(
+                DCGAN.with_batch(batch), torch.float32, False, False, (True,) * 3, 132
+            ),
+        )
+        for launch in made.launches
+    }
+    assert len(kernels) == 5  # forward, grad_input, grad_weight, grad_bias, reduce_slices
+
+
+@pytest.mark.parametrize(
+    "mask", [(True, True, True), (True, False, False), (False, True, False), (False, False, True)]
+)
+def test_a_backward_plan_computes_what_is_asked_for_and_no_more(mask: tuple[bool, ...]) -> None:
+    problem = plan.Problem(DCGAN, torch.float32, "ieee", False, False)
+    made = plan.plan_backward(problem, mask, H200)
+    shapes = (DCGAN.input_shape, DCGAN.weight_shape, (DCGAN.out_channels,))
+    assert [output.shape for output in made.outputs] == [
+        s for s, wanted in zip(shapes, mask, strict=True) if wanted
+    ]
+    written = {a.value for one in made.launches for a in one.arguments if a.kind == ArgumentKind.OUTPUT}
+    assert written == set(range(sum(mask)))
+    assert (made.workspace_bytes > 0) == (mask[1] or mask[2])
+
+
+@pytest.mark.parametrize(
+    "geometry", [DCGAN, DEPTHWISE, RGB, HUGE, Geometry(256, 2048, 8, 6, 2048, (4, 4), (2, 2))]
+)
+def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> None:
+    made = plan_general.plan_backward(geometry, torch.float32, False, False, (True,) * 3, 132)
+    one_copy = 4 * (math.prod(geometry.weight_shape) + geometry.out_channels)
+    assert made.workspace_bytes <= 2 * plan_general.WORKSPACE_LIMIT_BYTES + one_copy + 512
+    for launch in made.launches:
+        for argument in launch.arguments:
+            if argument.kind == ArgumentKind.WORKSPACE:
+                assert argument.value % 256 == 0
+                assert argument.value < made.workspace_bytes
+
+
+def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:
+    empty = DCGAN.with_batch(0)
+    assert not plan_general.plan_forward(empty, torch.float32, False, False, True).launches
+    assert forward(empty).launches == ()
+    backward = plan_general.plan_backward(empty, torch.float32, False, False, (True,) * 3, 132)
+    entries = [launch.kernel.entry for launch in backward.launches]
+    assert "general_grad_input" not in entries
+    assert entries.count("reduce_slices") == 2
+
+
+def test_phases_share_out_the_taps() -> None:
+    for kernel, stride, dilation in ((4, 2, 1), (3, 5, 2), (5, 3, 1), (16, 8, 1), (3, 2, 2), (1, 3, 1)):
+        taps = [phase_taps(kernel, stride, dilation, phase) for phase in range(stride)]
+        assert sorted(itertools.chain(*taps)) == list(range(kernel))
+    assert [len(phase_taps(3, 5, 2, phase)) for phase in range(5)] == [1, 0, 1, 0, 1]
