@@ -204,7 +204,7 @@ def _wgmma_tiles(problem: Problem) -> Iterator[Tile]:
         if fragments < 4:
             continue
         arranged = _arrange(problem, fragments, groups_n, most_rows)
-        run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
+        run = arranged[5] if problem.flat else arranged[3] if narrow_map else arranged[4]
         if run < 4:
             continue
         chunks = (32, 16, 8) if problem.flat and blocks == 1 else (16, 8) if phases > 1 else (8,)
@@ -308,6 +308,8 @@ def plan_with_tile(problem: Problem, tile: Tile) -> Plan:
                 ("SHARED_BYTES", shared),
                 ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
             ),
+            # Three products need registers of their own; two warpgroups of two blocks leave a thread 128.
+            spills=problem.precision == "IEEE" or tile.threads * tile.blocks_per_multiprocessor >= 512,
         ),
         grid=block_count(problem, tile),
         block=tile.threads,

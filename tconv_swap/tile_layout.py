@@ -143,11 +143,14 @@ class Problem:
 
     @property
     def flat(self) -> bool:
-        """No tap is shifted: all cells of all images can stand in one row."""
+        """No tap is shifted and no cell is cut: all cells of all images can stand in one row."""
+        geometry, (cells_h, cells_w) = self.geometry, self.cells
+        rows = self.stack if self.stack > 1 else geometry.stride[0]
         return (
             self.cell_input_rows == 1
             and self.shifts == ((0, 0), (0, 0))
-            and self.cells == (self.geometry.height, self.geometry.width)
+            and (cells_h, cells_w) == (geometry.height, geometry.width)
+            and (cells_h * rows, cells_w * geometry.stride[1]) == (geometry.out_height, geometry.out_width)
         )
 
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
     constexpr int SHIFT = decltype(shift)::value;
     if constexpr (shift_used(GROUP_COL, SHIFT)) {
       u32 b[WARP_IMAGES][REACH][WARP_COLS][2];
-      u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH : 1][WARP_COLS][2];
+      [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH : 1][WARP_COLS][2];
 #pragma unroll
       for (int image = 0; image < WARP_IMAGES; ++image)
         repeat<0, REACH>([&](auto reach) {

@@ -43,7 +43,8 @@ constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
 constexpr int CELLS_H = ceil_div(OUT_HEIGHT, CELL_ROWS), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
 constexpr int PIXELS = HEIGHT * WIDTH;
 static_assert(!NARROW || (FRAGMENT_N == 1 && CELLS_W <= TILE_W && CELL_INPUT_ROWS == 1 && WARP_COLS == 1));
-static_assert(!FLAT || (CELLS_H == HEIGHT && CELLS_W == WIDTH && CELL_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
+static_assert(!FLAT || (CELLS_H == HEIGHT && CELLS_W == WIDTH && CELL_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1 &&
+                        CELLS_H * CELL_ROWS == OUT_HEIGHT && CELLS_W * STRIDE_W == OUT_WIDTH));
 constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
 
 // ---- the input halo -----------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 // with both operands read from shared memory by the tensor cores, nearly twice as fast as mma.sync.
 //
 //   M = 64 output channels a warpgroup, or fewer of several rows (STACK): the packed weights (pack_weights.cu)
-//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells, or with NARROW maps 8 cells of
-//       each of WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
+//   N = WARP_ROWS rows of 8 cells, or with FLAT 8 * WARP_COLS cells in a row, or with NARROW maps 8 cells of each of
+//       WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
 //   K = input channels, by chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
 // Without swizzle, 8 cells of one plane (forward_planes_fill.cuh) are 128 bytes in one piece wherever they begin, so
@@ -27,12 +27,11 @@ static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % 4 == 0 && WARP_M_TILES ==
 static_assert(SHARED_BYTES == most(STAGES * STAGE_WORDS * 4, STAGED_BYTES), "the plan and the kernel must agree");
 
 /// Cells of one multiply, and multiplies for one tap of one image.
-constexpr bool ALONG_ROW = FLAT || (WARP_ROWS == 1 && !NARROW);
-constexpr int MULTIPLY_CELLS = 8 * (ALONG_ROW ? WARP_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
+constexpr int MULTIPLY_CELLS = 8 * (FLAT ? WARP_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
 constexpr int MULTIPLY_IMAGES = NARROW ? 1 : WARP_IMAGES;
-constexpr int MULTIPLIES = ALONG_ROW ? 1 : NARROW ? WARP_ROWS : WARP_COLS;
+constexpr int MULTIPLIES = FLAT ? 1 : NARROW ? WARP_ROWS : WARP_COLS;
 /// Pixels from 8 cells of a multiply to the next 8.
-constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_ROWS * ROW_PITCH;
+constexpr int GROUP_PITCH = FLAT ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_ROWS * ROW_PITCH;
 
 /// Descriptors count in 16 bytes, which is one pixel of a plane, and one channel of a plane of weights.
 constexpr int WEIGHT_PLANE = 64;
