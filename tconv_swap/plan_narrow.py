@@ -31,22 +31,27 @@ from tconv_swap.program import Kernel, Launch, Output, Plan, input_, int64, outp
 ELEMENT_TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
 
 INT32_MAX = 2**31 - 1
-#: Above so many multiply-adds for each element moved, FFMA bounds the time and tensor cores are the tool ...
+#: Above so many multiply-adds for each element moved or each output, FFMA bounds the time, and tensor cores are the
+#: tool ...
 MULTIPLY_ADDS_PER_ELEMENT = 84
+MULTIPLY_ADDS_PER_OUTPUT = 96
 #: ... unless there are so few channels on one side that most of a tensor core's tile would be padding.
 NARROW_CHANNELS = 8
-#: A block's shared memory: beyond, too few blocks fit a multiprocessor to hide each other's waits.
-SHARED_BYTES = 72 * 1024
-#: Pieces of the output that a tile writes should not be shorter than this, in bytes, or a whole row of it.
-ROW_BYTES = 256
-PIXEL_BYTES = 64
-SMALL_BLOCK = 32
-#: Accesses with which a thread brings its part of a chunk: each takes registers. More only where no tile has fewer.
-MAX_LOADS = (10, 28)
-FINALISTS = 40
+
 #: Tiles are chosen for the largest of these not above the batch: a layer's kernel is compiled three times at most,
 #: whatever batches it meets.
 NOMINAL_BATCHES = (1, 8, 64)
+#: So many tiles, the best by a lower bound of their time, are looked at closely.
+FINALISTS = 40
+#: A block's shared memory, in bytes: beyond, too few blocks fit a multiprocessor to hide each other's waits.
+SHARED_BYTES = 72 * 1024
+#: Pieces of the output that a tile writes should not be shorter than this, in bytes, or a whole row or pixel of it.
+ROW_BYTES = 256
+PIXEL_BYTES = 64
+#: Threads, below which a block takes several images.
+SMALL_BLOCK = 32
+#: Accesses with which a thread brings its part of a chunk: each takes registers. More only where no tile has fewer.
+MAX_LOADS = (10, 28)
 #: A sum of so few terms is as accurate in any order.
 SHORT_SUM = 8
 
@@ -55,8 +60,18 @@ def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
     """Whether this kernel is a candidate: what bounds the problem is memory, or no other kernel's tile fits it."""
     if dtype not in ELEMENT_TYPES or geometry.batch == 0:
         return False
-    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    return channels <= NARROW_CHANNELS or geometry.macs <= MULTIPLY_ADDS_PER_ELEMENT * geometry.elements
+    if min(geometry.in_channels_per_group, geometry.out_channels_per_group) <= NARROW_CHANNELS:
+        return True
+    return (
+        _terms(geometry) <= MULTIPLY_ADDS_PER_OUTPUT
+        and geometry.macs <= MULTIPLY_ADDS_PER_ELEMENT * geometry.elements
+    )
+
+
+def _terms(geometry: Geometry) -> int:
+    """Products that are summed for an output, at most."""
+    vertical, horizontal = axes(geometry)
+    return vertical.taps * horizontal.taps * geometry.in_channels_per_group
 
 
 def plan_narrow_forward(
@@ -74,26 +89,54 @@ def plan_narrow_forward(
 
     Its arithmetic is IEEE float32 whatever ``math`` allows. Inputs: input, weight, bias. Output: the output.
     """
+    plans = plan_narrow_candidates(
+        geometry,
+        dtype,
+        channels_last,
+        weight_channels_last,
+        has_bias,
+        arch,
+        multiprocessors,
+        shared_memory_per_block,
+        count=1,
+    )
+    return plans[0] if plans else None
+
+
+def plan_narrow_candidates(
+    geometry: Geometry,
+    dtype: torch.dtype,
+    channels_last: bool,
+    weight_channels_last: bool,
+    has_bias: bool,
+    arch: str,
+    multiprocessors: int,
+    shared_memory_per_block: int,
+    count: int,
+) -> list[Plan]:
+    """The ``count`` plans that are expected to be the fastest, the best first; measuring them finds the true one."""
     if not claims(geometry, dtype):
-        return None
-    choice = choose(geometry, dtype, channels_last, arch, multiprocessors, shared_memory_per_block)
-    if choice is None:
-        return None
-    tile, repeat, expected = choice
-    channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
-    why = f"{channels}: float32 FFMA, about {expected:.0f} us expected on an H200"
-    return build(geometry, dtype, channels_last, weight_channels_last, has_bias, tile, repeat, why)
+        return []
+    plans = []
+    for tile in rank(geometry, dtype, channels_last, arch, multiprocessors, shared_memory_per_block)[:count]:
+        if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) > INT32_MAX:
+            continue
+        time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, multiprocessors)
+        channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
+        why = f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200"
+        plans.append(build(geometry, dtype, channels_last, weight_channels_last, has_bias, tile, repeat, why))
+    return plans
 
 
-def choose(
+def rank(
     geometry: Geometry,
     dtype: torch.dtype,
     channels_last: bool,
     arch: str,
     multiprocessors: int,
     shared_memory_per_block: int,
-) -> tuple[Tile, int, float] | None:
-    """(tile, repeat, expected microseconds) of the tile that is expected to be the fastest, None when none is legal."""
+) -> list[Tile]:
+    """The best tiles by their expected time, the fastest first; empty when none is legal."""
     asynchronous = dtype == torch.float32 and int(arch.removeprefix("sm_").rstrip("af")) >= 80
     limit = min(SHARED_BYTES, shared_memory_per_block)
     nominal = geometry.with_batch(max(batch for batch in NOMINAL_BATCHES if batch <= geometry.batch))
@@ -101,15 +144,12 @@ def choose(
     def expected(tile: Tile, bank_conflicts: bool) -> float:
         return microseconds(nominal, tile, channels_last, dtype.itemsize, multiprocessors, bank_conflicts)[0]
 
-    best: list[Tile] = []
     for max_loads in MAX_LOADS:
         tiles = candidates(nominal, channels_last, dtype.itemsize, asynchronous, limit, max_loads)
-        best = best or sorted(tiles, key=lambda tile: expected(tile, False))[:FINALISTS]
-    if not best:
-        return None
-    tile = min(best, key=lambda tile: expected(tile, True))
-    time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, multiprocessors)
-    return tile, repeat, time
+        finalists = sorted(tiles, key=lambda tile: expected(tile, False))[:FINALISTS]
+        if finalists:
+            return sorted(finalists, key=lambda tile: expected(tile, True))
+    return []
 
 
 def candidates(
@@ -158,17 +198,17 @@ def candidates(
                             partial=partial,
                             min_blocks=1,
                         )
-                        yield from _staged(geometry, shape, channels_last, element_bytes, shared_limit, max_loads)
+                        yield from _staged(
+                            geometry, shape, channels_last, element_bytes, shared_limit, max_loads
+                        )
 
 
 def _partial(geometry: Geometry) -> int:
     """Input channels in the lower of two levels of sums: about as many terms there as above. 0: one level."""
-    vertical, horizontal = axes(geometry)
-    taps = vertical.taps * horizontal.taps
-    terms = taps * geometry.in_channels_per_group
-    if geometry.in_channels_per_group == 1 or terms <= SHORT_SUM:
+    terms, channels = _terms(geometry), geometry.in_channels_per_group
+    if channels == 1 or terms <= SHORT_SUM:
         return 0
-    return 1 << max(0, round(log2(sqrt(terms) / taps)))
+    return 1 << max(0, round(log2(channels / sqrt(terms))))
 
 
 def _phases(geometry: Geometry) -> list[tuple[int, int]]:
@@ -229,7 +269,12 @@ def _powers(cells: int, columns: int) -> Iterator[int]:
 
 
 def _staged(
-    geometry: Geometry, shape: Tile, channels_last: bool, element_bytes: int, shared_limit: int, max_loads: int
+    geometry: Geometry,
+    shape: Tile,
+    channels_last: bool,
+    element_bytes: int,
+    shared_limit: int,
+    max_loads: int,
 ) -> Iterator[Tile]:
     """The tile with each way to bring its input that fits."""
     channels = geometry.in_channels_per_group
