@@ -12,8 +12,7 @@
 // BLOCK_IMAGES images and BLOCK_CHANNELS output channels (of one group, or of BLOCK_GROUPS whole groups). A block
 // walks down `repeat` tiles, which share their weights; it brings CHUNK input channels at a time, with their halo,
 // to shared memory as float32, the next ones while it computes: by cp.async (ASYNC: float, sm_80), else through
-// registers. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel; tensors
-// begin at a multiple of 16 bytes.
+// registers. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel.
 // A thread owns THREAD_ROWS x THREAD_COLUMNS cells, THREAD_CHANNELS channels, and of each cell
 //   PHASES_H = STRIDE_H: all rows; 1: one row, the same in the whole block;
 //   PHASES_W = STRIDE_W: all columns; 1: one column, consecutive threads having consecutive columns.
@@ -65,9 +64,6 @@ constexpr int WEIGHT_CI = WEIGHT_ROWS * KERNEL_W * TAP;  // of one input channel
 // All of them stay for the whole walk where RESIDENT, else each chunk brings its own.
 constexpr int WEIGHT_CHANNELS = RESIDENT ? CHUNKS * CHUNK : CHUNK;
 constexpr int WEIGHT_TILE = WEIGHT_CHANNELS * WEIGHT_CI;
-// Weights that lie side by side in the tensor travel together.
-constexpr int WEIGHT_LOAD = widest_load(WEIGHT_CHANNELS_LAST ? gcd(BLOCK_CO, CO_GROUP) : KERNEL_W);
-constexpr int WEIGHT_LOADS = WEIGHT_CHANNELS * BLOCK_GROUPS * BLOCK_CO * WEIGHT_ROWS * KERNEL_W / WEIGHT_LOAD;
 constexpr int WEIGHT_BUFFERS = ASYNC && !RESIDENT ? 2 : 1;
 
 constexpr int SUMS = PHASES_H * THREAD_ROWS * THREAD_COLUMNS * PHASES_W * THREAD_CHANNELS;
@@ -93,14 +89,13 @@ __device__ __forceinline__ int shared_place(unsigned v) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     forward_narrow(const Element* __restrict__ input, const Element* __restrict__ weight,
-                   const Element* __restrict__ bias, Element* __restrict__ output, long long batch,
-                   long long repeat) {
+                   const Element* __restrict__ bias, Element* __restrict__ output, long long batch, long long repeat) {
   extern __shared__ float4 shared[];
   float* const tiles_x = reinterpret_cast<float*>(shared);
   float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;
 
-  // What the block owns. Blocks that read the same input run side by side. The row of a cell counts last: rows without
-  // taps are soon done, and would leave every other multiprocessor idle if they alternated with the rest.
+  // What the block owns. Blocks that read the same input run side by side. Rows of a cell come last: with few taps or
+  // none they are quickly done, and would keep half the multiprocessors idle if they alternated with the others.
   Digits block{blockIdx.x};
   const int co0 = block.next(TILES_CO) * BLOCK_CO;
   const int group0 = block.next(TILES_GROUP) * BLOCK_GROUPS;
@@ -128,8 +123,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int column0 = cell_w0 + Horizontal::LOWEST - SHIFT;
   const int row_shift = ALL_H ? Vertical::LOWEST : block_taps_h.origin - (Vertical::COUNT - 1) * Vertical::REACH;
 
-  // The input vectors this thread brings: where they lie, counted from the tile's first element; NONE where the
-  // tile leaves the input to the left or right.
+  // The input vectors this thread brings: where they lie, counted from the tile's first element; none where the tile
+  // leaves the input to the left or right.
   constexpr Index NONE = -1;
   Index places[LOADS];
   int rows[LOADS];
@@ -167,30 +162,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   const auto fetch_weight = [&](int ci0, float* buffer) {
 #pragma unroll 4
-    for (unsigned e = threadIdx.x; e < WEIGHT_LOADS; e += THREADS) {
+    for (unsigned e = threadIdx.x; e < WEIGHT_CHANNELS * BLOCK_GROUPS * BLOCK_CO * WEIGHT_ROWS * KERNEL_W; e += THREADS) {
       Digits digits{e};
-      int co = WEIGHT_CHANNELS_LAST ? digits.next(BLOCK_CO / WEIGHT_LOAD) * WEIGHT_LOAD : 0;
-      const int kw = WEIGHT_CHANNELS_LAST ? digits.next(KERNEL_W) : digits.next(KERNEL_W / WEIGHT_LOAD) * WEIGHT_LOAD;
-      const int row = digits.next(WEIGHT_ROWS);
+      int co = WEIGHT_CHANNELS_LAST ? digits.next(BLOCK_CO) : 0;
+      const int kw = digits.next(KERNEL_W), row = digits.next(WEIGHT_ROWS);
       if (!WEIGHT_CHANNELS_LAST) co = digits.next(BLOCK_CO);
       const int from = channel0 + ci0 + digits.rest, ci = digits.next(WEIGHT_CHANNELS);
       const unsigned in_block = digits.rest * CO_GROUP + co;
       const int kh = ALL_H ? row : block_taps_h.first + row * Vertical::STEP;
       const bool inside = kh < KERNEL_H && co0 + co < CO_GROUP && from < IN_CHANNELS && ci0 + ci < CI_GROUP;
-      float* const tap = buffer + ci * WEIGHT_CI + (row * KERNEL_W + kw) * TAP;
+      float* const to = buffer + ci * WEIGHT_CI + (row * KERNEL_W + kw) * TAP +
+                        in_block / THREAD_CHANNELS * SLICE + in_block % THREAD_CHANNELS;
       const Element* const place = weight + (inside ? at_weight(from, co0 + co, kh, kw) : 0);
-      Pack<WEIGHT_LOAD> values{};
-      if constexpr (!ASYNC)
-        if (inside) values = *reinterpret_cast<const Pack<WEIGHT_LOAD>*>(place);
-#pragma unroll
-      for (unsigned i = 0; i < WEIGHT_LOAD; ++i) {
-        const unsigned c = WEIGHT_CHANNELS_LAST ? in_block + i : in_block, right = WEIGHT_CHANNELS_LAST ? 0 : i * TAP;
-        float* const to = tap + right + c / THREAD_CHANNELS * SLICE + c % THREAD_CHANNELS;
-        if constexpr (ASYNC)
-          copy_async<1>(to, inside ? place + i : place, inside);
-        else
-          *to = load_as(values.elements[i]);
-      }
+      if constexpr (ASYNC)
+        copy_async<1>(to, place, inside);
+      else
+        *to = inside ? load_as(*place) : 0.0f;
     }
   };
 
@@ -208,7 +195,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const bool reads = ALL_H || block_taps_h.count > 0;
 
   if (reads && tiles > 0) {
-    if (RESIDENT || ASYNC) fetch_weight(0, tiles_w);
+    if (RESIDENT) fetch_weight(0, tiles_w);
+    if (ASYNC && !RESIDENT) fetch_weight(0, tiles_w);
     fetch_input(tile0, 0, tiles_x);
     if (ASYNC) async_commit();
   }
@@ -336,8 +324,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             float run[RUN];
 #pragma unroll
             for (int i = 0; i < RUN; ++i) {
-              const int owned = first + i / RUN_CHANNELS, c = c0 + i % RUN_CHANNELS;
-              run[i] = sum[phase_h][row][owned / PHASES_W][owned % PHASES_W][c] + offset[c];
+              const int column = (first + i / RUN_CHANNELS) / PHASES_W, phase_w = (first + i / RUN_CHANNELS) % PHASES_W;
+              const int c = c0 + i % RUN_CHANNELS;
+              run[i] = sum[phase_h][row][column][phase_w][c] + offset[c];
             }
             store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)OUT_HEIGHT * OUT_WIDTH), run, OUT_WIDTH - ow,
                       CO_GROUP - co - c0);

@@ -93,13 +93,6 @@ struct alignas(N * sizeof(Element)) Pack {
   Element elements[N];
 };
 
-// How many elements, of `count` that lie side by side at a multiple of `count`, one load of at most 16 bytes may take.
-constexpr int widest_load(int count) {
-  int width = 1;
-  while (2 * width * sizeof(Element) <= 16 && count % (2 * width) == 0) width *= 2;
-  return width;
-}
-
 // N floats to shared memory, in the background; zeros where not `inside`, and `from` is then not read. On older GPUs
 // no plan asks for it.
 template <int N, class T>
