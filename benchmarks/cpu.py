@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.suite import load_suite
 from tconv_swap import conv_transpose2d, plan_cpu
 from tconv_swap.environment import environment, machine_name
 from tconv_swap.geometry import Geometry
 from tconv_swap.timing import Timing, speedup_interval, time_interleaved
 
-SUITE = Path(__file__).resolve().parents[2] / "shared/reference/cudnn-h200.json"  # beside the checkout
 #: The batch of a layer is cut until it needs no more arithmetic than this, or is one image.
 MOST_MACS = 400e6
 #: Stride-1 layers whose single image is larger than this many multiply-adds are left out.
@@ -66,26 +66,14 @@ class Result:
         }
 
 
-def layers(suite: Path) -> Iterator[Layer]:
-    """The layers of a ``cudnn-h200.json``, their batches cut to fit."""
-    for name, entry in json.loads(suite.read_text())["layers"].items():
-        geometry = Geometry(
-            1,
-            entry["Ci"],
-            entry["H"],
-            entry["W"],
-            entry["Co"],
-            tuple(entry["k"]),
-            tuple(entry["s"]),
-            tuple(entry["p"]),
-            tuple(entry["op"]),
-            tuple(entry["d"]),
-            entry["g"],
-        )
-        if geometry.stride == (1, 1) and geometry.macs > MOST_MACS_OF_AN_IMAGE:
+def layers() -> Iterator[Layer]:
+    """The baseline layers of the suite, their batches cut to fit."""
+    for layer in load_suite().layers:
+        image = layer.geometry.with_batch(1)
+        if not layer.baseline or (image.stride == (1, 1) and image.macs > MOST_MACS_OF_AN_IMAGE):
             continue
-        batch = max(1, min(entry["N"], int(MOST_MACS / geometry.macs)))
-        yield Layer(name, geometry.with_batch(batch), entry["b"])
+        batch = max(1, min(layer.geometry.batch, int(MOST_MACS / image.macs)))
+        yield Layer(layer.name, image.with_batch(batch), layer.bias)
 
 
 def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) -> Result:
@@ -113,7 +101,8 @@ def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) 
         timings = time_interleaved(
             {"pytorch": lambda: gradients("pytorch"), "ours": lambda: gradients("ours")}, budget_s=budget_s
         )
-        return Result(layer, "backward", "plain", timings["pytorch"], timings["ours"])
+        formulation: str = plan_cpu.choose_backward(g, x.dtype, memory_format)
+        return Result(layer, "backward", formulation, timings["pytorch"], timings["ours"])
     with torch.no_grad():
         timings = time_interleaved(
             {
@@ -122,7 +111,7 @@ def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) 
             },
             budget_s=budget_s,
         )
-    formulation = plan_cpu.choose(g, x.dtype, memory_format, torch.get_num_threads())
+    formulation = plan_cpu.choose(g, x.dtype, memory_format)
     return Result(layer, "forward", formulation, timings["pytorch"], timings["ours"])
 
 
@@ -143,7 +132,6 @@ def main() -> None:
         "--channels-last", action="store_true", help="inputs in channels_last instead of NCHW"
     )
     parser.add_argument("--budget", type=float, default=4.0, metavar="S", help="seconds for each layer")
-    parser.add_argument("--suite", type=Path, default=SUITE, metavar="FILE", help="the layers")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -158,7 +146,7 @@ def main() -> None:
             heading, justify="left" if heading in ("layer", "geometry", "formulation") else "right"
         )
     results = []
-    for layer in layers(options.suite):
+    for layer in layers():
         result = measure(layer, options.backward, options.channels_last, options.budget)
         results.append(result)
         g = layer.geometry

@@ -6,18 +6,25 @@ for a geometry, and why. None of them changes an argument, and the same input gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tconv_swap.geometry import Geometry
+from tconv_swap.geometry import Geometry, check_geometry
 from tconv_swap.plan_cpu import Axis, Formulation, choose
 
-#: Elements of the intermediate that one block leaves in the cache (4 MB of float32). Larger intermediates go to
-#: memory and back, and above 32 MB every call pays for the page faults of a fresh allocation.
+#: Elements of a matrix product that one block leaves in the cache (4 MB of float32).
 BLOCK_ELEMENTS = 1 << 20
+#: Elements of any other intermediate (8 MB of float32). Above 32 MB every allocation is mapped anew and pays for its
+#: page faults, about 0.2 ms for each MB.
+TEMPORARY_ELEMENTS = 1 << 21
+#: Elements of a piece that is transposed at once: fits the second-level cache, and is shared by the threads.
+PIECE_ELEMENTS = 1 << 17
 
 
 def forward(
@@ -28,8 +35,35 @@ def forward(
     memory_format: torch.memory_format,
 ) -> Tensor:
     """``[batch, out_channels, out_height, out_width]`` in ``memory_format``."""
-    formulation = choose(geometry, input.dtype, memory_format, torch.get_num_threads())
+    formulation = choose(geometry, input.dtype, memory_format)
     return FORWARD[formulation](input, weight, bias, geometry, memory_format)
+
+
+def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]) -> bool:
+    """Whether a call with valid arguments (stride, padding, output_padding, groups, dilation) is best made to PyTorch
+    as it is. Says so faster than the op's way here, which after some milliseconds of arithmetic has left the caches.
+    """
+    if input.is_contiguous() and weight.is_contiguous():
+        memory_format = torch.contiguous_format
+    elif input.is_contiguous(memory_format=torch.channels_last):
+        memory_format = torch.channels_last
+    else:
+        return False
+    tensors = (input, weight) if bias is None else (input, weight, bias)
+    kinds = tuple((t.shape, t.dtype, t.device) for t in tensors)
+    return _is_plain(kinds, arguments, memory_format)
+
+
+@lru_cache(maxsize=4096)
+def _is_plain(kinds: tuple[Any, ...], arguments: tuple[Any, ...], memory_format: torch.memory_format) -> bool:
+    (input, dtype, device), (weight, *_), *bias = kinds
+    if device.type != "cpu" or any(kind[1:] != (dtype, device) for kind in kinds):
+        return False
+    try:
+        geometry = check_geometry(input, weight, bias[0][0] if bias else None, *arguments)
+    except RuntimeError:  # the op's checks say what is wrong
+        return False
+    return choose(geometry, dtype, memory_format) == "plain"
 
 
 def plain(
@@ -53,28 +87,63 @@ def channels_last(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
     """PyTorch's own on channels_last tensors, which is what oneDNN computes in; only the conversions are ours."""
-    output = plain(_to_channels_last(input), weight, bias, geometry, torch.channels_last)
-    return output if memory_format == torch.channels_last else _from_channels_last(output)
+    # oneDNN rearranges the weight for its kernel, which takes longer from NCHW.
+    weight = weight.contiguous(memory_format=torch.channels_last)
+    return _in_pieces(input, weight, bias, geometry, memory_format, torch.channels_last)
 
 
-def _to_channels_last(tensor: Tensor) -> Tensor:
-    if not tensor.is_contiguous() or tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.contiguous(memory_format=torch.channels_last)
-    result = torch.empty_like(tensor, memory_format=torch.channels_last)
-    for source, target in zip(tensor.flatten(2), result.permute(0, 2, 3, 1).flatten(1, 2), strict=True):
-        target.copy_(source.t())
-    return result
+def pieces(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
+) -> Tensor:
+    """PyTorch's own, a piece of the output at a time, so that its temporaries are not mapped anew."""
+    return _in_pieces(input, weight, bias, geometry, memory_format, memory_format)
 
 
-def _from_channels_last(tensor: Tensor) -> Tensor:
-    """A contiguous copy. ``copy_`` transposes a matrix in tiles, but a 4-D tensor element by element, which for
-    planes of 64 KB and more means a cache miss for every element."""
-    if tensor.is_contiguous() or not tensor.is_contiguous(memory_format=torch.channels_last):
-        return tensor.contiguous()
-    result = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    for source, target in zip(tensor.permute(0, 2, 3, 1).flatten(1, 2), result.flatten(2), strict=True):
-        target.copy_(source.t())
-    return result
+def _in_pieces(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    g: Geometry,
+    memory_format: torch.memory_format,
+    computed_in: torch.memory_format,
+) -> Tensor:
+    """Pieces of output rows (or of whole images), each from the input rows that reach it."""
+    output = _empty_output(input, g, memory_format)
+    row = g.out_channels * g.out_width
+    rows = min(g.out_height, max(1, TEMPORARY_ELEMENTS // row))
+    images = max(1, TEMPORARY_ELEMENTS // (row * g.out_height)) if rows == g.out_height else 1
+    for n in range(0, g.batch, images):
+        for o in range(0, g.out_height, rows):
+            target = output[n : n + images, :, o : o + rows]
+            outputs = slice(o, o + target.shape[2])
+            reaching, first = Axis.of(g, 0).reaching(outputs, g.output_padding[0])
+            piece = F.conv_transpose2d(
+                input[n : n + images, :, reaching].contiguous(memory_format=computed_in),
+                weight,
+                bias,
+                g.stride,
+                g.padding,
+                g.output_padding,
+                g.groups,
+                g.dilation,
+            )[:, :, first : first + target.shape[2]]
+            if computed_in == memory_format:
+                target.copy_(piece)
+            else:
+                _copy_in_pieces(piece, target)
+    return output
+
+
+def _copy_in_pieces(source: Tensor, target: Tensor) -> None:
+    """``target.copy_(source)`` of another memory format. Whole, it would miss the cache for every element: for
+    each channel it reads every cache line of the source, of which it wants one element. A few rows stay
+    cached."""
+    row = math.prod(source.shape) // max(1, source.shape[2])
+    # Of a signal, which is one long row, some columns.
+    axis = 2 if source.shape[2] > 1 else 3
+    size = max(1, PIECE_ELEMENTS // max(1, row if axis == 2 else row // source.shape[3]))
+    for piece, place in zip(source.split(size, axis), target.split(size, axis), strict=True):
+        place.copy_(piece)
 
 
 def outer(
@@ -92,81 +161,121 @@ def outer(
 def products(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """One matrix product gives every tap of every input pixel; each tap then goes to its place in the output.
+    """A matrix product gives every tap of every input pixel; each tap then goes to its place in the output.
 
     Block by block of input rows (or of whole images), so that the product is still in the cache when it is
-    spread. Taps that meet in an output pixel are added up in the dtype of the input, one after the other.
+    spread. Taps that meet in an output pixel are added up in the dtype of the input, one after the other: phase by
+    phase, where neighbours lie together, and only the sums are spread.
     """
     g = geometry
     vertical, horizontal = Axis.of(g, 0), Axis.of(g, 1)
     output = _empty_output(input, g, memory_format)
+    matrices = weight.reshape(g.groups, g.in_channels_per_group, -1).transpose(1, 2)
     overlapping = vertical.overlapping or horizontal.overlapping
-    if overlapping or not (vertical.tiled and horizontal.tiled):
+    if not overlapping and not (vertical.tiled and horizontal.tiled):
         _fill(output, bias)
-    addend = None if overlapping or bias is None else bias.view(-1, 1, 1)
-    multiply = _tap_products(weight, g, memory_format)
-    for images, rows in _blocks(g):
-        taps = multiply(input[images, :, rows])
-        target = output[images]
-        for i in range(g.kernel[0]):
-            ih, oh = vertical.tap(i, rows)
-            if ih.stop <= ih.start:
-                continue
-            for j in range(g.kernel[1]):
-                iw, ow = horizontal.tap(j, slice(0, g.width))
-                if iw.stop <= iw.start:
-                    continue
-                source = taps[i, j][:, :, ih.start - rows.start : ih.stop - rows.start, iw]
-                if overlapping:
-                    target[:, :, oh, ow].add_(source)
-                elif addend is not None:
-                    torch.add(source, addend, out=target[:, :, oh, ow])
-                else:
-                    target[:, :, oh, ow].copy_(source)
+    for images, blocks in blocks_of(g):
+        if overlapping:
+            sums = _zero_phases(input, g, images.stop - images.start)
+            for rows in blocks:
+                _add_taps(_tap_products(input[images, :, rows], matrices, g), sums, rows, g)
+            _spread_phases(sums, bias, output[images], g)
+        else:
+            for rows in blocks:
+                _spread_taps(
+                    _tap_products(input[images, :, rows], matrices, g), bias, output[images], rows, g
+                )
     return output
 
 
-def _tap_products(
-    weight: Tensor, g: Geometry, memory_format: torch.memory_format
-) -> Callable[[Tensor], Tensor]:
-    """A map from ``[images, Ci, rows, W]`` to the tap products ``[KH, KW, images, Co, rows, W]`` (a view)."""
-    if memory_format == torch.channels_last and g.groups == 1:
-        columns = weight.permute(0, 2, 3, 1).reshape(g.in_channels, -1)
-
-        def multiply_channels_last(block: Tensor) -> Tensor:
-            images, _, rows, width = block.shape
-            pixels = block.permute(0, 2, 3, 1).reshape(-1, g.in_channels)
-            product = pixels @ columns
-            return product.view(images, rows, width, *g.kernel, g.out_channels).permute(3, 4, 0, 5, 1, 2)
-
-        return multiply_channels_last
-
-    matrices = weight.reshape(g.groups, g.in_channels_per_group, -1).transpose(1, 2)
-
-    def multiply(block: Tensor) -> Tensor:
-        images, _, rows, width = block.shape
-        if images == 1:
-            pixels = block[0].reshape(g.groups, g.in_channels_per_group, -1)
-        else:
-            grouped = block.reshape(images, g.groups, g.in_channels_per_group, -1)
-            pixels = grouped.permute(1, 2, 0, 3).reshape(g.groups, g.in_channels_per_group, -1)
+def _tap_products(block: Tensor, matrices: Tensor, g: Geometry) -> Tensor:
+    """From ``[images, Ci, rows, W]`` to ``[images, Co, KH, KW, rows, W]``."""
+    images, _, rows, width = block.shape
+    if images > 1:
+        product = torch.matmul(matrices, block.reshape(images, g.groups, g.in_channels_per_group, -1))
+    else:
+        pixels = block[0].reshape(g.groups, g.in_channels_per_group, -1)
         # A batch of one matrix is slower than the matrix.
-        product = matrices[0] @ pixels[0] if g.groups == 1 else torch.bmm(matrices, pixels)
-        return product.view(g.out_channels, *g.kernel, images, rows, width).permute(1, 2, 3, 0, 4, 5)
-
-    return multiply
+        product = torch.mm(matrices[0], pixels[0]) if g.groups == 1 else torch.bmm(matrices, pixels)
+    return product.view(images, g.out_channels, *g.kernel, rows, width)
 
 
-def _blocks(g: Geometry) -> Iterator[tuple[slice, slice]]:
-    """Images and input rows whose tap products are about ``BLOCK_ELEMENTS``, in order; more where the weight is
-    larger, because every product reads all of it."""
-    elements = max(BLOCK_ELEMENTS, g.in_channels * g.out_channels_per_group * g.taps)
+def _spread_taps(taps: Tensor, bias: Tensor | None, output: Tensor, rows: slice, g: Geometry) -> None:
+    """Every tap to its own places in ``output``."""
+    vertical, horizontal = Axis.of(g, 0), Axis.of(g, 1)
+    for i in range(g.kernel[0]):
+        ih, oh = vertical.tap(i, rows)
+        for j in range(g.kernel[1]):
+            iw, ow = horizontal.tap(j, slice(0, g.width))
+            if ih.stop > ih.start and iw.stop > iw.start:
+                source = taps[:, :, i, j, ih.start - rows.start : ih.stop - rows.start, iw]
+                _copy_with_bias(source, bias, output[:, :, oh, ow])
+
+
+def _zero_phases(input: Tensor, g: Geometry, images: int) -> Tensor:
+    """``[images, Co, SH, SW, cells, cells]``: room for every phase of the output and what padding cuts off it."""
+    cells = (Axis.of(g, axis).cells for axis in (0, 1))
+    return input.new_zeros(images, g.out_channels, *g.stride, *cells)
+
+
+def _add_taps(taps: Tensor, sums: Tensor, rows: slice, g: Geometry) -> None:
+    for i, r, down in Axis.of(g, 0).shifts:
+        for j, s, right in Axis.of(g, 1).shifts:
+            top = rows.start + down
+            cells = sums[:, :, r, s, top : top + taps.shape[4], right : right + g.width]
+            cells.add_(taps[:, :, i, j])
+
+
+def _spread_phases(sums: Tensor, bias: Tensor | None, output: Tensor, g: Geometry) -> None:
+    for r in range(g.stride[0]):
+        ih, oh = Axis.of(g, 0).phase_cells(r)
+        for s in range(g.stride[1]):
+            iw, ow = Axis.of(g, 1).phase_cells(s)
+            _copy_with_bias(sums[:, :, r, s, ih, iw], bias, output[:, :, oh, ow])
+
+
+def _copy_with_bias(source: Tensor, bias: Tensor | None, target: Tensor) -> None:
+    if bias is None:
+        target.copy_(source)
+    else:
+        torch.add(source, bias.view(-1, 1, 1), out=target)
+
+
+def blocks_of(g: Geometry) -> Iterator[tuple[slice, list[slice]]]:
+    """Images, and their input rows in blocks whose tap products are about ``BLOCK_ELEMENTS``; more where the weight
+    is larger, because every product reads all of it."""
+    elements = max(BLOCK_ELEMENTS, math.prod(g.weight_shape))
     row = g.out_channels * g.taps * g.width
     rows = min(g.height, max(1, elements // row))
     images = max(1, elements // (row * g.height)) if rows == g.height else 1
+    blocks = [slice(h, min(h + rows, g.height)) for h in range(0, g.height, rows)]
     for n in range(0, g.batch, images):
-        for h in range(0, g.height, rows):
-            yield slice(n, min(n + images, g.batch)), slice(h, min(h + rows, g.height))
+        yield slice(n, min(n + images, g.batch)), blocks
+
+
+def pixel_products(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
+) -> Tensor:
+    """As ``products``, pixel by pixel: for few of them, whose rows are too short to be added up one by one, under
+    weights too large to be rearranged. Of one group."""
+    g = geometry
+    pixels = input.permute(0, 2, 3, 1).reshape(g.batch * g.height * g.width, g.in_channels)
+    product = (pixels @ weight.flatten(1)).view(len(pixels), g.out_channels, g.taps).transpose(1, 2)
+    taps = product.reshape(g.batch, g.height, g.width, *g.kernel, g.out_channels).transpose(2, 3)
+    vertical, horizontal = Axis.of(g, 0), Axis.of(g, 1)
+    sums = input.new_zeros(
+        g.batch, vertical.cells, g.stride[0], horizontal.cells, g.stride[1], g.out_channels
+    )
+    if bias is not None:
+        sums.copy_(bias.expand_as(sums))
+    for i, r, down in vertical.shifts:
+        for j, s, right in horizontal.shifts:
+            sums[:, down : down + g.height, r, right : right + g.width, s].add_(taps[:, :, i, :, j])
+    top, left = g.padding
+    inside = sums.flatten(3, 4).flatten(1, 2)[:, top : top + g.out_height, left : left + g.out_width]
+    output = _empty_output(input, g, memory_format)
+    _copy_in_pieces(inside.permute(0, 3, 1, 2), output)
+    return output
 
 
 def phases(
@@ -197,31 +306,35 @@ def phases(
 def stacked_phases(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Geometry, memory_format: torch.memory_format
 ) -> Tensor:
-    """One stride-1 convolution with the phases as further output channels, then a shuffle of pixels.
+    """One matrix product gives all phases of every output cell, whose rows then lie together.
 
-    Claims undilated kernels that are a multiple of the stride, so that all phases have equally many taps, and
-    outputs that are whole cells of ``stride`` pixels.
+    Claims undilated kernels of one group that are a multiple of the stride, so that all phases have equally many
+    taps, and outputs that are whole cells of ``stride`` pixels. Block by block of the phases' rows.
     """
     g = geometry
     (sh, sw), (th, tw) = g.stride, (g.kernel[0] // g.stride[0], g.kernel[1] // g.stride[1])
-    taps = weight.reshape(g.in_channels, -1, th, sh, tw, sw).flip(2, 4)
-    taps = taps.permute(0, 1, 3, 5, 2, 4).reshape(g.in_channels, -1, th, tw)
-    # With the phases innermost, a row of an output cell lies together in a channels_last result.
-    computed = F.conv2d(
-        input.contiguous(memory_format=torch.channels_last if sw >= 8 else memory_format),
-        _as_convolution(taps, g),
-        None if bias is None else bias.repeat_interleave(sh * sw),
-        padding=(th - 1, tw - 1),
-        groups=g.groups,
-    )
-    cells = computed.unflatten(1, (g.out_channels, sh, sw))
+    height, width = g.height + th - 1, g.width + tw - 1
+    # Tap t of a phase reads the input pixel t before its own: what unfold calls offset th - 1 - t.
+    neighbours = F.unfold(input, (th, tw), padding=(th - 1, tw - 1)).unflatten(1, (-1, th, tw)).flip(2, 3)
+    pixels = neighbours.permute(0, 4, 1, 2, 3).reshape(g.batch * height * width, g.in_channels * th * tw)
+    phases = weight.reshape(g.in_channels, -1, th, sh, tw, sw).permute(0, 2, 4, 1, 3, 5)
     output = _empty_output(input, g, memory_format)
-    target = output.unflatten(3, (-1, sw)).unflatten(2, (-1, sh)).permute(0, 1, 3, 5, 2, 4)
-    rows, columns = target.shape[4:]
+    target = output.unflatten(3, (-1, sw)).unflatten(2, (-1, sh)).permute(0, 1, 2, 4, 3, 5)
+    rows, columns = target.shape[2:4]
+    step = max(1, TEMPORARY_ELEMENTS // max(1, len(pixels) * g.out_channels * sw))
     for phase_h, place_h, first_h in _cell_parts(sh, g.padding[0]):
-        for phase_w, place_w, first_w in _cell_parts(sw, g.padding[1]):
-            source = cells[:, :, phase_h, phase_w, first_h : first_h + rows, first_w : first_w + columns]
-            target[:, :, place_h, place_w].copy_(source)
+        for r in range(phase_h.start, phase_h.stop, step):
+            block = phases[..., r : min(r + step, phase_h.stop), :]
+            matrix, depth = block.reshape(pixels.shape[1], -1), block.shape[4]
+            if bias is None:
+                product = pixels @ matrix
+            else:
+                product = torch.addmm(bias.repeat_interleave(depth * sw), pixels, matrix)
+            cells = product.view(g.batch, height, width, g.out_channels, depth, sw).permute(0, 3, 1, 2, 4, 5)
+            place = r - phase_h.start + place_h.start
+            for phase_w, place_w, first_w in _cell_parts(sw, g.padding[1]):
+                source = cells[:, :, first_h : first_h + rows, first_w : first_w + columns, :, phase_w]
+                target[:, :, :, :, place : place + depth, place_w].copy_(source)
     return output
 
 
@@ -259,40 +372,10 @@ FORWARD: dict[
 ] = {
     "plain": plain,
     "channels_last": channels_last,
+    "pieces": pieces,
     "outer": outer,
     "products": products,
+    "pixel_products": pixel_products,
     "phases": phases,
     "stacked_phases": stacked_phases,
 }
-
-
-def backward(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    geometry: Geometry,
-    memory_format: torch.memory_format,
-    output_mask: tuple[bool, bool, bool],
-) -> list[Tensor]:
-    """The gradients ``output_mask`` asks for (input, weight, bias), in that order.
-
-    PyTorch's own: the gradients are convolutions without a transposed one's detours, and nothing measured was faster.
-    """
-    gradients = torch.ops.aten.convolution_backward(
-        grad_output,
-        input,
-        weight,
-        [geometry.out_channels],
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        True,
-        geometry.output_padding,
-        geometry.groups,
-        output_mask,
-    )
-    return [
-        g if g.dim() == 1 else g.contiguous(memory_format=memory_format)
-        for g, wanted in zip(gradients, output_mask, strict=True)
-        if wanted
-    ]

@@ -90,6 +90,34 @@ class Geometry:
             + self.in_channels * self.out_channels_per_group * self.taps
         )
 
+    @property
+    def layer_constants(self) -> tuple[tuple[str, int], ...]:
+        """What a layer fixes whatever its input, by the names that kernels use."""
+        return (
+            ("IN_CHANNELS", self.in_channels),
+            ("OUT_CHANNELS", self.out_channels),
+            ("GROUPS", self.groups),
+            ("KERNEL_H", self.kernel[0]),
+            ("KERNEL_W", self.kernel[1]),
+            ("STRIDE_H", self.stride[0]),
+            ("STRIDE_W", self.stride[1]),
+            ("PADDING_H", self.padding[0]),
+            ("PADDING_W", self.padding[1]),
+            ("DILATION_H", self.dilation[0]),
+            ("DILATION_W", self.dilation[1]),
+        )
+
+    @property
+    def constants(self) -> tuple[tuple[str, int], ...]:
+        """The same with the sizes of the images. The batch is an argument of kernels, never a constant."""
+        return (
+            *self.layer_constants,
+            ("HEIGHT", self.height),
+            ("WIDTH", self.width),
+            ("OUT_HEIGHT", self.out_height),
+            ("OUT_WIDTH", self.out_width),
+        )
+
     def with_batch(self, batch: int) -> Geometry:
         return replace(self, batch=batch)
 

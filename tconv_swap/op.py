@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tconv_swap import cpu, cuda
+from tconv_swap import cpu, cpu_backward, cuda
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
 from tconv_swap.geometry import as_pair
 
@@ -82,14 +82,30 @@ def conv_transpose2d(
         as_pair(dilation, "dilation"),
     )
     if input.is_cuda and input.dim() == 4 and _is_plain_eager(input):
-        if torch.is_grad_enabled() and (
-            input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-        ):
+        if _needs_gradient(input, weight, bias):
             return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return,no-untyped-call]
         return cuda.forward(input, weight, bias, arguments)
+    if input.is_cpu and input.dim() == 4 and type(input) is Tensor and _is_untransformed():
+        if cpu.is_plain(input, weight, bias, arguments):
+            return torch.nn.functional.conv_transpose2d(
+                input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
+            )
+        if not _needs_gradient(input, weight, bias) and _is_plain_eager(input):
+            return _forward_on_cpu(input, weight, bias, *arguments)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments)  # type: ignore[no-any-return]
+
+
+def _needs_gradient(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+
+
+def _is_untransformed() -> bool:
+    """Whether a tensor's sizes and strides are those that PyTorch would see: no compiler, no vmap or grad."""
+    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
 
 
 def _is_plain_eager(input: Tensor) -> bool:
@@ -98,11 +114,10 @@ def _is_plain_eager(input: Tensor) -> bool:
     Then the dispatcher may be passed by, which halves the cost of a call.
     """
     return (
-        not torch.compiler.is_compiling()
+        _is_untransformed()
         and type(input) is Tensor
-        and not torch.is_autocast_enabled("cuda")
+        and not torch.is_autocast_enabled(input.device.type)
         and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.maybe_current_level() is None
         and forward_ad._current_level < 0
         and torch._C._get_tracing_state() is None
     )
@@ -137,7 +152,7 @@ def _forward_on_cpu(input: Tensor, weight: Tensor, bias: Tensor | None, *argumen
 def _backward_on_cpu(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
     *geometry_arguments, mask = arguments
     geometry = check_backward(grad_output, input, weight, geometry_arguments)
-    return cpu.backward(
+    return cpu_backward.backward(
         grad_output, input, weight, geometry, output_memory_format(input, weight), tuple(mask)
     )
 
@@ -207,7 +222,9 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_forward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     input, weight = ctx.saved_tensors
     mask = list(ctx.needs_input_grad[:3])
-    gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask)
+    direct = grad_output.is_cpu and not torch.is_grad_enabled() and _is_plain_eager(grad_output)
+    compute = _backward_on_cpu if direct else _backward_op
+    gradients = compute(grad_output, input, weight, *ctx.arguments, mask)
     return (*_spread(gradients, mask), *[None] * len(ctx.arguments))
 
 

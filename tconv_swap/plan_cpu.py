@@ -11,13 +11,16 @@ import torch
 
 from tconv_swap.geometry import Geometry, phase_taps
 
-Formulation = Literal["plain", "channels_last", "outer", "products", "phases", "stacked_phases"]
+Formulation = Literal[
+    "plain", "channels_last", "pieces", "outer", "products", "pixel_products", "phases", "stacked_phases"
+]
 
 
 FEWEST_MACS = 1 << 20  # below, the calls themselves (some 50 us) take longer than the arithmetic
 LARGE_WEIGHT = 1 << 20  # elements: 4 MB, larger than the second-level cache
 SMALL_PLANE = 1 << 11  # elements: below, oneDNN's result is converted to NCHW at the speed of a copy
-LARGE_PLANE = 1 << 13  # elements: 32 KB, larger than the first-level cache
+MAPPED_OUTPUT = 1 << 23  # elements: 32 MB, from which on every allocation is mapped anew
+LARGE_IMAGE = 1 << 19  # elements: 2 MB, larger than the second-level cache of a core
 
 
 class Phase(NamedTuple):
@@ -70,6 +73,41 @@ class Axis(NamedTuple):
         """The phases that get a tap at all."""
         return list(_phases(self))
 
+    @property
+    def cells(self) -> int:
+        """How many cells of ``stride`` positions hold the output and what padding cuts off before it."""
+        reached = self.size + (self.kernel - 1) * self.dilation // self.stride
+        return max(reached, -(-(self.out_size + self.padding) // self.stride))
+
+    @property
+    def shifts(self) -> list[tuple[slice, slice, int]]:
+        """Taps that take an input to the same cell, their phases there, and how many cells further that is."""
+        if self.dilation == 1:
+            starts = range(0, self.kernel, self.stride)
+            ends = [min(start + self.stride, self.kernel) for start in starts]
+            return [
+                (slice(a, b), slice(0, b - a), a // self.stride) for a, b in zip(starts, ends, strict=True)
+            ]
+        places = [divmod(tap * self.dilation, self.stride) for tap in range(self.kernel)]
+        return [(slice(t, t + 1), slice(r, r + 1), cell) for t, (cell, r) in enumerate(places)]
+
+    def phase_cells(self, phase: int) -> tuple[slice, slice]:
+        """The cells whose position ``phase`` lies in the output, and where there."""
+        first = (phase - self.padding) % self.stride
+        count = len(range(first, self.out_size, self.stride))
+        cell = (first + self.padding) // self.stride
+        return slice(cell, cell + count), slice(first, None, self.stride)
+
+    def reaching(self, outputs: slice, output_padding: int) -> tuple[slice, int]:
+        """The inputs that reach ``outputs``, and where ``outputs`` begin in the transposed convolution of just
+        those inputs with the arguments of the whole."""
+        extent = self.dilation * (self.kernel - 1) + 1
+        start = -((extent - 1 - self.padding - outputs.start) // self.stride)
+        start = max(0, min(start, outputs.start // self.stride, self.size - 1))
+        shortfall = outputs.stop - extent + 2 * self.padding - output_padding
+        last = max((outputs.stop - 1 + self.padding) // self.stride, -(-shortfall // self.stride))
+        return slice(start, min(last + 1, self.size)), outputs.start - start * self.stride
+
     def tap(self, tap: int, inputs: slice) -> tuple[slice, slice]:
         """The part of ``inputs`` that ``tap`` takes into the output, and where."""
         shift = tap * self.dilation - self.padding
@@ -118,9 +156,12 @@ def claims(formulation: Formulation, g: Geometry, dtype: torch.dtype) -> bool:
     if formulation == "products":
         # Sums of several products in the output's dtype: float16 and bfloat16 must accumulate in float32.
         return not _overlapping(g) or dtype in (torch.float32, torch.float64)
+    if formulation == "pixel_products":
+        return g.groups == 1 and dtype in (torch.float32, torch.float64)
     if formulation == "stacked_phases":
         return (
-            g.dilation == (1, 1)
+            g.groups == 1
+            and g.dilation == (1, 1)
             and g.output_padding == (0, 0)
             and all(k % s == 0 for k, s in zip(g.kernel, g.stride, strict=True))
             and all(2 * p % s == 0 for p, s in zip(g.padding, g.stride, strict=True))
@@ -133,7 +174,7 @@ def _overlapping(g: Geometry) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def choose(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, threads: int) -> Formulation:
+def choose(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format) -> Formulation:
     """The first that applies; PyTorch's plain call where nothing is known to be faster.
 
     oneDNN computes transposed convolutions in channels_last, near the machine's peak for most geometries. What can
@@ -142,32 +183,42 @@ def choose(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format, 
     if g.batch > 0 and claims("outer", g, dtype):
         return "outer"
     # float64 is not oneDNN's, and what 16-bit types gain depends on the machine's instructions for them.
-    if dtype != torch.float32 or g.macs < FEWEST_MACS:
+    if dtype != torch.float32 or g.macs < FEWEST_MACS or g.stride == (1, 1):
         return "plain"
-    if g.stride == (1, 1) or g.in_channels_per_group < 8:
-        return "plain"  # already a dense convolution; or depthwise, for which oneDNN has a kernel of its own
     planar = memory_format == torch.contiguous_format
     plane = g.out_height * g.out_width
+    weights, outputs = math.prod(g.weight_shape), math.prod(g.output_shape)
+    if g.in_channels_per_group < 8:  # depthwise: oneDNN has a kernel of its own, without conversions
+        return "pieces" if planar and outputs >= MAPPED_OUTPUT else "plain"
     # Every tap has its output pixels to itself: nothing to add up, and no conversion of the output.
     if planar and plane >= SMALL_PLANE and not _overlapping(g):
         return "products"
     # Few pixels under large filters: oneDNN would rearrange the weight for longer than it computes.
-    if (
-        g.batch * g.height * g.width < g.in_channels
-        and math.prod(g.weight_shape) > LARGE_WEIGHT
-        and g.groups == 1
-    ):
-        return "products"
-    # oneDNN computes 16 output channels at a time, wanted or not; phases and taps fill the places of channels.
-    if g.out_channels <= 4 and g.groups == 1:
-        return "stacked_phases" if claims("stacked_phases", g, dtype) else "products"
+    pixels = g.batch * g.height * g.width
+    if pixels < g.in_channels and weights > LARGE_WEIGHT and g.out_channels >= 64 and g.groups == 1:
+        return "pixel_products"
     if g.dilation != (1, 1):
         return "phases"  # oneDNN has no fast kernel with both a stride and a dilation
-    # More phases than pixels: oneDNN would compute a great many convolutions of a few pixels each.
-    if math.prod(g.stride) > g.height * g.width and claims("stacked_phases", g, dtype) and g.groups == 1:
+    # What remains pays for a rearranged weight, to gain on the output.
+    if not planar or outputs < weights:
+        return "plain"
+    # Rows of phases long enough to be copied as they are, where oneDNN would compute many small convolutions.
+    if g.stride[1] >= 16 and claims("stacked_phases", g, dtype):
         return "stacked_phases"
-    # Neighbouring channels lie pages apart: PyTorch's conversion of the output takes longer than the convolution.
-    # Ours does not, but runs on one thread.
-    if planar and plane > LARGE_PLANE and g.out_channels >= 16 and threads <= 4:
+    # oneDNN computes 16 output channels at a time, wanted or not; taps fill the places of channels.
+    if g.out_channels <= 4 and g.groups == 1:
+        return "products"
+    # Neighbouring channels lie pages apart: PyTorch's conversion of the output takes as long as the convolution.
+    if plane >= SMALL_PLANE and g.out_channels * plane >= LARGE_IMAGE:
         return "channels_last"
+    return "plain"
+
+
+def choose_backward(
+    g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format
+) -> Literal["plain", "products"]:
+    """PyTorch's own gradients, which convert better than its forward, but for the kernels that tile the output."""
+    tiled = g.kernel == g.stride and g.padding == (0, 0) == g.output_padding and g.dilation == (1, 1)
+    if tiled and g.groups == 1 and choose(g, dtype, memory_format) == "products":
+        return "products"
     return "plain"

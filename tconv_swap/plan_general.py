@@ -7,14 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.program import Constant, Kernel, Launch, Output, Plan, input_, int64, output, workspace
-
-ELEMENT_TYPES = {
-    torch.float64: "double",
-    torch.float32: "float",
-    torch.float16: "Half",
-    torch.bfloat16: "BFloat16",
-}
+from tconv_swap.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Output,
+    Plan,
+    input_,
+    int64,
+    output,
+    workspace,
+)
 
 REDUCE_THREADS = 256
 #: Partial sums of a split gradient may take this much memory, or one slice where even one is larger.
@@ -69,21 +73,7 @@ def _common(
     return (
         ("Element", ELEMENT_TYPES[dtype]),
         ("Index", "int" if largest <= INT32_ELEMENTS else "long long"),
-        ("IN_CHANNELS", geometry.in_channels),
-        ("OUT_CHANNELS", geometry.out_channels),
-        ("GROUPS", geometry.groups),
-        ("HEIGHT", geometry.height),
-        ("WIDTH", geometry.width),
-        ("OUT_HEIGHT", geometry.out_height),
-        ("OUT_WIDTH", geometry.out_width),
-        ("KERNEL_H", geometry.kernel[0]),
-        ("KERNEL_W", geometry.kernel[1]),
-        ("STRIDE_H", geometry.stride[0]),
-        ("STRIDE_W", geometry.stride[1]),
-        ("PADDING_H", geometry.padding[0]),
-        ("PADDING_W", geometry.padding[1]),
-        ("DILATION_H", geometry.dilation[0]),
-        ("DILATION_W", geometry.dilation[1]),
+        *geometry.constants,
         ("CHANNELS_LAST", channels_last),
         ("WEIGHT_CHANNELS_LAST", weight_channels_last),
     )

@@ -26,9 +26,9 @@ from tconv_swap.narrow_tile import (
     threads,
     unrolled,
 )
-from tconv_swap.program import Kernel, Launch, Output, Plan, input_, int64, output
+from tconv_swap.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, int64, output
 
-ELEMENT_TYPES = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 INT32_MAX = 2**31 - 1
 #: Above so many multiply-adds for each element moved or each output, FFMA bounds the time, and tensor cores are the
@@ -58,7 +58,7 @@ SHORT_SUM = 8
 
 def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
     """Whether this kernel is a candidate: what bounds the problem is memory, or no other kernel's tile fits it."""
-    if dtype not in ELEMENT_TYPES or geometry.batch == 0:
+    if dtype not in DTYPES or geometry.batch == 0:
         return False
     if min(geometry.in_channels_per_group, geometry.out_channels_per_group) <= NARROW_CHANNELS:
         return True
@@ -348,21 +348,7 @@ def build(
         (
             ("Element", ELEMENT_TYPES[dtype]),
             ("Index", "int" if image * tile.block_images <= INT32_MAX else "long long"),
-            ("IN_CHANNELS", geometry.in_channels),
-            ("OUT_CHANNELS", geometry.out_channels),
-            ("GROUPS", geometry.groups),
-            ("HEIGHT", geometry.height),
-            ("WIDTH", geometry.width),
-            ("OUT_HEIGHT", geometry.out_height),
-            ("OUT_WIDTH", geometry.out_width),
-            ("KERNEL_H", geometry.kernel[0]),
-            ("KERNEL_W", geometry.kernel[1]),
-            ("STRIDE_H", geometry.stride[0]),
-            ("STRIDE_W", geometry.stride[1]),
-            ("PADDING_H", geometry.padding[0]),
-            ("PADDING_W", geometry.padding[1]),
-            ("DILATION_H", geometry.dilation[0]),
-            ("DILATION_W", geometry.dilation[1]),
+            *geometry.constants,
             ("CHANNELS_LAST", channels_last),
             ("WEIGHT_CHANNELS_LAST", weight_channels_last),
             ("HAS_BIAS", has_bias),

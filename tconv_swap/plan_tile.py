@@ -9,7 +9,18 @@ from dataclasses import replace
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.program import Constant, Kernel, Launch, Output, Plan, input_, int64, output, workspace
+from tconv_swap.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Output,
+    Plan,
+    input_,
+    int64,
+    output,
+    workspace,
+)
 from tconv_swap.tile_layout import (
     STEP_WORDS,
     TAP_TILE_BYTES,
@@ -22,7 +33,7 @@ from tconv_swap.tile_layout import (
     shared_bytes,
 )
 
-_ELEMENTS = {torch.float32: "float", torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256
 _REDUCE_THREADS = 256
 INT32_LIMIT = 2**31
@@ -62,11 +73,7 @@ def plan_tile_forward(
 
 def _claims(problem: Problem, arch: str) -> bool:
     geometry = problem.geometry
-    if (
-        problem.dtype not in _ELEMENTS
-        or int(arch.removeprefix("sm_").rstrip("af")) < 80
-        or geometry.batch == 0
-    ):
+    if problem.dtype not in _DTYPES or int(arch.removeprefix("sm_").rstrip("af")) < 80 or geometry.batch == 0:
         return False
     # Offsets within an image, and cells of the whole batch, are counted in 32 bits.
     image = geometry.in_channels * geometry.height * geometry.width * problem.item
@@ -238,19 +245,9 @@ def _constants(problem: Problem, tile: Tile) -> tuple[tuple[str, Constant], ...]
     """What forward_tile.cu and pack_weights.cu share."""
     geometry = problem.geometry
     return (
-        ("Element", _ELEMENTS[problem.dtype]),
+        ("Element", ELEMENT_TYPES[problem.dtype]),
         ("PRECISION", ("TF32", "FP16", "BF16", "IEEE").index(problem.precision)),
-        ("IN_CHANNELS", geometry.in_channels),
-        ("OUT_CHANNELS", geometry.out_channels),
-        ("GROUPS", geometry.groups),
-        ("KERNEL_H", geometry.kernel[0]),
-        ("KERNEL_W", geometry.kernel[1]),
-        ("STRIDE_H", geometry.stride[0]),
-        ("STRIDE_W", geometry.stride[1]),
-        ("PADDING_H", geometry.padding[0]),
-        ("PADDING_W", geometry.padding[1]),
-        ("DILATION_H", geometry.dilation[0]),
-        ("DILATION_W", geometry.dilation[1]),
+        *geometry.layer_constants,
         ("PHASE_ROWS", problem.phases[0]),
         ("PHASE_COLS", problem.phases[1]),
         ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
@@ -341,7 +338,7 @@ def _reduce(problem: Problem, tile: Tile, offset: int, count: int) -> Launch:
         "forward_tile_reduce.cu",
         "forward_tile_reduce",
         (
-            ("Element", _ELEMENTS[problem.dtype]),
+            ("Element", ELEMENT_TYPES[problem.dtype]),
             ("OUT_CHANNELS", problem.geometry.out_channels),
             ("OUT_PIXELS", problem.geometry.out_height * problem.geometry.out_width),
             ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),

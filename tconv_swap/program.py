@@ -8,8 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+import torch
+
 #: A kernel constant, rendered as one ``constexpr`` line: int and bool as they are, str as the name of a type.
 Constant = int | bool | str
+
+#: The name that csrc/kernels/types.cuh gives the elements of a dtype.
+ELEMENT_TYPES = {
+    torch.float64: "double",
+    torch.float32: "float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+}
 
 
 class ArgumentKind(IntEnum):

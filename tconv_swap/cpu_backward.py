@@ -1,0 +1,70 @@
+"""The gradients of a transposed convolution on the CPU, out of PyTorch's own operators."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tconv_swap.cpu import blocks_of
+from tconv_swap.geometry import Geometry
+from tconv_swap.plan_cpu import choose_backward
+
+
+def backward(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    geometry: Geometry,
+    memory_format: torch.memory_format,
+    output_mask: tuple[bool, bool, bool],
+) -> list[Tensor]:
+    """The gradients ``output_mask`` asks for (input, weight, bias), in that order."""
+    if choose_backward(geometry, input.dtype, memory_format) == "products":
+        return _products(grad_output, input, weight, geometry, output_mask)
+    gradients = torch.ops.aten.convolution_backward(
+        grad_output,
+        input,
+        weight,
+        [geometry.out_channels],
+        geometry.stride,
+        geometry.padding,
+        geometry.dilation,
+        True,
+        geometry.output_padding,
+        geometry.groups,
+        output_mask,
+    )
+    return [
+        g if g.dim() == 1 else g.contiguous(memory_format=memory_format)
+        for g, wanted in zip(gradients, output_mask, strict=True)
+        if wanted
+    ]
+
+
+def _products(
+    grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, bool, bool]
+) -> list[Tensor]:
+    """Of kernels as large as the stride, unpadded and of one group: an input pixel has its cell of the output to
+    itself. The cells, as the columns of a matrix, give both gradients by a product. Block by block, in a fixed order.
+    """
+    (sh, sw), (wants_input, wants_weight, wants_bias) = g.stride, output_mask
+    matrix = weight.flatten(1)
+    grad_input = input.new_empty(g.input_shape)
+    grad_weight = input.new_zeros(matrix.shape)
+    if wants_input or wants_weight:
+        for images, blocks in blocks_of(g):
+            for n in range(images.start, images.stop):
+                for rows in blocks:
+                    height = rows.stop - rows.start
+                    cells = grad_output[n, :, rows.start * sh : rows.stop * sh]
+                    cells = cells.reshape(g.out_channels, height, sh, g.width, sw).permute(0, 2, 4, 1, 3)
+                    columns = cells.reshape(len(matrix[0]), height * g.width)
+                    if wants_input:
+                        pixels = torch.mm(matrix, columns)
+                        grad_input[n, :, rows] = pixels.view(g.in_channels, height, g.width)
+                    if wants_weight:
+                        pixels = input[n, :, rows].reshape(g.in_channels, height * g.width)
+                        grad_weight.addmm_(pixels, columns.t())
+    grad_bias = grad_output.sum((0, 2, 3)) if wants_bias else grad_output.new_empty(0)
+    gradients = (grad_input, grad_weight.view(g.weight_shape), grad_bias)
+    return [gradient for gradient, wanted in zip(gradients, output_mask, strict=True) if wanted]
