@@ -16,11 +16,32 @@ def backward(
     weight: Tensor,
     geometry: Geometry,
     memory_format: torch.memory_format,
-    output_mask: tuple[bool, bool, bool],
+    output_mask: tuple[bool, ...],
 ) -> list[Tensor]:
     """The gradients ``output_mask`` asks for (input, weight, bias), in that order."""
-    if choose_backward(geometry, input.dtype, memory_format) == "products":
-        return _products(grad_output, input, weight, geometry, output_mask)
+    formulation = choose_backward(geometry, input.dtype, memory_format)
+    if formulation == "outer":
+        gradients = _outer(grad_output, input, weight, geometry, output_mask)
+    elif formulation == "products":
+        gradients = _products(grad_output, input, weight, geometry, output_mask)
+    else:
+        gradients = _plain(grad_output, input, weight, geometry, output_mask)
+    return [_laid_out(gradient, memory_format) for gradient in gradients]
+
+
+def _laid_out(gradient: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """In a memory format down to the strides of dimensions of size 1, which say what the next layer will choose."""
+    if gradient.dim() == 1:
+        return gradient
+    gradient = gradient.contiguous(memory_format=memory_format)
+    strides = torch.empty(gradient.shape, device="meta", memory_format=memory_format).stride()
+    return gradient if gradient.stride() == strides else gradient.as_strided(gradient.shape, strides)
+
+
+def _plain(
+    grad_output: Tensor, input: Tensor, weight: Tensor, geometry: Geometry, output_mask: tuple[bool, ...]
+) -> list[Tensor]:
+    """PyTorch's own."""
     gradients = torch.ops.aten.convolution_backward(
         grad_output,
         input,
@@ -34,15 +55,27 @@ def backward(
         geometry.groups,
         output_mask,
     )
-    return [
-        g if g.dim() == 1 else g.contiguous(memory_format=memory_format)
-        for g, wanted in zip(gradients, output_mask, strict=True)
-        if wanted
-    ]
+    return [gradient for gradient, wanted in zip(gradients, output_mask, strict=True) if wanted]
+
+
+def _outer(
+    grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, ...]
+) -> list[Tensor]:
+    """Of a 1x1 input without padding: the output is a product of ``[batch, Ci]`` and ``[Ci, Co*KH*KW]``."""
+    wants_input, wants_weight, wants_bias = output_mask
+    columns = grad_output.reshape(g.batch, -1)
+    gradients = []
+    if wants_input:
+        gradients.append(torch.mm(columns, weight.flatten(1).t()).view(g.input_shape))
+    if wants_weight:
+        gradients.append(torch.mm(input.flatten(1).t(), columns).view(g.weight_shape))
+    if wants_bias:
+        gradients.append(grad_output.sum((0, 2, 3)))
+    return gradients
 
 
 def _products(
-    grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, bool, bool]
+    grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, ...]
 ) -> list[Tensor]:
     """Of kernels as large as the stride, unpadded and of one group: an input pixel has its cell of the output to
     itself. The cells, as the columns of a matrix, give both gradients by a product. Block by block, in a fixed order.

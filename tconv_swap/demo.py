@@ -33,7 +33,7 @@ def dcgan_generator() -> nn.Sequential:
 
 def input_shape(device: torch.device) -> tuple[int, ...]:
     """A training batch on a GPU; on a CPU one that two cores get through in seconds."""
-    return (128 if device.type == "cuda" else 4, LATENT, 1, 1)
+    return (128 if device.type == "cuda" else 32, LATENT, 1, 1)
 
 
 def write_generator(path: Path, seed: int) -> None:

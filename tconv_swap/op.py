@@ -81,17 +81,16 @@ def conv_transpose2d(
         groups,
         as_pair(dilation, "dilation"),
     )
-    if input.is_cuda and input.dim() == 4 and _is_plain_eager(input):
+    plain_tensor = input.dim() == 4 and type(input) is Tensor and _is_untransformed()
+    # Where PyTorch's own call is the fastest, nothing is put in its way.
+    if plain_tensor and input.is_cpu and cpu.is_plain(input, weight, bias, arguments):
+        return torch.nn.functional.conv_transpose2d(
+            input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
+        )
+    if plain_tensor and input.device.type in _DIRECT and _is_plain_eager(input):
         if _needs_gradient(input, weight, bias):
             return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return,no-untyped-call]
-        return cuda.forward(input, weight, bias, arguments)
-    if input.is_cpu and input.dim() == 4 and type(input) is Tensor and _is_untransformed():
-        if cpu.is_plain(input, weight, bias, arguments):
-            return torch.nn.functional.conv_transpose2d(
-                input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
-            )
-        if not _needs_gradient(input, weight, bias) and _is_plain_eager(input):
-            return _forward_on_cpu(input, weight, bias, *arguments)
+        return _DIRECT[input.device.type][0](input, weight, bias, arguments)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments)  # type: ignore[no-any-return]
@@ -114,8 +113,8 @@ def _is_plain_eager(input: Tensor) -> bool:
     Then the dispatcher may be passed by, which halves the cost of a call.
     """
     return (
-        _is_untransformed()
-        and type(input) is Tensor
+        type(input) is Tensor
+        and _is_untransformed()
         and not torch.is_autocast_enabled(input.device.type)
         and torch._C._len_torch_dispatch_stack() == 0
         and forward_ad._current_level < 0
@@ -130,7 +129,7 @@ class _EagerFunction(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Any) -> Tensor:
         ctx.save_for_backward(input, weight)
         ctx.arguments = arguments
-        return cuda.forward(input, weight, bias, arguments)
+        return _DIRECT[input.device.type][0](input, weight, bias, arguments)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
@@ -140,30 +139,42 @@ class _EagerFunction(torch.autograd.Function):
         if torch.is_grad_enabled() or not _is_plain_eager(grad_output):
             gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask)
         else:
-            gradients = cuda.backward(grad_output, input, weight, ctx.arguments, mask)
+            gradients = _DIRECT[input.device.type][1](grad_output, input, weight, ctx.arguments, mask)
         return (*_spread(gradients, mask), None)
 
 
-def _forward_on_cpu(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+def _forward_on_cpu(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]) -> Tensor:
     geometry = check_forward(input, weight, bias, arguments)
     return cpu.forward(input, weight, bias, geometry, output_memory_format(input, weight))
 
 
-def _backward_on_cpu(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-    *geometry_arguments, mask = arguments
-    geometry = check_backward(grad_output, input, weight, geometry_arguments)
-    return cpu_backward.backward(
-        grad_output, input, weight, geometry, output_memory_format(input, weight), tuple(mask)
-    )
+def _backward_on_cpu(
+    grad_output: Tensor, input: Tensor, weight: Tensor, arguments: tuple[Any, ...], mask: tuple[bool, ...]
+) -> list[Tensor]:
+    geometry = check_backward(grad_output, input, weight, arguments)
+    memory_format = output_memory_format(input, weight)
+    return cpu_backward.backward(grad_output, input, weight, geometry, memory_format, mask)
 
 
-def _forward_on_cuda(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    return cuda.forward(input, weight, bias, _as_key(arguments))
+#: Forward and backward of each device, past the dispatcher.
+_DIRECT: dict[str, tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]] = {
+    "cpu": (_forward_on_cpu, _backward_on_cpu),
+    "cuda": (cuda.forward, cuda.backward),
+}
 
 
-def _backward_on_cuda(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-    *geometry_arguments, mask = arguments
-    return cuda.backward(grad_output, input, weight, _as_key(geometry_arguments), tuple(mask))
+def _register(device_type: str, key: str) -> None:
+    compute_forward, compute_backward = _DIRECT[device_type]
+
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
+        return compute_forward(input, weight, bias, _as_key(arguments))
+
+    def backward(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+        *geometry_arguments, mask = arguments
+        return compute_backward(grad_output, input, weight, _as_key(geometry_arguments), tuple(mask))
+
+    _library.impl("conv_transpose2d", forward, key)
+    _library.impl("conv_transpose2d_backward", backward, key)
 
 
 def _as_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
@@ -172,10 +183,8 @@ def _as_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
     return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
 
 
-_library.impl("conv_transpose2d", _forward_on_cpu, "CPU")
-_library.impl("conv_transpose2d_backward", _backward_on_cpu, "CPU")
-_library.impl("conv_transpose2d", _forward_on_cuda, "CUDA")
-_library.impl("conv_transpose2d_backward", _backward_on_cuda, "CUDA")
+_register("cpu", "CPU")
+_register("cuda", "CUDA")
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d", lib=_library)  # type: ignore[untyped-decorator]
@@ -222,9 +231,7 @@ def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _differentiate_forward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     input, weight = ctx.saved_tensors
     mask = list(ctx.needs_input_grad[:3])
-    direct = grad_output.is_cpu and not torch.is_grad_enabled() and _is_plain_eager(grad_output)
-    compute = _backward_on_cpu if direct else _backward_op
-    gradients = compute(grad_output, input, weight, *ctx.arguments, mask)
+    gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask)
     return (*_spread(gradients, mask), *[None] * len(ctx.arguments))
 
 

@@ -216,8 +216,11 @@ def choose(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format) 
 
 def choose_backward(
     g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format
-) -> Literal["plain", "products"]:
-    """PyTorch's own gradients, which convert better than its forward, but for the kernels that tile the output."""
+) -> Literal["plain", "products", "outer"]:
+    """PyTorch's own gradients, which convert better than its forward, but for the kernels that tile the output, the
+    kernel that is the output among them."""
+    if g.batch > 0 and claims("outer", g, dtype):
+        return "outer"
     tiled = g.kernel == g.stride and g.padding == (0, 0) == g.output_padding and g.dilation == (1, 1)
     if tiled and g.groups == 1 and choose(g, dtype, memory_format) == "products":
         return "products"

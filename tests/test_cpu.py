@@ -208,6 +208,26 @@ def test_layouts_of_input_weight_and_gradient(layout_x: str, layout_w: str) -> N
         torch.testing.assert_close(gradient, expected.to(gradient.dtype), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    "g",
+    [Geometry(3, 5, 1, 1, 4, (4, 3)), Geometry(3, 16, 24, 20, 2, (2, 2), (2, 2))],
+    ids=["one pixel", "few channels"],
+)
+def test_gradients_by_matrix_products_lie_as_pytorchs(g: Geometry, channels_last: bool) -> None:
+    leaves = operands(g, torch.float32)
+    if channels_last:
+        leaves = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in leaves]
+    x, w, b = (leaf.requires_grad_() for leaf in leaves)
+    y, native = conv_transpose2d(x, w, b, **arguments(g)), F.conv_transpose2d(x, w, b, **arguments(g))
+    grad = torch.randn_like(native)
+    truth = torch.autograd.grad(conv_transpose2d_reference(x, w, b, **arguments(g)), (x, w, b), grad.double())
+    theirs = torch.autograd.grad(native, (x, w, b), grad)
+    for ours, their, expected in zip(torch.autograd.grad(y, (x, w, b), grad), theirs, truth, strict=True):
+        assert ours.stride() == their.stride()
+        torch.testing.assert_close(ours, expected.to(ours.dtype), rtol=1e-4, atol=1e-3)
+
+
 @settings(max_examples=60, deadline=None)
 @given(geometries(), st.sets(st.sampled_from([0, 1, 2]), min_size=1), st.booleans())
 def test_gradients_for_every_mask(g: Geometry, wanted: set[int], last: bool) -> None:
