@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.modes import MODES, Mode
 from benchmarks.roof import Ceilings
-from tconv_swap.timing import time_interleaved
+from tconv_swap.measurement.timing import time_interleaved
 
 #: Each of the two buffers of the copy: far beyond any cache.
 COPY_BYTES = 4 << 30

@@ -17,10 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.suite import load_suite
-from tconv_swap import conv_transpose2d, plan_cpu
-from tconv_swap.environment import environment, machine_name
+from tconv_swap import conv_transpose2d
+from tconv_swap.cpu import plan as plan_cpu
 from tconv_swap.geometry import Geometry
-from tconv_swap.timing import Timing, speedup_interval, time_interleaved
+from tconv_swap.measurement.environment import environment, machine_name
+from tconv_swap.measurement.timing import Timing, speedup_interval, time_interleaved
 
 #: The batch of a layer is cut until it needs no more arithmetic than this, or is one image.
 MOST_MACS = 400e6

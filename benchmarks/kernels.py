@@ -12,10 +12,10 @@ import torch
 
 from benchmarks.modes import LAYOUTS, Mode
 from benchmarks.suite import Layer
-from tconv_swap import jit, plan
 from tconv_swap.checks import output_memory_format
-from tconv_swap.nvrtc import CompileError
-from tconv_swap.program import Kernel, Plan
+from tconv_swap.cuda import jit, plan
+from tconv_swap.cuda.nvrtc import CompileError
+from tconv_swap.cuda.program import Kernel, Plan
 
 #: Kernels whose compilation takes longer than it takes to start Python on every core.
 WORTH_WORKERS = 24

@@ -24,9 +24,9 @@ from benchmarks.render import markdown, progress_line, text
 from benchmarks.results import Results
 from benchmarks.suite import Layer, Suite, load_suite
 from benchmarks.table import fill_places, places
-from tconv_swap import cuda, plan
-from tconv_swap.environment import environment
-from tconv_swap.program import Plan
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.program import Plan
+from tconv_swap.measurement.environment import environment
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -89,7 +89,7 @@ def run(
     """Measure; what cannot be measured is noted and the rest goes on. The JSON is written after every layer, so
     that an interrupted run leaves what it has."""
     torch.backends.cudnn.benchmark = True
-    facts = cuda.device_facts(device.index)
+    facts = call.device_facts(device.index)
     begin = time.monotonic()
     _say("measuring the ceilings")
     results = Results(environment(device), _settings(options), measure_ceilings(device))

@@ -17,8 +17,9 @@ from benchmarks.results import Row
 from benchmarks.roof import Ceilings, work_of
 from benchmarks.suite import Layer
 from benchmarks.truth import GRADIENTS, Data, Error, errors
-from tconv_swap import conv_transpose2d, plan
-from tconv_swap.timing import Timing, speedup_interval, time_interleaved
+from tconv_swap import conv_transpose2d
+from tconv_swap.cuda import plan
+from tconv_swap.measurement.timing import Timing, speedup_interval, time_interleaved
 
 PYTORCH, OURS = "pytorch", "ours"
 

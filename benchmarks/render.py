@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.results import Results, Row, Summary, group_rows, summarise
 from benchmarks.suite import Targets
 from benchmarks.table import Table, bullets
-from tconv_swap.environment import machine_name
+from tconv_swap.measurement.environment import machine_name
 
 STAGES = {
     "forward": "forward",

@@ -12,8 +12,8 @@ from typing import Any
 from benchmarks.roof import Ceilings, Work
 from benchmarks.suite import Targets
 from benchmarks.truth import Error
-from tconv_swap.cache import write_atomically
-from tconv_swap.timing import Timing
+from tconv_swap.cuda.cache import write_atomically
+from tconv_swap.measurement.timing import Timing
 
 BENCHMARK = "layers"
 

@@ -5,9 +5,9 @@ report = tconv_swap.verify(original, model, inputs)         # the same outputs a
 timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
-from tconv_swap.bench import BenchmarkReport, benchmark
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import ConvTranspose2d
+from tconv_swap.measurement.bench import BenchmarkReport, benchmark
 from tconv_swap.op import conv_transpose2d
 from tconv_swap.surgery import (
     LayerPlan,

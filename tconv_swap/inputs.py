@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.state import preserved
+from tconv_swap.measurement.state import preserved
 
 # Batch 2: with one sample, BatchNorm over 1x1 maps has a single value per channel and refuses to train.
 BATCHES = (2, 1)

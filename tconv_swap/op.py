@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from tconv_swap import cpu, cpu_backward, cuda
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
+from tconv_swap.cpu.backward import backward as cpu_backward
+from tconv_swap.cpu.forward import forward as cpu_forward
+from tconv_swap.cpu.forward import is_plain
+from tconv_swap.cuda import call as cuda_call
 from tconv_swap.geometry import as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -83,7 +86,7 @@ def conv_transpose2d(
     )
     plain_tensor = input.dim() == 4 and type(input) is Tensor and _is_untransformed()
     # Where PyTorch's own call is the fastest, nothing is put in its way.
-    if plain_tensor and input.is_cpu and cpu.is_plain(input, weight, bias, arguments):
+    if plain_tensor and input.is_cpu and is_plain(input, weight, bias, arguments):
         return torch.nn.functional.conv_transpose2d(
             input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
         )
@@ -145,7 +148,7 @@ class _EagerFunction(torch.autograd.Function):
 
 def _forward_on_cpu(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]) -> Tensor:
     geometry = check_forward(input, weight, bias, arguments)
-    return cpu.forward(input, weight, bias, geometry, output_memory_format(input, weight))
+    return cpu_forward(input, weight, bias, geometry, output_memory_format(input, weight))
 
 
 def _backward_on_cpu(
@@ -153,13 +156,13 @@ def _backward_on_cpu(
 ) -> list[Tensor]:
     geometry = check_backward(grad_output, input, weight, arguments)
     memory_format = output_memory_format(input, weight)
-    return cpu_backward.backward(grad_output, input, weight, geometry, memory_format, mask)
+    return cpu_backward(grad_output, input, weight, geometry, memory_format, mask)
 
 
 #: Forward and backward of each device, past the dispatcher.
 _DIRECT: dict[str, tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]] = {
     "cpu": (_forward_on_cpu, _backward_on_cpu),
-    "cuda": (cuda.forward, cuda.backward),
+    "cuda": (cuda_call.forward, cuda_call.backward),
 }
 
 

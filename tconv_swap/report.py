@@ -19,13 +19,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tconv_swap.environment import machine_name
 from tconv_swap.files.fileformat import printable
+from tconv_swap.measurement.environment import machine_name
 
 if TYPE_CHECKING:
-    from tconv_swap.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
+    from tconv_swap.measurement.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
+    from tconv_swap.measurement.timing import Timing
     from tconv_swap.surgery import LayerPlan, SwapPlan
-    from tconv_swap.timing import Timing
     from tconv_swap.verification.report import Check, VerifyReport
 
 SCHEMA_VERSION = 1

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from tconv_swap.bench import benchmark
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target, save_model
 from tconv_swap.inputs import InferredInputs, Inputs, InputShapeError, infer_inputs, random_inputs, try_modes
+from tconv_swap.measurement.bench import benchmark
 from tconv_swap.report import Facts
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.verification import verify
 
 if TYPE_CHECKING:
-    from tconv_swap.bench import BenchmarkReport
+    from tconv_swap.measurement.bench import BenchmarkReport
     from tconv_swap.verification import VerifyReport
 
 Progress = Callable[[str], None]

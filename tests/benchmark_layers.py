@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from benchmarks.roof import Ceilings
 from benchmarks.suite import Layer, load_suite
-from tconv_swap import plan
+from tconv_swap.cuda import plan
 
 SUITE = load_suite()
 TARGETS = SUITE.targets

@@ -12,13 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.bench import BenchmarkReport, Comparison, LayerComparison, benchmark
-from tconv_swap.environment import environment, machine_name
 from tconv_swap.layer import ConvTranspose2d
-from tconv_swap.stages import NothingToDifferentiateError, sum_of_squares
-from tconv_swap.state import preserved
-from tconv_swap.surgery import swap_layers
-from tconv_swap.timing import (
+from tconv_swap.measurement.bench import BenchmarkReport, Comparison, LayerComparison, benchmark
+from tconv_swap.measurement.environment import environment, machine_name
+from tconv_swap.measurement.stages import NothingToDifferentiateError, sum_of_squares
+from tconv_swap.measurement.state import preserved
+from tconv_swap.measurement.timing import (
     CudaClock,
     Timing,
     Variant,
@@ -28,6 +27,7 @@ from tconv_swap.timing import (
     speedup_interval,
     time_interleaved,
 )
+from tconv_swap.surgery import swap_layers
 
 
 class FakeTime:

@@ -23,9 +23,9 @@ from benchmarks.results import Row
 from benchmarks.roof import Work, useful_macs, work_of
 from benchmarks.suite import SUITE_FILE, Layer, load_suite
 from benchmarks.truth import Error, errors
-from tconv_swap import cuda
-from tconv_swap.nvrtc import CompileError
-from tconv_swap.program import Kernel
+from tconv_swap.cuda import call
+from tconv_swap.cuda.nvrtc import CompileError
+from tconv_swap.cuda.program import Kernel
 
 NOTES = Path(__file__).parents[2] / "shared/reference/cudnn-h200.json"
 SMALL = [small(layer) for layer in SUITE.layers]
@@ -377,5 +377,5 @@ def test_the_plan_that_is_named_is_the_one_that_runs(layer: Layer, mode: Mode, l
     with mode.switched_on():
         data = make_data(layer, mode, layout, device)
         arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
-        runs = cuda.plan_for(data.input, data.weight, data.bias, arguments)
-    assert plan_of(layer, mode, layout, "forward", cuda.device_facts(device.index)) == runs
+        runs = call.plan_for(data.input, data.weight, data.bias, arguments)
+    assert plan_of(layer, mode, layout, "forward", call.device_facts(device.index)) == runs

@@ -19,7 +19,7 @@ from benchmarks.modes import MODES
 from benchmarks.results import Results, Row, geometric_mean, group_rows, summarise
 from benchmarks.roof import Work
 from benchmarks.truth import Error
-from tconv_swap.timing import Timing
+from tconv_swap.measurement.timing import Timing
 
 ROOT = Path(__file__).parents[1]
 GEOMETRIES = {layer.name: str(layer) for layer in SUITE.layers}
@@ -274,7 +274,7 @@ def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     """The whole program with the CPU in the GPU's place, and small layers."""
     monkeypatch.setattr(layers, "load_suite", lambda: replace(SUITE, layers=tuple(map(small, SUITE.layers))))
     monkeypatch.setattr(layers, "_gpu", lambda: torch.device("cpu"))
-    monkeypatch.setattr(layers.cuda, "device_facts", lambda index: H200)
+    monkeypatch.setattr(layers.call, "device_facts", lambda index: H200)
     monkeypatch.setattr(layers, "compile_ahead", lambda plans, architecture: len(plans))
     monkeypatch.setattr(layers, "measure_ceilings", lambda device: NOTES_CEILINGS)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from oracle import conv_transpose2d_reference
 from torch import Tensor
 
-from tconv_swap import cpu, cpu_backward, plan_cpu
+from tconv_swap.cpu import backward as cpu_backward
+from tconv_swap.cpu import forward as cpu
+from tconv_swap.cpu import plan as plan_cpu
 from tconv_swap.geometry import Geometry
 from tconv_swap.op import conv_transpose2d
 

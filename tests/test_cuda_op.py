@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from oracle import conv_transpose2d_reference
 from torch import Tensor
 
-from tconv_swap import cuda, launch
+from tconv_swap.cuda import call, launch
 from tconv_swap.op import conv_transpose2d
 
 pytestmark = pytest.mark.gpu
@@ -157,7 +157,7 @@ def test_float32_obeys_the_switches(how: str, precision: str) -> None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
     else:
         torch.backends.cudnn.conv.fp32_precision = precision
-    assert (cuda.precision() == "tf32") == (precision == "tf32")
+    assert (call.precision() == "tf32") == (precision == "tf32")
     case = NAMED["dcgan4"]
     x, w = (torch.randn(case[k], device="cuda") for k in "xw")
     tolerance = TOLERANCE[torch.float32] if precision == "ieee" else TF32_TOLERANCE
@@ -235,7 +235,7 @@ def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch)
         planned.append([one.kernel.entry for one in plan.launches])
         return original(plan, *rest)
 
-    monkeypatch.setattr(cuda, "_calls", {})
+    monkeypatch.setattr(call, "_calls", {})
     monkeypatch.setattr(launch, "add_plan", spy)
     x = torch.randn(2, 8, 5, 6, device="cuda", requires_grad=True)
     w = torch.randn(8, 4, 3, 3, device="cuda")

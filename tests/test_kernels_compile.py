@@ -7,10 +7,10 @@ import re
 import pytest
 import torch
 
-from tconv_swap import jit, plan
-from tconv_swap.cache import csrc_directory
+from tconv_swap.cuda import jit, plan
+from tconv_swap.cuda.cache import csrc_directory
+from tconv_swap.cuda.program import Kernel
 from tconv_swap.geometry import Geometry
-from tconv_swap.program import Kernel
 
 #: Bytes that one block may ask for (CUDA C++ programming guide, table of compute capabilities).
 SHARED_BYTES = {

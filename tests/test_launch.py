@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tconv_swap import cache, launch, plan
+from tconv_swap.cuda import cache, launch, plan
 from tconv_swap.geometry import Geometry
 
 

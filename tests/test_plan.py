@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from tconv_swap import plan, plan_general
+from tconv_swap.cuda import plan, plan_general
+from tconv_swap.cuda.program import ArgumentKind, Plan
 from tconv_swap.geometry import Geometry, phase_taps
-from tconv_swap.program import ArgumentKind, Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 TURING = plan.Device("sm_75", 30, 64 << 10)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tconv_swap.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
+from tconv_swap.measurement.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
+from tconv_swap.measurement.timing import Timing
 from tconv_swap.report import (
     SCHEMA_VERSION,
     Facts,
@@ -21,7 +22,6 @@ from tconv_swap.report import (
     to_json_dict,
 )
 from tconv_swap.surgery import LayerPlan, SwapPlan
-from tconv_swap.timing import Timing
 from tconv_swap.verification.report import Check, VerifyReport
 
 LONG_NAME = "decoder.blocks.11.residual_upsampling_branch.transposed_convolution_with_a_long_name"

@@ -6,9 +6,9 @@ import hashlib
 import logging
 from functools import lru_cache
 
-from tconv_swap import nvrtc
-from tconv_swap.cache import cache_directory, csrc_directory, write_atomically
-from tconv_swap.program import Constant, Kernel
+from tconv_swap.cuda import nvrtc
+from tconv_swap.cuda.cache import cache_directory, csrc_directory, write_atomically
+from tconv_swap.cuda.program import Constant, Kernel
 
 logger = logging.getLogger("tconv_swap")
 

@@ -8,9 +8,8 @@ from math import log2, sqrt
 
 import torch
 
-from tconv_swap.geometry import Geometry
-from tconv_swap.narrow_cost import microseconds
-from tconv_swap.narrow_tile import (
+from tconv_swap.cuda.narrow_cost import microseconds
+from tconv_swap.cuda.narrow_tile import (
     MAX_SUMS,
     MAX_THREADS,
     MIN_SUMS,
@@ -26,7 +25,8 @@ from tconv_swap.narrow_tile import (
     threads,
     unrolled,
 )
-from tconv_swap.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, int64, output
+from tconv_swap.cuda.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, int64, output
+from tconv_swap.geometry import Geometry
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tconv_swap.cpu.plan import Axis, Formulation, choose
 from tconv_swap.geometry import Geometry, check_geometry
-from tconv_swap.plan_cpu import Axis, Formulation, choose
 
 #: Elements of a matrix product that one block leaves in the cache (4 MB of float32).
 BLOCK_ELEMENTS = 1 << 20

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tconv_swap import plan_general, plan_narrow, plan_tile
+from tconv_swap.cuda import plan_general, plan_narrow, plan_tile
+from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import Geometry
-from tconv_swap.program import Plan
 
 
 @dataclass(frozen=True, slots=True)

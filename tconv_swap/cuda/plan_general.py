@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tconv_swap.geometry import Geometry
-from tconv_swap.program import (
+from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
     Constant,
     Kernel,
@@ -19,6 +18,7 @@ from tconv_swap.program import (
     output,
     workspace,
 )
+from tconv_swap.geometry import Geometry
 
 REDUCE_THREADS = 256
 #: Partial sums of a split gradient may take this much memory, or one slice where even one is larger.

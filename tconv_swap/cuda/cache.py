@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 def csrc_directory() -> Path:
     """csrc/: inside the package when installed from a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "launch.cpp").is_file():
             return candidate

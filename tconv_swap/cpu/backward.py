@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tconv_swap.cpu import blocks_of
+from tconv_swap.cpu.forward import blocks_of
+from tconv_swap.cpu.plan import choose_backward
 from tconv_swap.geometry import Geometry
-from tconv_swap.plan_cpu import choose_backward
 
 
 def backward(

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from tconv_swap import jit
-from tconv_swap.cache import cache_directory, csrc_directory
-from tconv_swap.program import Kernel, Output, Plan
+from tconv_swap.cuda import jit
+from tconv_swap.cuda.cache import cache_directory, csrc_directory
+from tconv_swap.cuda.program import Kernel, Output, Plan
 
 logger = logging.getLogger("tconv_swap")
 

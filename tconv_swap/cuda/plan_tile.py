@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from tconv_swap.geometry import Geometry
-from tconv_swap.program import (
+from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
     Constant,
     Kernel,
@@ -21,7 +20,7 @@ from tconv_swap.program import (
     output,
     workspace,
 )
-from tconv_swap.tile_layout import (
+from tconv_swap.cuda.tile_layout import (
     STEP_WORDS,
     TAP_TILE_BYTES,
     Problem,
@@ -32,6 +31,7 @@ from tconv_swap.tile_layout import (
     make_problem,
     shared_bytes,
 )
+from tconv_swap.geometry import Geometry
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs, named_tensors
-from tconv_swap.timing import Variant
+from tconv_swap.measurement.timing import Variant
 
 Stage = Literal["forward", "backward", "step"]
 Loss = Callable[[Any], Tensor]

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from tconv_swap.geometry import Geometry
-from tconv_swap.narrow_tile import (
+from tconv_swap.cuda.narrow_tile import (
     REGISTER_MARGIN,
     Tile,
     axes,
@@ -26,6 +25,7 @@ from tconv_swap.narrow_tile import (
     weight_vector,
     window,
 )
+from tconv_swap.geometry import Geometry
 
 # Cycles of a multiprocessor for each instruction of a warp, or what else the line says. Where few warps are resident,
 # some wait for what comes before them: the second number times 8 / warps on top.

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tconv_swap.environment import environment
 from tconv_swap.inputs import Inputs, model_device
 from tconv_swap.layer import ConvTranspose2d
-from tconv_swap.stages import (
+from tconv_swap.measurement.environment import environment
+from tconv_swap.measurement.stages import (
     LayerCall,
     Loss,
     Stage,
@@ -31,8 +31,15 @@ from tconv_swap.stages import (
     network_variant,
     sum_of_squares,
 )
-from tconv_swap.state import preserved
-from tconv_swap.timing import MIN_ITERS, Launches, Timing, Variant, speedup_interval, time_interleaved
+from tconv_swap.measurement.state import preserved
+from tconv_swap.measurement.timing import (
+    MIN_ITERS,
+    Launches,
+    Timing,
+    Variant,
+    speedup_interval,
+    time_interleaved,
+)
 
 logger = logging.getLogger("tconv_swap")
 

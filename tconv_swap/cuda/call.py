@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tconv_swap import launch, plan
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.program import Plan
+from tconv_swap.cuda import launch, plan
+from tconv_swap.cuda.program import Plan
 
 #: Stride, padding, output_padding, groups, dilation: hashable.
 Arguments = tuple[Any, ...]

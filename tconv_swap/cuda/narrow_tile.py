@@ -6,8 +6,8 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from math import gcd
 
+from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Geometry, phase_taps
-from tconv_swap.program import Constant
 
 #: The kernel's inner loop is unrolled: longer ones take more than a second to compile and leave the instruction cache.
 UNROLLED_MULTIPLY_ADDS = 3000
