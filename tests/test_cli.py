@@ -467,7 +467,14 @@ class TestRealEntryPoint:
     @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
     def test_interrupted(self, model: Path, number: int, code: int) -> None:
         arguments = command(model, "--out", "fast.pt", "--device", "cpu", "--iters", 10**9)
-        with subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(
+            arguments,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            # Whoever started the tests in the background had SIGINT ignored, which children inherit.
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+        ) as process:
             assert process.stderr is not None
             for line in process.stderr:
                 if "verifying" in line:
