@@ -2,34 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import replace
 
 from tconv_swap.cuda import plan_general, plan_narrow, plan_tile
+from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Plan
-from tconv_swap.geometry import Geometry
 
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What planning knows of a GPU. ``architecture`` is NVRTC's name for it, such as ``"sm_90a"``."""
-
-    architecture: str
-    multiprocessors: int
-    shared_memory_per_block: int
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """One transposed convolution to compute. ``precision``: ``"tf32"`` allows float32 products to be rounded
-    to TF32, ``"ieee"`` does not. ``channels_last`` is the layout of every activation."""
-
-    geometry: Geometry
-    dtype: torch.dtype
-    precision: str
-    channels_last: bool
-    weight_channels_last: bool
+__all__ = ["Device", "Problem", "plan_backward", "plan_forward", "with_weight_layout"]
 
 
 def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
@@ -43,18 +22,8 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     The narrow kernels take what memory bounds or what has few channels in a group; the halo-tile kernels what has
     channels enough to fill a tile of the tensor cores; the general kernels the rest, and all of float64.
     """
-    for family in (plan_narrow.plan_narrow_forward, plan_tile.plan_tile_forward):
-        made = family(
-            problem.geometry,
-            problem.dtype,
-            problem.precision,
-            problem.channels_last,
-            problem.weight_channels_last,
-            has_bias,
-            device.architecture,
-            device.multiprocessors,
-            device.shared_memory_per_block,
-        )
+    for family in (plan_narrow.plan_forward, plan_tile.plan_forward):
+        made = family(problem, has_bias, device)
         if made is not None:
             return made
     return plan_general.plan_forward(

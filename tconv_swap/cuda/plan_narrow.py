@@ -25,6 +25,7 @@ from tconv_swap.cuda.narrow_tile import (
     threads,
     unrolled,
 )
+from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, int64, output
 from tconv_swap.geometry import Geometry
 
@@ -74,75 +75,41 @@ def _terms(geometry: Geometry) -> int:
     return vertical.taps * horizontal.taps * geometry.in_channels_per_group
 
 
-def plan_narrow_forward(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    math: str,
-    channels_last: bool,
-    weight_channels_last: bool,
-    has_bias: bool,
-    arch: str,
-    multiprocessors: int,
-    shared_memory_per_block: int,
-) -> Plan | None:
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
     """The narrow kernel with its best tile, or None for a geometry that is not its own.
 
-    Its arithmetic is IEEE float32 whatever ``math`` allows. Inputs: input, weight, bias. Output: the output.
+    Its arithmetic is IEEE float32 whatever the problem allows. Inputs: input, weight, bias. Output: the output.
     """
-    plans = plan_narrow_candidates(
-        geometry,
-        dtype,
-        channels_last,
-        weight_channels_last,
-        has_bias,
-        arch,
-        multiprocessors,
-        shared_memory_per_block,
-        count=1,
-    )
+    plans = plan_candidates(problem, has_bias, device, count=1)
     return plans[0] if plans else None
 
 
-def plan_narrow_candidates(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    channels_last: bool,
-    weight_channels_last: bool,
-    has_bias: bool,
-    arch: str,
-    multiprocessors: int,
-    shared_memory_per_block: int,
-    count: int,
-) -> list[Plan]:
+def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """The ``count`` plans that are expected to be the fastest, the best first; measuring them finds the true one."""
+    geometry, dtype, channels_last = problem.geometry, problem.dtype, problem.channels_last
     if not claims(geometry, dtype):
         return []
     plans = []
-    for tile in rank(geometry, dtype, channels_last, arch, multiprocessors, shared_memory_per_block)[:count]:
+    for tile in rank(geometry, dtype, channels_last, device)[:count]:
         if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) > INT32_MAX:
             continue
-        time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, multiprocessors)
+        time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, device.multiprocessors)
         channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
         why = f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200"
-        plans.append(build(geometry, dtype, channels_last, weight_channels_last, has_bias, tile, repeat, why))
+        plans.append(build(problem, has_bias, tile, repeat, why))
     return plans
 
 
-def rank(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    channels_last: bool,
-    arch: str,
-    multiprocessors: int,
-    shared_memory_per_block: int,
-) -> list[Tile]:
+def rank(geometry: Geometry, dtype: torch.dtype, channels_last: bool, device: Device) -> list[Tile]:
     """The best tiles by their expected time, the fastest first; empty when none is legal."""
-    asynchronous = dtype == torch.float32 and int(arch.removeprefix("sm_").rstrip("af")) >= 80
-    limit = min(SHARED_BYTES, shared_memory_per_block)
+    asynchronous = dtype == torch.float32 and device.compute_capability >= 80
+    limit = min(SHARED_BYTES, device.shared_memory_per_block)
     nominal = geometry.with_batch(max(batch for batch in NOMINAL_BATCHES if batch <= geometry.batch))
 
     def expected(tile: Tile, bank_conflicts: bool) -> float:
-        return microseconds(nominal, tile, channels_last, dtype.itemsize, multiprocessors, bank_conflicts)[0]
+        return microseconds(
+            nominal, tile, channels_last, dtype.itemsize, device.multiprocessors, bank_conflicts
+        )[0]
 
     for max_loads in MAX_LOADS:
         tiles = candidates(nominal, channels_last, dtype.itemsize, asynchronous, limit, max_loads)
@@ -327,17 +294,9 @@ def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: in
     return load
 
 
-def build(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    channels_last: bool,
-    weight_channels_last: bool,
-    has_bias: bool,
-    tile: Tile,
-    repeat: int,
-    why: str,
-) -> Plan:
+def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
     """The plan that runs ``tile``, ``repeat`` of them in each block."""
+    geometry, channels_last = problem.geometry, problem.channels_last
     image = max(
         geometry.in_channels * geometry.height * geometry.width,
         geometry.out_channels * geometry.out_height * geometry.out_width,
@@ -346,11 +305,11 @@ def build(
         "forward_narrow.cu",
         "forward_narrow",
         (
-            ("Element", ELEMENT_TYPES[dtype]),
+            ("Element", ELEMENT_TYPES[problem.dtype]),
             ("Index", "int" if image * tile.block_images <= INT32_MAX else "long long"),
             *geometry.constants,
             ("CHANNELS_LAST", channels_last),
-            ("WEIGHT_CHANNELS_LAST", weight_channels_last),
+            ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
             ("HAS_BIAS", has_bias),
             *tile.constants,
         ),

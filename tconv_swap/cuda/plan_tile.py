@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
     Constant,
@@ -23,15 +24,14 @@ from tconv_swap.cuda.program import (
 from tconv_swap.cuda.tile_layout import (
     STEP_WORDS,
     TAP_TILE_BYTES,
-    Problem,
     Tile,
+    TileProblem,
     block_count,
     fill_registers,
     group_taps,
     make_problem,
     shared_bytes,
 )
-from tconv_swap.geometry import Geometry
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256
@@ -43,37 +43,28 @@ REGISTERS = 65536
 FILL_SHARE = 0.815
 
 
-def plan_tile_forward(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    math: str,
-    channels_last: bool,
-    weight_channels_last: bool,
-    has_bias: bool,
-    arch: str,
-    multiprocessors: int,
-    shared_memory_per_block: int,
-) -> Plan | None:
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
     """The halo-tile plan of a forward pass, or None for what it does not claim.
-
-    Args:
-        math: ``"ieee"`` keeps float32 products exact to float32; anything else allows TF32.
-        arch: NVRTC's name for the GPU, such as ``"sm_90a"``; wgmma needs the ``a``.
-        shared_memory_per_block: bytes, the most that one block may ask for.
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
-    problem = make_problem(geometry, dtype, math, channels_last, weight_channels_last, has_bias)
-    if not _claims(problem, arch):
+    posed = make_problem(
+        problem.geometry,
+        problem.dtype,
+        problem.precision,
+        problem.channels_last,
+        problem.weight_channels_last,
+        has_bias,
+    )
+    if not _claims(posed, device):
         return None
-    for candidate, tile in candidates(problem, arch, multiprocessors, shared_memory_per_block):
-        return plan_with_tile(candidate, tile)
-    return None
+    best = next(candidates(posed, device), None)
+    return None if best is None else plan_with_tile(*best)
 
 
-def _claims(problem: Problem, arch: str) -> bool:
+def _claims(problem: TileProblem, device: Device) -> bool:
     geometry = problem.geometry
-    if problem.dtype not in _DTYPES or int(arch.removeprefix("sm_").rstrip("af")) < 80 or geometry.batch == 0:
+    if problem.dtype not in _DTYPES or device.compute_capability < 80 or geometry.batch == 0:
         return False
     # Offsets within an image, and cells of the whole batch, are counted in 32 bits.
     image = geometry.in_channels * geometry.height * geometry.width * problem.item
@@ -87,44 +78,44 @@ def _claims(problem: Problem, arch: str) -> bool:
     return geometry.stride[1] <= 8 and groups <= 8 and min(_channels(problem)) >= 8
 
 
-def _channels(problem: Problem) -> tuple[int, int]:
+def _channels(problem: TileProblem) -> tuple[int, int]:
     return problem.geometry.in_channels_per_group, problem.geometry.out_channels_per_group
 
 
-def candidates(
-    problem: Problem, arch: str, multiprocessors: int, shared_memory_per_block: int
-) -> Iterator[tuple[Problem, Tile]]:
+def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
     """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
 
-    def fits(posed: Problem, tile: Tile) -> bool:
+    def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
         if tile.wgmma:
             sums = 4 * tile.warp_fragments * posed.phases[0] * posed.phases[1]
             registers = min(255, REGISTERS // (blocks * tile.threads))
             if sums + fill_registers(posed, tile) > FILL_SHARE * registers:
                 return False
-        return blocks * (shared_bytes(posed, tile) + 1024) <= shared_memory_per_block + 1024
+        return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
-    ranked: list[tuple[Problem, Tile]] = []
-    if arch == "sm_90a" and problem.precision != "IEEE":
+    ranked: list[tuple[TileProblem, Tile]] = []
+    if device.architecture == "sm_90a" and problem.precision != "IEEE":
         posed = _stacked(problem)
         ranked += [(posed, tile) for tile in _wgmma_tiles(posed)]
     ranked += [(problem, tile) for tile in _mma_tiles(problem)]
-    ranked = [(posed, _split(posed, tile, multiprocessors)) for posed, tile in ranked if fits(posed, tile)]
+    ranked = [
+        (posed, _split(posed, tile, device.multiprocessors)) for posed, tile in ranked if fits(posed, tile)
+    ]
 
     # Where each multiprocessor has one block at most, it may have all the memory: more stages hide more latency.
-    def deepened(posed: Problem, tile: Tile) -> tuple[Problem, Tile]:
-        if block_count(posed, tile) <= multiprocessors:
+    def deepened(posed: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
+        if block_count(posed, tile) <= device.multiprocessors:
             deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
             tile = next((deep for deep in deeper if fits(posed, deep)), tile)
         return posed, tile
 
-    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all.
-    ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * multiprocessors)
+    # A tile that leaves device.multiprocessors idle comes last, however good it is when there is work for all.
+    ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * device.multiprocessors)
     yield from (deepened(*entry) for entry in ranked)
 
 
-def _stacked(problem: Problem) -> Problem:
+def _stacked(problem: TileProblem) -> TileProblem:
     """With at most 32 output channels, rows of the output fill up the 64 rows of a multiply."""
     channels, stride = problem.geometry.out_channels_per_group, problem.geometry.stride[0]
     rows = 64 // max(16, _power_above(channels))
@@ -133,7 +124,7 @@ def _stacked(problem: Problem) -> Problem:
     return replace(problem, stack=rows)
 
 
-def _split(problem: Problem, tile: Tile, multiprocessors: int) -> Tile:
+def _split(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
     """The same tile, with the sum over input channels split over several blocks when there are few tiles."""
     chunks, blocks = -(-problem.words // tile.chunk_words), block_count(problem, tile)
     splits = 1
@@ -149,7 +140,7 @@ def _power_above(n: int) -> int:
 
 
 def _arrange(
-    problem: Problem, fragments: int, warps: int, most_rows: int
+    problem: TileProblem, fragments: int, warps: int, most_rows: int
 ) -> tuple[int, int, int, int, int, int]:
     """How the fragments of ``warps`` warps (or warpgroups) tile the map: images, rows, columns of cells of the
     tile; images, rows, columns of fragments of one warp."""
@@ -176,7 +167,7 @@ def _arrange(
     )
 
 
-def _wgmma_tiles(problem: Problem) -> Iterator[Tile]:
+def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     geometry = problem.geometry
     channels = geometry.out_channels_per_group * problem.stack
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
@@ -221,7 +212,7 @@ def _wgmma_tiles(problem: Problem) -> Iterator[Tile]:
                     yield Tile(4 * groups_m, 1, *arranged, chunk_words, stages, blocks, wgmma=True)
 
 
-def _mma_tiles(problem: Problem) -> Iterator[Tile]:
+def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
     phases = problem.phases[0] * problem.phases[1]
     tiles_of_channels = -(-problem.geometry.out_channels_per_group // 16)
     # 32 fragments of sums are 128 registers; three products want some for themselves.
@@ -241,7 +232,7 @@ def _mma_tiles(problem: Problem) -> Iterator[Tile]:
     yield Tile(1, 1, *_arrange(problem, min(fragments, 4), 4, 8), 8, 2, 1)
 
 
-def _constants(problem: Problem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
+def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
     """What forward_tile.cu and pack_weights.cu share."""
     geometry = problem.geometry
     return (
@@ -259,7 +250,7 @@ def _constants(problem: Problem, tile: Tile) -> tuple[tuple[str, Constant], ...]
     )
 
 
-def plan_with_tile(problem: Problem, tile: Tile) -> Plan:
+def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
     """The plan that computes the problem with this tile."""
     geometry = problem.geometry
     common = _constants(problem, tile)
@@ -332,7 +323,7 @@ def plan_with_tile(problem: Problem, tile: Tile) -> Plan:
     )
 
 
-def _reduce(problem: Problem, tile: Tile, offset: int, count: int) -> Launch:
+def _reduce(problem: TileProblem, tile: Tile, offset: int, count: int) -> Launch:
     vector = 4 if count % 4 == 0 else 1
     kernel = Kernel(
         "forward_tile_reduce.cu",

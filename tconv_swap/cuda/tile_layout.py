@@ -69,7 +69,7 @@ class Tile:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class TileProblem:
     """A transposed convolution as the kernel sees it. ``geometry`` may differ from the caller's in the stride
     of an axis whose input is one pixel: nothing depends on it, and stride = kernel makes every tap a phase."""
 
@@ -161,7 +161,7 @@ def make_problem(
     channels_last: bool,
     weight_channels_last: bool,
     has_bias: bool,
-) -> Problem:
+) -> TileProblem:
     stride = list(geometry.stride)
     for axis, size in ((0, geometry.height), (1, geometry.width)):
         if size == 1 and (geometry.padding[axis], geometry.output_padding[axis], geometry.dilation[axis]) == (
@@ -174,7 +174,7 @@ def make_problem(
         dtype, "IEEE" if math == "ieee" else "TF32"
     )
     pixels = geometry.height * geometry.width
-    return Problem(
+    return TileProblem(
         replace(geometry, stride=(stride[0], stride[1])),
         dtype,
         precision,
@@ -185,7 +185,7 @@ def make_problem(
     )
 
 
-def group_taps(problem: Problem) -> list[int]:
+def group_taps(problem: TileProblem) -> list[int]:
     """Taps of each phase group."""
     counts = []
     for axis in (0, 1):
@@ -214,7 +214,7 @@ def _aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
     return n
 
 
-def _copy_elements(problem: Problem, tile: Tile) -> int:
+def _copy_elements(problem: TileProblem, tile: Tile) -> int:
     """Elements of one copy to shared memory."""
     most = 16 // problem.item
     if tile.wgmma and not problem.input_channels_last:
@@ -225,7 +225,7 @@ def _copy_elements(problem: Problem, tile: Tile) -> int:
     return _power_dividing(width, _power_dividing(tile.cols, most))
 
 
-def shared_bytes(problem: Problem, tile: Tile) -> int:
+def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     """Shared memory of one block; mirrors forward_tile_layout.cuh, which asserts that they agree."""
     copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
     (least_h, most_h), (least_w, most_w) = problem.shifts
@@ -256,7 +256,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     return max(stages, _staged_bytes(problem, tile)) if tile.wgmma else stages
 
 
-def fill_registers(problem: Problem, tile: Tile) -> int:
+def fill_registers(problem: TileProblem, tile: Tile) -> int:
     """About how many registers a thread of forward_wgmma.cu needs to carry a chunk of input (its slots)."""
     copy = _copy_elements(problem, tile)
     copy_pixels = 1 if problem.input_channels_last else copy
@@ -268,7 +268,7 @@ def fill_registers(problem: Problem, tile: Tile) -> int:
     return -(-places // tile.threads) * (4 + (0 if asynchronous else 4 * copy_pixels))
 
 
-def _staged_bytes(problem: Problem, tile: Tile) -> int:
+def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
     """Shared memory in which an output tile is turned into whole rows; mirrors forward_staged_store.cuh."""
     item = problem.item if tile.splits == 1 else 4
     per_word = 4 // item
@@ -280,7 +280,7 @@ def _staged_bytes(problem: Problem, tile: Tile) -> int:
     return tile.block_m * _aligned_to(pixels // per_word, 4, 32, 4 * run_words % 32) * 4
 
 
-def block_count(problem: Problem, tile: Tile) -> int:
+def block_count(problem: TileProblem, tile: Tile) -> int:
     geometry, (cells_h, cells_w) = problem.geometry, problem.cells
     if problem.flat:
         tiles = -(-geometry.batch * cells_h * cells_w // tile.cols)

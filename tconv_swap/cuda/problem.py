@@ -1,0 +1,36 @@
+"""What planning starts from: one transposed convolution to compute, and the GPU to compute it on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tconv_swap.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What planning knows of a GPU. ``architecture`` is NVRTC's name for it, such as ``"sm_90a"``."""
+
+    architecture: str
+    multiprocessors: int
+    #: Bytes, the most that one block may ask for.
+    shared_memory_per_block: int
+
+    @property
+    def compute_capability(self) -> int:
+        """90 for ``"sm_90a"``."""
+        return int(self.architecture.removeprefix("sm_").rstrip("af"))
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One transposed convolution to compute. ``precision``: ``"tf32"`` allows float32 products to be rounded
+    to TF32, ``"ieee"`` does not. ``channels_last`` is the layout of every activation."""
+
+    geometry: Geometry
+    dtype: torch.dtype
+    precision: str
+    channels_last: bool
+    weight_channels_last: bool
