@@ -32,6 +32,8 @@ class Named(nn.ConvTranspose2d):
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.uniform_(self.bias)
 
     def describe(self) -> str:
         return f"{self.label}: {super().extra_repr()}"
