@@ -33,7 +33,7 @@ class Named(nn.ConvTranspose2d):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
         if self.bias is not None:
-            nn.init.uniform_(self.bias)
+            nn.init.constant_(self.bias, 0.5)
 
     def describe(self) -> str:
         return f"{self.label}: {super().extra_repr()}"
