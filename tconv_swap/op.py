@@ -90,7 +90,7 @@ def conv_transpose2d(
         return torch.nn.functional.conv_transpose2d(
             input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
         )
-    if plain_tensor and input.device.type in _DIRECT and _is_plain_eager(input):
+    if plain_tensor and input.device.type in _DIRECT and _is_plain_eager(input, weight, bias):
         if _needs_gradient(input, weight, bias):
             return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return,no-untyped-call]
         return _DIRECT[input.device.type][0](input, weight, bias, arguments)
@@ -110,13 +110,14 @@ def _is_untransformed() -> bool:
     return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
 
 
-def _is_plain_eager(input: Tensor) -> bool:
+def _is_plain_eager(input: Tensor, *others: Tensor | None) -> bool:
     """Whether nothing but this call wants to see the op: no compiler, tracer, mode, transform or subclass.
 
     Then the dispatcher may be passed by, which halves the cost of a call.
     """
     return (
         type(input) is Tensor
+        and all(other is None or type(other) in (Tensor, torch.nn.Parameter) for other in others)
         and _is_untransformed()
         and not torch.is_autocast_enabled(input.device.type)
         and torch._C._len_torch_dispatch_stack() == 0

@@ -191,3 +191,39 @@ def test_unbatched_and_empty_batch() -> None:
     assert empty.grad.shape == empty.shape
     assert not w.grad.any()
     assert not b.grad.any()
+
+
+class Recording(torch.Tensor):
+    """A tensor whose operators go through __torch_dispatch__, as those of DTensor and quantized weights do."""
+
+    seen: list[str] = []  # noqa: RUF012
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Recording:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        made.inner = inner
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), keywords=None):
+        cls.seen.append(str(function))
+        unwrapped = [a.inner if isinstance(a, Recording) else a for a in arguments]
+        return function(*unwrapped, **(keywords or {}))
+
+
+@pytest.mark.parametrize("wrapped", ["input", "weight", "bias"])
+def test_tensor_subclasses_see_the_op(wrapped: str) -> None:
+    tensors = dict(
+        zip(
+            ("input", "weight", "bias"),
+            (torch.randn(2, 8, 1, 1), torch.randn(8, 3, 4, 4), torch.randn(3)),
+            strict=True,
+        )
+    )
+    expected = F.conv_transpose2d(*tensors.values())
+    tensors[wrapped] = Recording(tensors[wrapped])
+    Recording.seen.clear()
+    with torch.no_grad():
+        result = conv_transpose2d(*tensors.values())
+    assert "tconv_swap.conv_transpose2d.default" in Recording.seen
+    torch.testing.assert_close(result, expected)
