@@ -32,6 +32,10 @@ def forward(
     return plan.plan_forward(problem, True, device)
 
 
+def general_problem(geometry: Geometry) -> plan.Problem:
+    return plan.Problem(geometry, torch.float32, "ieee", False, False)
+
+
 def constants(made: Plan) -> dict[str, object]:
     return dict(made.launches[-1].kernel.constants)
 
@@ -62,7 +66,7 @@ def test_the_family_chosen(
 
 def test_offsets_past_32_bits_are_counted_in_64() -> None:
     def index(geometry: Geometry) -> object:
-        made = plan_general.plan_forward(geometry, torch.float32, False, False, True)
+        made = plan_general.plan_forward(general_problem(geometry), True)
         return constants(made)["Index"]
 
     assert index(HUGE.with_batch(1)) == "long long"
@@ -86,11 +90,12 @@ def test_a_new_batch_size_needs_no_new_kernel_in_the_general_family() -> None:
     kernels = {
         launch.kernel
         for batch in (1, 3, 64)
+        for problem in (general_problem(DCGAN.with_batch(batch)),)
         for made in (
-            plan_general.plan_forward(DCGAN.with_batch(batch), torch.float32, False, False, True),
-            plan_general.plan_backward(
-                DCGAN.with_batch(batch), torch.float32, False, False, (True,) * 3, 132
-            ),
+            plan_general.plan_forward(problem, True),
+            plan_general.plan_grad_input(problem),
+            plan_general.plan_grad_weight(problem, H200),
+            plan_general.plan_grad_bias(problem, H200),
         )
         for launch in made.launches
     }
@@ -109,16 +114,16 @@ def test_a_backward_plan_computes_what_is_asked_for_and_no_more(mask: tuple[bool
     ]
     written = {a.value for one in made.launches for a in one.arguments if a.kind == ArgumentKind.OUTPUT}
     assert written == set(range(sum(mask)))
-    assert (made.workspace_bytes > 0) == (mask[1] or mask[2])
+    assert made.workspace_bytes > 0 or not (mask[1] or mask[2])
 
 
 @pytest.mark.parametrize(
     "geometry", [DCGAN, DEPTHWISE, RGB, HUGE, Geometry(256, 2048, 8, 6, 2048, (4, 4), (2, 2))]
 )
 def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> None:
-    made = plan_general.plan_backward(geometry, torch.float32, False, False, (True,) * 3, 132)
-    one_copy = 4 * (math.prod(geometry.weight_shape) + geometry.out_channels)
-    assert made.workspace_bytes <= 2 * plan_general.WORKSPACE_LIMIT_BYTES + one_copy + 512
+    made = plan.plan_backward(general_problem(geometry), (True,) * 3, H200)
+    one_copy = 4 * max(math.prod(geometry.weight_shape), geometry.out_channels)
+    assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES + one_copy
     for launch in made.launches:
         for argument in launch.arguments:
             if argument.kind == ArgumentKind.WORKSPACE:
@@ -128,9 +133,9 @@ def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> No
 
 def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:
     empty = DCGAN.with_batch(0)
-    assert not plan_general.plan_forward(empty, torch.float32, False, False, True).launches
+    assert not plan_general.plan_forward(general_problem(empty), True).launches
     assert forward(empty).launches == ()
-    backward = plan_general.plan_backward(empty, torch.float32, False, False, (True,) * 3, 132)
+    backward = plan.plan_backward(general_problem(empty), (True,) * 3, H200)
     entries = [launch.kernel.entry for launch in backward.launches]
     assert "general_grad_input" not in entries
     assert entries.count("reduce_slices") == 2

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tconv_swap.cuda import plan_general, plan_narrow, plan_tile
 from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Plan
+from tconv_swap.cuda.program import Launch, Output, Part, Plan
 
 __all__ = ["Device", "Problem", "plan_backward", "plan_forward", "with_weight_layout"]
 
@@ -26,18 +26,57 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
         made = family(problem, has_bias, device)
         if made is not None:
             return made
-    return plan_general.plan_forward(
-        problem.geometry, problem.dtype, problem.channels_last, problem.weight_channels_last, has_bias
-    )
+    return plan_general.plan_forward(problem, has_bias)
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
-    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
-    return plan_general.plan_backward(
-        problem.geometry,
-        problem.dtype,
-        problem.channels_last,
-        problem.weight_channels_last,
-        output_mask,
-        device.multiprocessors,
+    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias).
+
+    The parts run one after the other and share the workspace.
+    """
+    geometry = problem.geometry
+    outputs: list[Output] = []
+    parts: list[Part] = []
+    launches: list[Launch] = []
+
+    def add(part: Part, *made: Output) -> None:
+        launches.extend(part.with_outputs(*range(len(outputs), len(outputs) + len(made))))
+        outputs.extend(made)
+        parts.append(part)
+
+    grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
+    grad_bias = Output((geometry.out_channels,))
+    if output_mask[0]:
+        add(_grad_input(problem, device), Output(geometry.input_shape, problem.channels_last))
+    if output_mask[1]:
+        with_bias = _grad_weight_and_bias(problem, device) if output_mask[2] else None
+        if with_bias is not None:
+            add(with_bias, grad_weight, grad_bias)
+        else:
+            add(_grad_weight(problem, device), grad_weight)
+    if len(outputs) < sum(output_mask):
+        add(_grad_bias(problem, device), grad_bias)
+    return Plan(
+        ", ".join(dict.fromkeys(part.family for part in parts)),
+        "; ".join(dict.fromkeys(part.why for part in parts)),
+        tuple(outputs),
+        tuple(launches),
+        workspace_bytes=max((part.workspace_bytes for part in parts), default=0),
     )
+
+
+def _grad_input(problem: Problem, device: Device) -> Part:
+    return plan_general.plan_grad_input(problem)
+
+
+def _grad_weight(problem: Problem, device: Device) -> Part:
+    return plan_general.plan_grad_weight(problem, device)
+
+
+def _grad_weight_and_bias(problem: Problem, device: Device) -> Part | None:
+    """Both from one pass over the output's gradient (outputs: weight, bias), or None where no kernel does that."""
+    return None
+
+
+def _grad_bias(problem: Problem, device: Device) -> Part:
+    return plan_general.plan_grad_bias(problem, device)

@@ -6,19 +6,20 @@ from dataclasses import dataclass
 
 import torch
 
+from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
     Constant,
     Kernel,
     Launch,
     Output,
+    Part,
     Plan,
     input_,
     int64,
     output,
     workspace,
 )
-from tconv_swap.geometry import Geometry
 
 REDUCE_THREADS = 256
 #: Partial sums of a split gradient may take this much memory, or one slice where even one is larger.
@@ -26,6 +27,7 @@ WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
 INT32_ELEMENTS = 2**31 - 1
+_WHY = "covers every geometry"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,31 +64,25 @@ def _tile(columns: int) -> Tile:
     return Tile(256, 4, 8, 4, 1)
 
 
-def _common(
-    geometry: Geometry, dtype: torch.dtype, channels_last: bool, weight_channels_last: bool
-) -> tuple[tuple[str, Constant], ...]:
+def _common(problem: Problem) -> tuple[tuple[str, Constant], ...]:
+    geometry = problem.geometry
     largest = max(
         geometry.batch * geometry.in_channels * geometry.height * geometry.width,
         geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width,
         geometry.in_channels * geometry.out_channels_per_group * geometry.taps,
     )
     return (
-        ("Element", ELEMENT_TYPES[dtype]),
+        ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "int" if largest <= INT32_ELEMENTS else "long long"),
         *geometry.constants,
-        ("CHANNELS_LAST", channels_last),
-        ("WEIGHT_CHANNELS_LAST", weight_channels_last),
+        ("CHANNELS_LAST", problem.channels_last),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
     )
 
 
-def plan_forward(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    channels_last: bool,
-    weight_channels_last: bool,
-    has_bias: bool,
-) -> Plan:
+def plan_forward(problem: Problem, has_bias: bool) -> Plan:
     """Inputs: input, weight, bias. Output: the output."""
+    geometry = problem.geometry
     tile = _tile(geometry.out_channels_per_group)
     phases = geometry.stride[0] * geometry.stride[1]
     cells = -(-geometry.out_height // geometry.stride[0]) * -(-geometry.out_width // geometry.stride[1])
@@ -96,7 +92,7 @@ def plan_forward(
         "general_forward.cu",
         "general_forward",
         (
-            *_common(geometry, dtype, channels_last, weight_channels_last),
+            *_common(problem),
             *tile.constants,
             ("HAS_BIAS", has_bias),
         ),
@@ -109,61 +105,28 @@ def plan_forward(
     )
     return Plan(
         "general",
-        "covers every geometry",
-        outputs=(Output(geometry.output_shape, channels_last),),
+        _WHY,
+        outputs=(Output(geometry.output_shape, problem.channels_last),),
         launches=(launch,) if geometry.batch else (),
     )
 
 
-def plan_backward(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    channels_last: bool,
-    weight_channels_last: bool,
-    output_mask: tuple[bool, ...],
-    multiprocessors: int,
-) -> Plan:
-    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias).
-
-    Workspace: for the weight and for the bias, at most 64 MiB, or one copy in the accumulation type if that is more.
-    """
-    common = _common(geometry, dtype, channels_last, weight_channels_last)
-    outputs: list[Output] = []
-    launches: list[Launch] = []
-    offset = 0
-    if output_mask[0]:
-        launches += _grad_input(geometry, common, len(outputs))
-        outputs.append(Output(geometry.input_shape, channels_last))
-    if output_mask[1]:
-        bytes_, steps = _grad_weight(geometry, dtype, common, multiprocessors, len(outputs), offset)
-        offset += bytes_
-        launches += steps
-        outputs.append(Output(geometry.weight_shape, weight_channels_last))
-    if output_mask[2]:
-        bytes_, steps = _grad_bias(
-            geometry, dtype, common, channels_last, multiprocessors, len(outputs), offset
-        )
-        offset += bytes_
-        launches += steps
-        outputs.append(Output((geometry.out_channels,)))
-    return Plan("general", "covers every geometry", tuple(outputs), tuple(launches), workspace_bytes=offset)
-
-
-def _grad_input(geometry: Geometry, common: tuple[tuple[str, Constant], ...], index: int) -> list[Launch]:
+def plan_grad_input(problem: Problem) -> Part:
+    """Inputs: grad_output, input, weight. Output: the gradient of the input."""
+    geometry = problem.geometry
     if geometry.batch == 0:
-        return []
+        return Part("general", _WHY, ())
     tile = _tile(geometry.in_channels_per_group)
     tiles_m = -(-geometry.batch * geometry.height * geometry.width // tile.m)
     tiles_n = -(-geometry.in_channels_per_group // tile.n)
-    kernel = Kernel("general_grad_input.cu", "general_grad_input", (*common, *tile.constants))
-    return [
-        Launch(
-            kernel,
-            grid=tiles_m * tiles_n * geometry.groups,
-            block=tile.threads,
-            arguments=(input_(0), input_(2), output(index), int64(geometry.batch)),
-        )
-    ]
+    kernel = Kernel("general_grad_input.cu", "general_grad_input", (*_common(problem), *tile.constants))
+    launch = Launch(
+        kernel,
+        grid=tiles_m * tiles_n * geometry.groups,
+        block=tile.threads,
+        arguments=(input_(0), input_(2), output(0), int64(geometry.batch)),
+    )
+    return Part("general", _WHY, (launch,))
 
 
 def _split(length: int, blocks: int, least: int, slice_bytes: int, multiprocessors: int) -> tuple[int, int]:
@@ -179,7 +142,8 @@ def _sum_bytes(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float64 else 4
 
 
-def _reduce(dtype: torch.dtype, count: int, slices: int, offset: int, index: int) -> Launch:
+def reduce_slices(dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0) -> Launch:
+    """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in order, into output ``index``."""
     kernel = Kernel(
         "reduce_slices.cu", "reduce_slices", (("Element", ELEMENT_TYPES[dtype]), ("THREADS", REDUCE_THREADS))
     )
@@ -191,59 +155,50 @@ def _reduce(dtype: torch.dtype, count: int, slices: int, offset: int, index: int
     )
 
 
-def _aligned(size: int) -> int:
-    return -(-size // 256) * 256
+def plan_grad_weight(problem: Problem, device: Device) -> Part:
+    """Inputs: grad_output, input, weight. Output: the gradient of the weight.
 
-
-def _grad_weight(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    common: tuple[tuple[str, Constant], ...],
-    multiprocessors: int,
-    index: int,
-    offset: int,
-) -> tuple[int, list[Launch]]:
+    Workspace: at most 64 MiB, or one copy of the gradient in the accumulation type if that is more.
+    """
+    geometry, dtype = problem.geometry, problem.dtype
     columns = geometry.taps * geometry.out_channels_per_group
     tile = _tile(columns)
     blocks = -(-geometry.in_channels_per_group // tile.m) * -(-columns // tile.n) * geometry.groups
     count = geometry.in_channels * columns
     pixels = geometry.batch * geometry.height * geometry.width
-    slices, per_slice = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), multiprocessors)
-    kernel = Kernel("general_grad_weight.cu", "general_grad_weight", (*common, *tile.constants))
+    slices, per_slice = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
+    kernel = Kernel("general_grad_weight.cu", "general_grad_weight", (*_common(problem), *tile.constants))
     launch = Launch(
         kernel,
         grid=blocks * slices,
         block=tile.threads,
-        arguments=(input_(1), input_(0), workspace(offset), int64(geometry.batch), int64(per_slice)),
+        arguments=(input_(1), input_(0), workspace(0), int64(geometry.batch), int64(per_slice)),
     )
-    return _aligned(count * slices * _sum_bytes(dtype)), [
-        launch,
-        _reduce(dtype, count, slices, offset, index),
-    ]
+    return Part(
+        "general", _WHY, (launch, reduce_slices(dtype, count, slices)), count * slices * _sum_bytes(dtype)
+    )
 
 
-def _grad_bias(
-    geometry: Geometry,
-    dtype: torch.dtype,
-    common: tuple[tuple[str, Constant], ...],
-    channels_last: bool,
-    multiprocessors: int,
-    index: int,
-    offset: int,
-) -> tuple[int, list[Launch]]:
+def plan_grad_bias(problem: Problem, device: Device) -> Part:
+    """Inputs: grad_output. Output: the gradient of the bias. Workspace: at most 64 MiB."""
+    geometry, dtype = problem.geometry, problem.dtype
     threads = 256
     channels = geometry.out_channels
-    blocks = -(-channels // 32) if channels_last else channels
+    blocks = -(-channels // 32) if problem.channels_last else channels
     positions = geometry.batch * geometry.out_height * geometry.out_width
-    slices, per_slice = _split(positions, blocks, 4 * threads, channels * _sum_bytes(dtype), multiprocessors)
-    kernel = Kernel("general_grad_bias.cu", "general_grad_bias", (*common, ("THREADS", threads)))
+    slices, per_slice = _split(
+        positions, blocks, 4 * threads, channels * _sum_bytes(dtype), device.multiprocessors
+    )
+    kernel = Kernel("general_grad_bias.cu", "general_grad_bias", (*_common(problem), ("THREADS", threads)))
     launch = Launch(
         kernel,
         grid=blocks * slices,
         block=threads,
-        arguments=(input_(0), workspace(offset), int64(geometry.batch), int64(per_slice)),
+        arguments=(input_(0), workspace(0), int64(geometry.batch), int64(per_slice)),
     )
-    return _aligned(channels * slices * _sum_bytes(dtype)), [
-        launch,
-        _reduce(dtype, channels, slices, offset, index),
-    ]
+    return Part(
+        "general",
+        _WHY,
+        (launch, reduce_slices(dtype, channels, slices)),
+        channels * slices * _sum_bytes(dtype),
+    )

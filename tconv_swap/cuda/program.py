@@ -5,7 +5,7 @@ A :class:`Plan` is plain data: it can be compared, printed and compiled for an a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -85,6 +85,30 @@ class Output:
 
     shape: tuple[int, ...]
     channels_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """How some of a plan's outputs are computed: ``output(k)`` is the k-th of the part's own outputs, and its
+    workspace begins at byte 0. ``family`` and ``why`` as a plan's."""
+
+    family: str
+    why: str
+    launches: tuple[Launch, ...]
+    workspace_bytes: int = 0
+
+    def with_outputs(self, *indices: int) -> tuple[Launch, ...]:
+        """The launches, with the part's outputs where a plan keeps them."""
+
+        def placed(argument: Argument) -> Argument:
+            if argument.kind is not ArgumentKind.OUTPUT:
+                return argument
+            return output(indices[argument.value])
+
+        return tuple(
+            replace(launch, arguments=tuple(placed(argument) for argument in launch.arguments))
+            for launch in self.launches
+        )
 
 
 @dataclass(frozen=True, slots=True)
