@@ -1,4 +1,4 @@
-"""Which of our kernels a measurement will run, asked of the library's own plan; and compiling them ahead."""
+"""Which kernels a measurement will run, asked of the library's own choice; and compiling them ahead."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from benchmarks.modes import LAYOUTS, Mode
 from benchmarks.suite import Layer
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cuda import jit, plan
+from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.cuda.nvrtc import CompileError
 from tconv_swap.cuda.program import Kernel, Plan
 
@@ -28,8 +29,10 @@ STAGE_MASKS = {
 }
 
 
-def plan_of(layer: Layer, mode: Mode, layout: str, stage: str, device: plan.Device) -> Plan:
-    """The plan of one stage (``forward`` or one of ``STAGE_MASKS``) for tensors that all lie in ``layout``.
+def steps_of(
+    layer: Layer, mode: Mode, layout: str, stage: str, device: plan.Device, backend: str = "auto"
+) -> tuple[Step, ...]:
+    """What computes one stage (``forward`` or one of ``STAGE_MASKS``) for tensors that all lie in ``layout``.
 
     Raises:
         CompileError, RuntimeError: whatever the library's plan raises.
@@ -49,10 +52,11 @@ def plan_of(layer: Layer, mode: Mode, layout: str, stage: str, device: plan.Devi
         weight_channels_last=not weight.is_contiguous(),
     )
     if stage == "forward":
-        return plan.plan_forward(problem, layer.bias, device)
+        return (choose_forward(problem, layer.bias, device, backend),)
     problem = plan.with_weight_layout(problem, channels_last)
     wanted_input, wanted_weight, wanted_bias = STAGE_MASKS[stage]
-    return plan.plan_backward(problem, (wanted_input, wanted_weight, wanted_bias and layer.bias), device)
+    mask = (wanted_input, wanted_weight, wanted_bias and layer.bias)
+    return choose_backward(problem, mask, device, backend)
 
 
 def compile_ahead(plans: Iterable[Plan], architecture: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.ceilings import measure_ceilings
-from benchmarks.kernels import STAGE_MASKS, compile_ahead, plan_of
+from benchmarks.kernels import STAGE_MASKS, compile_ahead, steps_of
 from benchmarks.measure import Effort, Machine, measure
 from benchmarks.modes import LAYOUTS, MODES, Mode
 from benchmarks.render import markdown, progress_line, text
@@ -93,9 +93,11 @@ def run(
     begin = time.monotonic()
     _say("measuring the ceilings")
     results = Results(environment(device), _settings(options), measure_ceilings(device))
-    machine = Machine(device, facts, results.ceilings)
+    machine = Machine(device, facts, results.ceilings, options.backend)
     effort = Effort(options.seconds_per_row, options.iters)
-    plans = [made for configuration in configurations for made in _plans(configuration, facts)]
+    plans = [
+        made for configuration in configurations for made in _plans(configuration, facts, options.backend)
+    ]
     if compiled := compile_ahead(plans, facts.architecture):
         _say(f"{compiled} kernels compiled or found in the cache")
     for index, configuration in enumerate(configurations):
@@ -137,12 +139,13 @@ def _gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def _plans(configuration: Configuration, facts: plan.Device) -> list[Plan]:
+def _plans(configuration: Configuration, facts: plan.Device, backend: str) -> list[Plan]:
     layer, mode, layout, _ = configuration
     try:
-        return [plan_of(layer, mode, layout, stage, facts) for stage in configuration.stages]
+        stages = [steps_of(layer, mode, layout, stage, facts, backend) for stage in configuration.stages]
     except Exception:  # measuring it will say so
         return []
+    return [step.plan for steps in stages for step in steps if step.plan is not None]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -157,6 +160,12 @@ def _parser() -> argparse.ArgumentParser:
         "--layout", choices=list(LAYOUTS), action="append", help="repeatable; both without it"
     )
     parser.add_argument("--direction", choices=list(DIRECTIONS), default="forward", help="default: forward")
+    parser.add_argument(
+        "--backend",
+        choices=["auto", "kernel"],
+        default="auto",
+        help="what ours is (default: what a user gets)",
+    )
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="keep the results there, written after each layer"
     )
@@ -196,6 +205,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": _commit(),
         "direction": options.direction,
+        "backend": options.backend,
         "seconds_per_row": options.seconds_per_row,
         "iters": options.iters,
         "cudnn_benchmark_limit": torch.backends.cudnn.benchmark_limit,

@@ -6,12 +6,13 @@ import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.kernels import plan_of
+from benchmarks.kernels import steps_of
 from benchmarks.modes import LAYOUTS, Mode
 from benchmarks.results import Row
 from benchmarks.roof import Ceilings, work_of
@@ -19,11 +20,13 @@ from benchmarks.suite import Layer
 from benchmarks.truth import GRADIENTS, Data, Error, errors
 from tconv_swap import conv_transpose2d
 from tconv_swap.cuda import plan
+from tconv_swap.cuda.choice import Backend
 from tconv_swap.measurement.timing import Timing, speedup_interval, time_interleaved
 
 PYTORCH, OURS = "pytorch", "ours"
 
 Call = Callable[[], tuple[Tensor, ...]]
+Functions = Mapping[str, Callable[..., Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,11 +40,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``facts``: what planning knows of the GPU."""
+    """``facts``: what planning knows of the GPU. ``backend``: that of our calls."""
 
     device: torch.device
     facts: plan.Device
     ceilings: Ceilings
+    backend: Backend = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +67,7 @@ def measure(
     """
     with mode.switched_on():
         data = make_data(layer, mode, layout, machine.device)
-        stages = _forward(layer, data) if direction == "forward" else _backward(layer, data)
+        stages = (_forward if direction == "forward" else _backward)(layer, data, _functions(machine.backend))
         checked = [check(stage, layer, layout, data) for stage in stages]
         timings = time_interleaved(
             {f"{stage.name} {whose}": call for stage in stages for whose, call in stage.calls.items()},
@@ -96,23 +100,25 @@ def make_data(layer: Layer, mode: Mode, layout: str, device: torch.device) -> Da
     )
 
 
-def _forward(layer: Layer, data: Data) -> list[Stage]:
+def _functions(backend: Backend) -> Functions:
+    ours = conv_transpose2d if backend == "auto" else partial(conv_transpose2d, backend=backend)
+    return {PYTORCH: F.conv_transpose2d, OURS: ours}
+
+
+def _forward(layer: Layer, data: Data, functions: Functions) -> list[Stage]:
     def call(function: Callable[..., Tensor]) -> Call:
         return lambda: (_apply(function, layer, data.input, data.weight, data.bias),)
 
-    return [Stage("forward", ("output",), _for_both(call))]
+    return [Stage("forward", ("output",), {whose: call(f) for whose, f in functions.items()})]
 
 
-def _backward(layer: Layer, data: Data) -> list[Stage]:
+def _backward(layer: Layer, data: Data, functions: Functions) -> list[Stage]:
     def stage(name: str, wanted: tuple[str, ...]) -> Stage:
-        return Stage(name, wanted, _for_both(lambda function: _gradients(function, layer, data, wanted)))
+        calls = {whose: _gradients(f, layer, data, wanted) for whose, f in functions.items()}
+        return Stage(name, wanted, calls)
 
     gradients = GRADIENTS if layer.bias else GRADIENTS[:2]
     return [stage("backward", gradients), *(stage(name, (name,)) for name in gradients)]
-
-
-def _for_both(call: Callable[[Callable[..., Tensor]], Call]) -> dict[str, Call]:
-    return {PYTORCH: call(F.conv_transpose2d), OURS: call(conv_transpose2d)}
 
 
 def _apply(
@@ -181,7 +187,7 @@ def _row(
     timings: Mapping[str, Timing],
     machine: Machine,
 ) -> Row:
-    made = plan_of(layer, mode, layout, stage.name, machine.facts)
+    steps = steps_of(layer, mode, layout, stage.name, machine.facts, machine.backend)
     work = work_of(layer.geometry, stage.name, mode.dtype.itemsize)
     pytorch, ours = (timings[f"{stage.name} {whose}"] for whose in (PYTORCH, OURS))
     return Row(
@@ -190,8 +196,8 @@ def _row(
         mode=mode.name,
         layout=layout,
         stage=stage.name,
-        family=made.family,
-        why=made.why,
+        family=", ".join(dict.fromkeys(step.family for step in steps)),
+        why="; ".join(dict.fromkeys(step.why for step in steps)),
         work=work,
         roof_ms=work.roof_ms(machine.ceilings, mode.name),
         roundoff=mode.roundoff,

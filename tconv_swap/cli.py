@@ -26,6 +26,7 @@ import tconv_swap
 from tconv_swap import demo as demo_network
 from tconv_swap import options, workflow
 from tconv_swap.console import print_error, progress_shown
+from tconv_swap.cuda.choice import check_backend
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError, parse_trust
 from tconv_swap.files.saving import SaveError, check_target
@@ -117,6 +118,7 @@ def swap(
     channels_last: options.ChannelsLast = False,
     include: options.Include = None,
     exclude: options.Exclude = None,
+    backend: options.BackendOption = None,
     dry_run: options.DryRun = False,
     no_backward: options.NoBackward = False,
     no_benchmark: options.NoBenchmark = False,
@@ -145,6 +147,7 @@ def swap(
         channels_last=channels_last,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
+        backend=None if backend is None else options.parsed("--backend", check_backend, backend),
         dry_run=dry_run,
         backward=not no_backward,
         benchmark=not no_benchmark,

@@ -14,11 +14,12 @@ from torch import Tensor, fx, nn
 
 # The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
 from tconv_swap import op
+from tconv_swap.layer_state import LayerState
 
 _DEVICES = ("cpu", "cuda", "meta")
 
 
-class ConvTranspose2d(nn.ConvTranspose2d):
+class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
     """``nn.ConvTranspose2d``, computed by ``tconv_swap.conv_transpose2d``.
 
     Constructor, initial values, ``state_dict`` and repr are those of ``nn.ConvTranspose2d``. What our
@@ -63,6 +64,7 @@ class ConvTranspose2d(nn.ConvTranspose2d):
             output_padding,
             self.groups,
             self.dilation,
+            self.tconv_backend,
         )
 
     def _is_ours(self, input: Tensor) -> bool:

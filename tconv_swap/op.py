@@ -18,6 +18,7 @@ from tconv_swap.cpu.backward import backward as cpu_backward
 from tconv_swap.cpu.forward import forward as cpu_forward
 from tconv_swap.cpu.forward import is_plain
 from tconv_swap.cuda import call as cuda_call
+from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.geometry import as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -26,13 +27,13 @@ _GEOMETRY = "SymInt[2] stride, SymInt[2] padding, SymInt[2] output_padding, SymI
 
 _library = torch.library.Library("tconv_swap", "DEF")
 _library.define(
-    f"conv_transpose2d(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}) -> Tensor",
+    f"conv_transpose2d(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 # Only the gradients that output_mask asks for (input, weight, bias) are computed and returned, in that order.
 _library.define(
     f"conv_transpose2d_backward(Tensor grad_output, Tensor input, Tensor weight, {_GEOMETRY}, "
-    "bool[3] output_mask) -> Tensor[]",
+    "bool[3] output_mask, str backend) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _forward_op = torch.ops.tconv_swap.conv_transpose2d.default
@@ -48,6 +49,7 @@ def conv_transpose2d(
     output_padding: int | Sequence[int] = 0,
     groups: int = 1,
     dilation: int | Sequence[int] = 1,
+    backend: Backend = "auto",
 ) -> Tensor:
     """A 2-D transposed convolution, argument for argument ``torch.nn.functional.conv_transpose2d``.
 
@@ -55,6 +57,9 @@ def conv_transpose2d(
         input: ``[batch, in_channels, height, width]`` or, unbatched, ``[in_channels, height, width]``.
         weight: ``[in_channels, out_channels / groups, kernel_height, kernel_width]``.
         bias: ``[out_channels]`` or None.
+        backend: ``"kernel"`` computes by our kernels (on the CPU: our formulations), ``"native"`` by PyTorch's
+            operator. ``"auto"``: ours, save where measurements say that PyTorch's is faster on this GPU, the
+            forward pass and each gradient apart (``tconv_swap.explain`` tells).
 
     All three of one dtype (float64, float32, float16, bfloat16) and on one device. float32 on CUDA obeys
     ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` as they are at the
@@ -65,8 +70,11 @@ def conv_transpose2d(
 
     Raises:
         RuntimeError, TypeError: as PyTorch does, naming the argument, its value and what was expected.
+        ValueError: there is no such backend.
     """
-    if input.dtype not in SUPPORTED_DTYPES:
+    if backend != "auto":
+        check_backend(backend)
+    if backend == "native" or input.dtype not in SUPPORTED_DTYPES:
         return torch.nn.functional.conv_transpose2d(
             input,
             weight,
@@ -92,11 +100,11 @@ def conv_transpose2d(
         )
     if plain_tensor and input.device.type in _DIRECT and _is_plain_eager(input, weight, bias):
         if _needs_gradient(input, weight, bias):
-            return _EagerFunction.apply(input, weight, bias, arguments)  # type: ignore[no-any-return,no-untyped-call]
-        return _DIRECT[input.device.type][0](input, weight, bias, arguments)
+            return _EagerFunction.apply(input, weight, bias, arguments, backend)  # type: ignore[no-any-return,no-untyped-call]
+        return _DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
     if input.dim() == 3:
-        return _forward_op(input.unsqueeze(0), weight, bias, *arguments).squeeze(0)  # type: ignore[no-any-return]
-    return _forward_op(input, weight, bias, *arguments)  # type: ignore[no-any-return]
+        return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
+    return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
 
 
 def _needs_gradient(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -130,30 +138,40 @@ class _EagerFunction(torch.autograd.Function):
     """The same gradients as the op's, entered past the dispatcher."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Any) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Any, backend: str
+    ) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.arguments = arguments
-        return _DIRECT[input.device.type][0](input, weight, bias, arguments)
+        ctx.arguments = arguments, backend
+        return _DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         input, weight = ctx.saved_tensors
+        arguments, backend = ctx.arguments
         mask = tuple(ctx.needs_input_grad[:3])
         # Gradients of gradients are the op's business.
         if torch.is_grad_enabled() or not _is_plain_eager(grad_output):
-            gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask)
+            gradients = _backward_op(grad_output, input, weight, *arguments, mask, backend)
         else:
-            gradients = _DIRECT[input.device.type][1](grad_output, input, weight, ctx.arguments, mask)
-        return (*_spread(gradients, mask), None)
+            gradients = _DIRECT[input.device.type][1](grad_output, input, weight, arguments, mask, backend)
+        return (*_spread(gradients, mask), None, None)
 
 
-def _forward_on_cpu(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...]) -> Tensor:
+def _forward_on_cpu(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...], backend: str
+) -> Tensor:
     geometry = check_forward(input, weight, bias, arguments)
     return cpu_forward(input, weight, bias, geometry, output_memory_format(input, weight))
 
 
 def _backward_on_cpu(
-    grad_output: Tensor, input: Tensor, weight: Tensor, arguments: tuple[Any, ...], mask: tuple[bool, ...]
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    arguments: tuple[Any, ...],
+    mask: tuple[bool, ...],
+    backend: str,
 ) -> list[Tensor]:
     geometry = check_backward(grad_output, input, weight, arguments)
     memory_format = output_memory_format(input, weight)
@@ -170,12 +188,17 @@ _DIRECT: dict[str, tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]] = 
 def _register(device_type: str, key: str) -> None:
     compute_forward, compute_backward = _DIRECT[device_type]
 
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-        return compute_forward(input, weight, bias, _as_key(arguments))
+    # What leaves here lies as the fake kernels promise, also where PyTorch's operator had another idea.
+    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+        *arguments, backend = given
+        output = compute_forward(input, weight, bias, _as_key(arguments), backend)
+        return output.contiguous(memory_format=output_memory_format(input, weight))
 
-    def backward(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-        *geometry_arguments, mask = arguments
-        return compute_backward(grad_output, input, weight, _as_key(geometry_arguments), tuple(mask))
+    def backward(grad_output: Tensor, input: Tensor, weight: Tensor, *given: Any) -> list[Tensor]:
+        *arguments, mask, backend = given
+        memory_format = output_memory_format(input, weight)
+        gradients = compute_backward(grad_output, input, weight, _as_key(arguments), tuple(mask), backend)
+        return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in gradients]
 
     _library.impl("conv_transpose2d", forward, key)
     _library.impl("conv_transpose2d_backward", backward, key)
@@ -193,7 +216,7 @@ _register("cuda", "CUDA")
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d", lib=_library)  # type: ignore[untyped-decorator]
 def _(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    geometry = check_forward(input, weight, bias, arguments)
+    geometry = check_forward(input, weight, bias, arguments[:5])
     return torch.empty(
         geometry.output_shape,
         dtype=input.dtype,
@@ -204,8 +227,8 @@ def _(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Te
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_backward", lib=_library)  # type: ignore[untyped-decorator]
 def _(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-    *geometry_arguments, mask = arguments
-    geometry = check_backward(grad_output, input, weight, geometry_arguments)
+    mask = arguments[5]
+    geometry = check_backward(grad_output, input, weight, arguments[:5])
     memory_format = output_memory_format(input, weight)
     shapes = (geometry.input_shape, geometry.weight_shape, (geometry.out_channels,))
     return [
@@ -227,23 +250,22 @@ def _spread(gradients: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | 
 
 
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    input, weight, _, *arguments = inputs
+    input, weight, _, *arguments, backend = inputs
     ctx.save_for_backward(input, weight)
-    ctx.arguments = arguments
+    ctx.arguments, ctx.backend = arguments, backend
 
 
 def _differentiate_forward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     input, weight = ctx.saved_tensors
     mask = list(ctx.needs_input_grad[:3])
-    gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask)
-    return (*_spread(gradients, mask), *[None] * len(ctx.arguments))
+    gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask, ctx.backend)
+    return (*_spread(gradients, mask), *[None] * (len(ctx.arguments) + 1))
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    grad_output, input, weight, *arguments, mask = inputs
+    grad_output, input, weight, *arguments, mask, backend = inputs
     ctx.save_for_backward(grad_output, input, weight)
-    ctx.arguments = arguments
-    ctx.mask = list(mask)
+    ctx.arguments, ctx.mask, ctx.backend = arguments, list(mask), backend
 
 
 def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -253,18 +275,20 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any
     for_input, for_weight, for_bias = _spread(cotangents, ctx.mask)
     wants_grad_output, wants_input, wants_weight = ctx.needs_input_grad[:3]
 
+    def output(of: Tensor, with_weight: Tensor, bias: Tensor | None) -> Tensor:
+        return _forward_op(of, with_weight, bias, *ctx.arguments, ctx.backend)  # type: ignore[no-any-return]
+
     def gradient(of: Tensor, with_weight: Tensor, which: int) -> Tensor:
         mask = [which == i for i in range(3)]
-        return _backward_op(grad_output, of, with_weight, *ctx.arguments, mask)[0]  # type: ignore[no-any-return]
+        return _backward_op(grad_output, of, with_weight, *ctx.arguments, mask, ctx.backend)[0]  # type: ignore[no-any-return]
 
     grad_grad_output = grad_input = grad_weight = None
     if wants_grad_output:
         terms = []
         if for_weight is not None:
-            terms.append(_forward_op(input, for_weight, for_bias, *ctx.arguments))
+            terms.append(output(input, for_weight, for_bias))
         if for_input is not None:
-            bias = for_bias if for_weight is None else None
-            terms.append(_forward_op(for_input, weight, bias, *ctx.arguments))
+            terms.append(output(for_input, weight, for_bias if for_weight is None else None))
         if not terms and for_bias is not None:
             terms.append(for_bias.view(1, -1, 1, 1).expand_as(grad_output))
         grad_grad_output = terms[0] if len(terms) == 1 else terms[0] + terms[1]
@@ -272,7 +296,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any
         grad_input = gradient(input, for_weight, 0)
     if wants_weight and for_input is not None:
         grad_weight = gradient(for_input, weight, 1)
-    return (grad_grad_output, grad_input, grad_weight, *[None] * (len(ctx.arguments) + 1))
+    return (grad_grad_output, grad_input, grad_weight, *[None] * (len(ctx.arguments) + 2))
 
 
 torch.library.register_autograd(

@@ -59,6 +59,15 @@ Include = Annotated[
     ),
 ]
 Exclude = Annotated[list[str] | None, typer.Option(metavar="PATTERN", help="Leave these layers. Repeatable.")]
+BackendOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|kernel|native",
+        help="What computes the swapped layers: kernel is ours, native PyTorch's, auto ours save where "
+        "measurements say that PyTorch's is faster.",
+        show_default="as in MODEL, auto where newly swapped",
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which layers would be swapped.")]
 NoBackward = Annotated[bool, typer.Option("--no-backward", help="Neither verify nor time gradients.")]
 NoBenchmark = Annotated[bool, typer.Option("--no-benchmark", help="Verify, but do not time.")]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import fnmatch
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,7 +19,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from tconv_swap import op
+from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import ConvTranspose2d, original_class, swapped_class
+from tconv_swap.layer_state import LayerState
 
 Patterns: TypeAlias = str | Iterable[str] | None
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
@@ -144,6 +146,7 @@ def swap_layers(
     include: Patterns = None,
     exclude: Patterns = None,
     filter_fn: FilterFn | None = None,
+    backend: Backend | None = None,
     inplace: bool = True,
 ) -> nn.Module:
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
@@ -154,6 +157,8 @@ def swap_layers(
 
     Args:
         model, include, exclude, filter_fn: as in ``plan_swap``.
+        backend: what computes the layers that are ours after the swap: ``"auto"``, ``"kernel"`` or ``"native"``
+            (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
 
     Returns:
@@ -161,10 +166,13 @@ def swap_layers(
 
     Raises:
         TypeError: as in ``plan_swap``. Whatever is raised, ``model`` is as it was.
+        ValueError: there is no such backend.
 
     Warns:
         SwapWarning: nothing to swap, or a pattern matches no layer.
     """
+    if backend is not None:
+        check_backend(backend)
     plan = _plan(model, include, exclude, filter_fn)
     for pattern in plan.unused_patterns:
         warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
@@ -174,6 +182,9 @@ def swap_layers(
     modules = dict(target.named_modules(remove_duplicate=False))
     layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
     _set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
+    if backend is not None:
+        for layer in plan.swapped:
+            object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
     return target
 
 
@@ -196,7 +207,11 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     _check_model(model)
     target = model if inplace else copy.deepcopy(model)
     layers = [module for module in target.modules() if isinstance(module, ConvTranspose2d)]
-    _set_classes([(layer, original_class(type_before_parametrizations(layer))) for layer in layers])
+    originals = [(layer, original_class(type_before_parametrizations(layer))) for layer in layers]
+    for layer, original in originals:
+        if not issubclass(original, LayerState):
+            layer.forget_ours()
+    _set_classes(originals)
     return target
 
 
@@ -344,7 +359,7 @@ def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
 
 
-def _set_classes(classes: list[tuple[nn.Module, type[nn.ConvTranspose2d]]]) -> None:
+def _set_classes(classes: Sequence[tuple[nn.Module, type[nn.ConvTranspose2d]]]) -> None:
     """Gives each layer its class; all classes are made before the first is assigned."""
     for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
         object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise

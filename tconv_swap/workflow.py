@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from tconv_swap.cuda.choice import Backend
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target, save_model
@@ -52,6 +53,7 @@ class Request:
     channels_last: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    backend: Backend | None = None
     dry_run: bool = False
     backward: bool = True
     benchmark: bool = True
@@ -182,7 +184,9 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
     with warnings.catch_warnings():
         # The plan says the same, and the report shows it.
         warnings.simplefilter("ignore", SwapWarning)
-        return swap_layers(model, include=request.include or None, exclude=request.exclude)
+        return swap_layers(
+            model, include=request.include or None, exclude=request.exclude, backend=request.backend
+        )
 
 
 def _inputs(request: Request, model: nn.Module) -> InferredInputs:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks import kernels, measure, truth
 from benchmarks.ceilings import measure_ceilings
-from benchmarks.kernels import STAGE_MASKS, plan_of
+from benchmarks.kernels import STAGE_MASKS, steps_of
 from benchmarks.measure import Effort, Machine, make_data
 from benchmarks.modes import LAYOUTS, MODES, Mode
 from benchmarks.results import Row
@@ -337,11 +337,14 @@ def test_ceilings_of_a_machine() -> None:
 @pytest.mark.parametrize("mode", MODES.values(), ids=lambda mode: mode.name)
 @pytest.mark.parametrize("layer", SUITE.layers, ids=lambda layer: layer.name)
 def test_every_row_has_a_plan(layer: Layer, mode: Mode, layout: str) -> None:
-    (output,) = plan_of(layer, mode, layout, "forward", H200).outputs
+    (step,) = steps_of(layer, mode, layout, "forward", H200, "kernel")
+    (output,) = step.plan.outputs
     assert (output.shape, output.channels_last) == (layer.geometry.output_shape, layout == "channels_last")
     for stage, mask in STAGE_MASKS.items():
         wanted = sum(mask) - (mask[2] and not layer.bias)
-        assert len(plan_of(layer, mode, layout, stage, H200).outputs) == wanted
+        (step,) = steps_of(layer, mode, layout, stage, H200, "kernel")
+        assert len(step.plan.outputs) == wanted
+        assert sum(sum(step.mask) for step in steps_of(layer, mode, layout, stage, H200)) == wanted
 
 
 def test_every_kernel_is_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,7 +362,8 @@ def test_every_kernel_is_compiled_ahead_once(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(kernels, "ProcessPoolExecutor", InThisProcess)
     monkeypatch.setattr(kernels.jit, "compile_kernel", compile_kernel)
-    plans = [plan_of(layer, MODES["bf16"], "nchw", "forward", H200) for layer in SUITE.layers]
+    steps = [steps_of(layer, MODES["bf16"], "nchw", "forward", H200, "kernel") for layer in SUITE.layers]
+    plans = [step.plan for (step,) in steps]
     wanted = {launch.kernel for made in plans for launch in made.launches}
     assert kernels.compile_ahead(plans * 2, "sm_90") == len(wanted) - 1
     assert len(compiled) == len(wanted)
@@ -377,5 +381,5 @@ def test_the_plan_that_is_named_is_the_one_that_runs(layer: Layer, mode: Mode, l
     with mode.switched_on():
         data = make_data(layer, mode, layout, device)
         arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
-        runs = call.plan_for(data.input, data.weight, data.bias, arguments)
-    assert plan_of(layer, mode, layout, "forward", call.device_facts(device.index)) == runs
+        runs = call.step_for(data.input, data.weight, data.bias, arguments)
+    assert steps_of(layer, mode, layout, "forward", call.device_facts(device.index)) == (runs,)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 
@@ -12,9 +13,12 @@ from oracle import conv_transpose2d_reference
 from torch import Tensor
 
 from tconv_swap.cuda import call, launch
-from tconv_swap.op import conv_transpose2d
+from tconv_swap.op import conv_transpose2d as conv_transpose2d_of_any_backend
 
 pytestmark = pytest.mark.gpu
+
+#: Ours is what is tested here, the general kernels included, also where "auto" would take PyTorch's.
+conv_transpose2d = functools.partial(conv_transpose2d_of_any_backend, backend="kernel")
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 #: Relative L2 error allowed: rounding of operands and result, a few units of it for the longest sums here.
@@ -258,11 +262,12 @@ def test_gradcheck_and_gradgradcheck() -> None:
 def test_opcheck() -> None:
     x, w = torch.randn(2, 4, 5, 6, device="cuda", requires_grad=True), torch.randn(4, 3, 3, 2, device="cuda")
     geometry = ([2, 1], [1, 0], [1, 0], 1, [1, 2])
-    torch.library.opcheck(torch.ops.tconv_swap.conv_transpose2d.default, (x, w, None, *geometry))
-    grad = torch.randn_like(torch.ops.tconv_swap.conv_transpose2d(x, w, None, *geometry)).requires_grad_()
-    torch.library.opcheck(
-        torch.ops.tconv_swap.conv_transpose2d_backward.default, (grad, x, w, *geometry, [True, True, True])
-    )
+    forward = torch.ops.tconv_swap.conv_transpose2d.default
+    backward = torch.ops.tconv_swap.conv_transpose2d_backward.default
+    for backend in ("auto", "kernel", "native"):
+        torch.library.opcheck(forward, (x, w, None, *geometry, backend))
+        grad = torch.randn_like(forward(x, w, None, *geometry, backend)).requires_grad_()
+        torch.library.opcheck(backward, (grad, x, w, *geometry, [True, True, True], backend))
 
 
 def test_autocast_is_pytorchs() -> None:
@@ -330,7 +335,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert relative_error(y[:, :, -80:, -80:], corner) < TOLERANCE[torch.float16]
     del x
     grad_input = torch.ops.tconv_swap.conv_transpose2d_backward(
-        y, y[:, :, ::2, ::2], w, [2, 2], [0, 0], [0, 0], 1, [1, 1], [True, False, False]
+        y, y[:, :, ::2, ::2], w, [2, 2], [0, 0], [0, 0], 1, [1, 1], [True, False, False], "kernel"
     )[0]
     wanted = F.conv2d(y[:, :, -80:, -80:].double(), w.double(), stride=2)
     assert relative_error(grad_input[:, :, -40:, -40:], wanted) < TOLERANCE[torch.float16]

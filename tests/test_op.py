@@ -103,11 +103,11 @@ def test_opcheck() -> None:
     forward = torch.ops.tconv_swap.conv_transpose2d.default
     backward = torch.ops.tconv_swap.conv_transpose2d_backward.default
     x, w, b = leaves()
-    torch.library.opcheck(forward, (x, w, b, *OP_ARGUMENTS))
-    torch.library.opcheck(forward, (x, w, None, *OP_ARGUMENTS))
-    grad = torch.randn_like(forward(x, w, b, *OP_ARGUMENTS)).requires_grad_()
+    torch.library.opcheck(forward, (x, w, b, *OP_ARGUMENTS, "auto"))
+    torch.library.opcheck(forward, (x, w, None, *OP_ARGUMENTS, "auto"))
+    grad = torch.randn_like(forward(x, w, b, *OP_ARGUMENTS, "auto")).requires_grad_()
     for mask in ([True, True, True], [True, False, False], [False, True, False], [True, False, True]):
-        torch.library.opcheck(backward, (grad, x, w, *OP_ARGUMENTS, mask))
+        torch.library.opcheck(backward, (grad, x, w, *OP_ARGUMENTS, mask, "auto"))
 
 
 def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch)
 def test_a_gradient_shape_that_does_not_fit_raises() -> None:
     x, w, _ = leaves(requires_grad=False)
     with pytest.raises(RuntimeError, match="grad_output of size"):
-        torch.ops.tconv_swap.conv_transpose2d_backward(x, x, w, *OP_ARGUMENTS, [True, True, True])
+        torch.ops.tconv_swap.conv_transpose2d_backward(x, x, w, *OP_ARGUMENTS, [True, True, True], "auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

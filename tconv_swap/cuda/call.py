@@ -1,4 +1,4 @@
-"""Transposed convolution on CUDA: from tensors to a plan's handle, remembered, and its launch."""
+"""Transposed convolution on CUDA: from tensors to the steps that compute it, remembered, and their launch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import launch, plan
+from tconv_swap.cuda import choice, launch, plan
+from tconv_swap.cuda.choice import Mask, Step
 from tconv_swap.cuda.program import Plan
 
 #: Stride, padding, output_padding, groups, dilation: hashable.
@@ -20,26 +21,42 @@ ALIGNMENT = 16
 
 
 class _Call(NamedTuple):
-    """What a call with tensors of such layouts does. A format of None: the tensor as it lies."""
+    """One step, ready to run: a plan's handle, or None for PyTorch's operator; the gradients it computes; the
+    formats that the plan wants its tensors in. A format of None: the tensor as it lies."""
 
-    handle: int
+    handle: int | None
+    mask: Mask
     formats: tuple[torch.memory_format | None, ...]
 
 
-_calls: dict[tuple[Any, ...], _Call] = {}
+_calls: dict[tuple[Any, ...], tuple[_Call, ...]] = {}
 
 
-def forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
+def forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str = "auto"
+) -> Tensor:
     """``[batch, out_channels, out_height, out_width]`` in PyTorch's memory format, on the current stream.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together (checked before anything is launched), the
             kernels cannot be built, or CUDA fails.
+        ValueError: there is no such backend.
     """
-    key = (_layout(input), _layout(weight), None if bias is None else _layout(bias), arguments, precision())
-    call = _calls.get(key)
-    if call is None:
-        call = _calls[key] = _make_forward(input, weight, bias, arguments)
+    key = (
+        _layout(input),
+        _layout(weight),
+        None if bias is None else _layout(bias),
+        arguments,
+        precision(),
+        backend,
+    )
+    calls = _calls.get(key)
+    if calls is None:
+        calls = _calls[key] = _make_forward(input, weight, bias, arguments, backend)
+    call = calls[0]
+    if call.handle is None:
+        stride, padding, output_padding, groups, dilation = arguments
+        return torch.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
     return _launch(call, input, weight, bias)[0]
 
 
@@ -48,18 +65,33 @@ def backward(
     input: Tensor,
     weight: Tensor,
     arguments: Arguments,
-    output_mask: tuple[bool, ...],
+    output_mask: Mask,
+    backend: str = "auto",
 ) -> list[Tensor]:
     """The gradients ``output_mask`` asks for (input, weight, bias), in that order, on the current stream.
 
     Raises:
-        RuntimeError: as ``forward``.
+        RuntimeError, ValueError: as ``forward``.
     """
-    key = (_layout(grad_output), _layout(input), _layout(weight), arguments, output_mask, precision())
-    call = _calls.get(key)
-    if call is None:
-        call = _calls[key] = _make_backward(grad_output, input, weight, arguments, output_mask)
-    return _launch(call, grad_output, input, weight)
+    key = (
+        _layout(grad_output),
+        _layout(input),
+        _layout(weight),
+        arguments,
+        output_mask,
+        precision(),
+        backend,
+    )
+    calls = _calls.get(key)
+    if calls is None:
+        calls = _calls[key] = _make_backward(grad_output, input, weight, arguments, output_mask, backend)
+    if len(calls) == 1:
+        return _gradients(calls[0], grad_output, input, weight, arguments)
+    found: list[Tensor | None] = [None, None, None]
+    for call in calls:
+        computed = iter(_gradients(call, grad_output, input, weight, arguments))
+        found = [next(computed) if wanted else other for wanted, other in zip(call.mask, found, strict=True)]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def precision() -> str:
@@ -68,15 +100,34 @@ def precision() -> str:
     return torch._C._get_fp32_precision_getter("cuda", "conv")
 
 
-def plan_for(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Plan:
-    """The plan of a forward call.
+def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:
+    """What a forward call with these tensors asks to compute.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
     """
-    return plan.plan_forward(
-        _problem(input, weight, bias, arguments), bias is not None, device_facts(input.device.index)
+    geometry = check_forward(input, weight, bias, arguments)
+    return plan.Problem(
+        geometry=geometry,
+        dtype=input.dtype,
+        precision="tf32" if precision() == "tf32" and input.dtype == torch.float32 else "ieee",
+        channels_last=output_memory_format(input, weight) == torch.channels_last,
+        # A weight lies as its owner left it, whatever the activations do, and is read as it lies.
+        weight_channels_last=not weight.is_contiguous()
+        and weight.is_contiguous(memory_format=torch.channels_last),
     )
+
+
+def step_for(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str = "auto"
+) -> Step:
+    """What computes a forward call.
+
+    Raises:
+        RuntimeError: the tensors or arguments do not fit together.
+    """
+    problem = problem_of(input, weight, bias, arguments)
+    return choice.choose_forward(problem, bias is not None, device_facts(input.device.index), backend)
 
 
 @lru_cache(maxsize=64)
@@ -95,6 +146,29 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT)
 
 
+def _gradients(
+    call: _Call, grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments
+) -> list[Tensor]:
+    if call.handle is not None:
+        return _launch(call, grad_output, input, weight)
+    stride, padding, output_padding, groups, dilation = arguments
+    out_channels = [weight.shape[1] * groups]
+    gradients = torch.ops.aten.convolution_backward(
+        grad_output,
+        input,
+        weight,
+        out_channels,
+        stride,
+        padding,
+        dilation,
+        True,
+        output_padding,
+        groups,
+        call.mask,
+    )
+    return [gradient for gradient, wanted in zip(gradients, call.mask, strict=True) if wanted]
+
+
 def _launch(call: _Call, *tensors: Tensor | None) -> list[Tensor]:
     laid_out = [
         tensor if tensor is None or form is None else tensor.clone(memory_format=form)
@@ -110,43 +184,37 @@ def _format(tensor: Tensor | None, wanted: torch.memory_format) -> torch.memory_
     return None if as_it_lies else wanted
 
 
-def _problem(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:
-    geometry = check_forward(input, weight, bias, arguments)
-    return plan.Problem(
-        geometry=geometry,
-        dtype=input.dtype,
-        precision="tf32" if precision() == "tf32" and input.dtype == torch.float32 else "ieee",
-        channels_last=output_memory_format(input, weight) == torch.channels_last,
-        # A weight lies as its owner left it, whatever the activations do, and is read as it lies.
-        weight_channels_last=not weight.is_contiguous()
-        and weight.is_contiguous(memory_format=torch.channels_last),
-    )
-
-
-def _make_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> _Call:
-    made = plan_for(input, weight, bias, arguments)
-    problem = _problem(input, weight, bias, arguments)
+def _make_forward(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
+) -> tuple[_Call, ...]:
+    problem = problem_of(input, weight, bias, arguments)
+    step = step_for(input, weight, bias, arguments, backend)
     activations = torch.channels_last if problem.channels_last else torch.contiguous_format
     weights = torch.channels_last if problem.weight_channels_last else torch.contiguous_format
-    return _Call(
-        _add(made, input),
-        (_format(input, activations), _format(weight, weights), _format(bias, torch.contiguous_format)),
-    )
+    formats = (_format(input, activations), _format(weight, weights), _format(bias, torch.contiguous_format))
+    return (_Call(_add(step.plan, input), step.mask, formats),)
 
 
 def _make_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments, output_mask: tuple[bool, ...]
-) -> _Call:
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    arguments: Arguments,
+    output_mask: Mask,
+    backend: str,
+) -> tuple[_Call, ...]:
     check_backward(grad_output, input, weight, arguments)
-    problem = _problem(input, weight, None, arguments)
+    problem = problem_of(input, weight, None, arguments)
     # PyTorch gives every gradient the format of the output, the weight's too.
     problem = plan.with_weight_layout(problem, problem.channels_last)
-    made = plan.plan_backward(problem, output_mask, device_facts(input.device.index))
+    steps = choice.choose_backward(problem, output_mask, device_facts(input.device.index), backend)
     wanted = torch.channels_last if problem.channels_last else torch.contiguous_format
     formats = tuple(_format(tensor, wanted) for tensor in (grad_output, input, weight))
-    return _Call(_add(made, input), formats)
+    return tuple(_Call(_add(step.plan, input), step.mask, formats) for step in steps)
 
 
-def _add(made: Plan, input: Tensor) -> int:
+def _add(made: Plan | None, input: Tensor) -> int | None:
+    if made is None:
+        return None
     architecture = device_facts(input.device.index).architecture
     return launch.add_plan(made, input.dtype, input.device, architecture)

@@ -1,0 +1,245 @@
+"""Ours or PyTorch's: the choice as data, the backend that goes with a layer, steps put together again. No GPU."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tconv_swap
+from tconv_swap import op
+from tconv_swap.cuda import call, choice, plan, plan_general
+from tconv_swap.cuda.choice import NATIVE, WHY_NOT_GENERAL, Step, choose_backward, choose_forward
+from tconv_swap.cuda.program import Part
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+TURING = plan.Device("sm_75", 30, 64 << 10)
+
+DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+ALL = (True, True, True)
+
+
+def problem(geometry: Geometry = DCGAN, dtype: torch.dtype = torch.float32) -> plan.Problem:
+    return plan.Problem(geometry, dtype, "ieee", False, False)
+
+
+@pytest.fixture
+def fast_grad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A family that claims the gradient of the input alone; the general kernels have the rest."""
+
+    def part(of: str) -> Callable[..., Part]:
+        return lambda problem, device: Part(of, f"{of} kernels", ())
+
+    monkeypatch.setattr(plan, "_grad_input", part("fast"))
+    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))
+    monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
+
+
+@pytest.fixture
+def general_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family but the general kernels claims a gradient."""
+    monkeypatch.setattr(plan, "_grad_input", lambda p, d: plan_general.plan_grad_input(p))
+    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))
+    monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
+
+
+# The choice
+
+
+def test_ours_where_a_fast_family_claims_it() -> None:
+    step = choose_forward(problem(), True, H200, "auto")
+    assert step.plan == plan.plan_forward(problem(), True, H200)
+    assert step.family == "halo tile"
+    assert step.why == step.plan.why
+
+
+def test_pytorchs_where_only_the_general_kernels_claim_it_and_the_reason_says_so() -> None:
+    step = choose_forward(problem(), True, TURING, "auto")
+    assert (step.family, step.plan, step.why) == (NATIVE, None, WHY_NOT_GENERAL)
+    assert choose_forward(problem(), True, TURING, "kernel").family == "general"
+    assert choose_forward(problem(), True, H200, "native").plan is None
+
+
+def test_an_empty_batch_and_what_passes_32_bits_stay_ours() -> None:
+    for geometry in (DCGAN.with_batch(0), Geometry(1, 7, 16400, 16400, 9, (2, 2), (2, 2))):
+        assert choose_forward(problem(geometry, torch.float64), True, H200, "auto").family == "general"
+
+
+@pytest.mark.usefixtures("fast_grad_input")
+def test_each_gradient_comes_from_where_it_is_faster() -> None:
+    ours, theirs = choose_backward(problem(), ALL, H200, "auto")
+    assert (ours.mask, ours.family) == ((True, False, False), "fast")
+    assert (theirs.mask, theirs.family, theirs.why) == ((False, True, True), NATIVE, WHY_NOT_GENERAL)
+    (only,) = choose_backward(problem(), (True, False, False), H200, "auto")
+    assert only == ours
+    (kernel,) = choose_backward(problem(), ALL, H200, "kernel")
+    assert kernel.mask == ALL
+    assert "general" in kernel.family
+
+
+@pytest.mark.usefixtures("general_alone")
+@pytest.mark.parametrize("mask", [ALL, (True, True, False), (False, True, True), (False, False, True)])
+def test_one_call_of_pytorchs_computes_all_that_it_computes(mask: tuple[bool, ...]) -> None:
+    (step,) = choose_backward(problem(), mask, H200, "auto")
+    assert (step.mask, step.family) == (mask, NATIVE)
+
+
+def test_an_unknown_backend_is_named() -> None:
+    layer = tconv_swap.ConvTranspose2d(2, 3, 2)
+    x = torch.randn(1, 2, 3, 3)
+    for attempt in (
+        lambda: tconv_swap.conv_transpose2d(x, layer.weight, backend="cudnn"),
+        lambda: tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(2, 3, 2)), backend="cudnn"),
+    ):
+        with pytest.raises(ValueError, match="expected one of auto, kernel, native, got 'cudnn'"):
+            attempt()
+    layer.tconv_backend = "cudnn"
+    with pytest.raises(ValueError, match="cudnn"):
+        layer(x)
+
+
+# Steps
+
+
+@pytest.mark.parametrize("mask", [ALL, (True, False, True), (True, True, False)])
+@pytest.mark.parametrize("ours", [(True, False, False), (False, True, True)])
+def test_gradients_of_two_steps_come_back_in_order(
+    mask: tuple[bool, ...], ours: tuple[bool, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 2)
+    arguments = ((2, 1), (1, 0), (0, 0), 1, (1, 1))
+    grad = torch.randn_like(nn.functional.conv_transpose2d(x, w, None, (2, 1), (1, 0)))
+    right = call._gradients(call._Call(None, mask, ()), grad, x, w, arguments)
+    assert len(right) == sum(mask)
+    own = tuple(a and b for a, b in zip(mask, ours, strict=True))
+    native = tuple(a and not b for a, b in zip(mask, ours, strict=True))
+    calls = (call._Call(7, own, (None,) * 3), call._Call(None, native, ()))
+
+    def launched(made: call._Call, *tensors: Tensor) -> list[Tensor]:
+        assert made.handle == 7
+        return call._gradients(call._Call(None, made.mask, ()), *tensors, arguments)
+
+    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(call, "_launch", launched)
+    monkeypatch.setattr(call, "_make_backward", lambda *_: calls)
+    found = call.backward(grad, x, w, arguments, mask)
+    assert all(torch.equal(a, b) for a, b in zip(found, right, strict=True))
+
+
+# The layer
+
+
+@pytest.fixture
+def backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The backend of every call of our operator."""
+    asked: list[str] = []
+    real = op.conv_transpose2d
+
+    def spy(*args: Any) -> Tensor:
+        asked.append(args[8])
+        return real(*args)
+
+    monkeypatch.setattr(op, "conv_transpose2d", spy)
+    return asked
+
+
+def saved_and_loaded(layer: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+class Subclass(nn.ConvTranspose2d):
+    """In this module, for the unpickler to find."""
+
+
+@pytest.mark.parametrize("cls", [nn.ConvTranspose2d, Subclass])
+@pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer)), saved_and_loaded]
+)
+def test_a_layers_backend_survives(
+    again: Callable[[nn.Module], nn.Module], cls: type[nn.ConvTranspose2d], backends: list[str]
+) -> None:
+    layer = tconv_swap.swap_layers(cls(2, 3, 2), backend="kernel")
+    copied = again(layer)
+    copied.load_state_dict(layer.state_dict())
+    copied(torch.randn(1, 2, 3, 3))
+    assert backends == ["kernel"]
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+def test_old_pickles_and_new_layers_are_auto(backends: list[str]) -> None:
+    layer = tconv_swap.swap_layers(nn.ConvTranspose2d(2, 3, 2))
+    assert "tconv_backend" not in vars(layer)
+    layer(torch.randn(1, 2, 3, 3))
+    assert backends == ["auto"]
+
+
+def test_a_second_swap_changes_the_backend_only_where_asked() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.ConvTranspose2d(3, 2, 2))
+    tconv_swap.swap_layers(model, include="0", backend="native")
+    tconv_swap.swap_layers(model)
+    assert [layer.tconv_backend for layer in model] == ["native", "auto"]
+    tconv_swap.swap_layers(model, include="1", backend="kernel")
+    assert [layer.tconv_backend for layer in model] == ["kernel", "kernel"]
+    tconv_swap.unswap_layers(model)
+    assert not any("tconv_backend" in vars(layer) for layer in model)
+
+
+def test_native_is_pytorchs_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    real = torch.nn.functional.conv_transpose2d
+
+    def spy(*args: Any) -> Tensor:
+        made.append(args)
+        return real(*args)
+
+    layer = tconv_swap.ConvTranspose2d(4, 3, 2, stride=2)
+    x = torch.randn(1, 4, 1, 1)
+    monkeypatch.setattr(torch.nn.functional, "conv_transpose2d", spy)
+    expected = layer(x)
+    assert not made  # one pixel: ours is a matrix product
+    layer.tconv_backend = "native"
+    torch.testing.assert_close(layer(x), expected)
+    assert len(made) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_steps_of_both_kinds_on_the_gpu(
+    dtype: torch.dtype, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gradient of the input from ours and the others from PyTorch's, and the other way round."""
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(2, 16, 5, 6, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
+    w = torch.randn(16, 8, 3, 3, device="cuda", dtype=dtype).to(memory_format=layout).requires_grad_()
+    b = torch.randn(8, device="cuda", dtype=dtype, requires_grad=True)
+    leaves = (x, w, b)
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        y = tconv_swap.conv_transpose2d(*leaves, 2, backend=backend)
+        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    wanted = gradients("native")
+    for ours in ((True, False, False), (False, True, True)):
+        native = tuple(not one for one in ours)
+
+        def mixed(problem: Any, mask: Any, device: Any, backend: str, ours=ours, native=native) -> Any:
+            return (Step(ours, plan.plan_backward(problem, ours, device), ""), Step(native, None, ""))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(choice, "choose_backward", mixed)
+            patched.setattr(call, "_calls", {})
+            for found, theirs in zip(gradients("auto"), wanted, strict=True):
+                assert found.stride() == theirs.stride()
+                tolerance = 1e-10 if dtype == torch.float64 else 1e-2
+                torch.testing.assert_close(found, theirs, rtol=tolerance, atol=tolerance * 10)
