@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from benchmarks.modes import MODES, Mode
-from benchmarks.roof import Ceilings
+from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.measurement.timing import time_interleaved
 
 #: Each of the two buffers of the copy: far beyond any cache.

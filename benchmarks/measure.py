@@ -15,12 +15,12 @@ from torch import Tensor
 from benchmarks.kernels import steps_of
 from benchmarks.modes import LAYOUTS, Mode
 from benchmarks.results import Row
-from benchmarks.roof import Ceilings, work_of
 from benchmarks.suite import Layer
 from benchmarks.truth import GRADIENTS, Data, Error, errors
 from tconv_swap import conv_transpose2d
 from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import Backend
+from tconv_swap.measurement.roof import Ceilings, work_of
 from tconv_swap.measurement.timing import Timing, speedup_interval, time_interleaved
 
 PYTORCH, OURS = "pytorch", "ours"

@@ -5,6 +5,7 @@ report = tconv_swap.verify(original, model, inputs)         # the same outputs a
 timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
+from tconv_swap.explanation import Explanation, explain
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import ConvTranspose2d
 from tconv_swap.measurement.bench import BenchmarkReport, benchmark
@@ -17,6 +18,7 @@ from tconv_swap.surgery import (
     swap_layers,
     unswap_layers,
 )
+from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import VerifyReport, verify
 
 __version__ = "0.1.0"
@@ -24,15 +26,19 @@ __version__ = "0.1.0"
 __all__ = [
     "BenchmarkReport",
     "ConvTranspose2d",
+    "Explanation",
     "Inputs",
     "LayerPlan",
     "SwapPlan",
     "SwapWarning",
+    "TuneReport",
     "VerifyReport",
     "benchmark",
     "conv_transpose2d",
+    "explain",
     "plan_swap",
     "swap_layers",
+    "tune",
     "unswap_layers",
     "verify",
 ]

@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 # The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
 from tconv_swap import op
-from tconv_swap.layer_state import LayerState
+from tconv_swap.layer_state import LayerState, Operands
 
 _DEVICES = ("cpu", "cuda", "meta")
 
@@ -46,6 +46,10 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
             return self._record(input, output_size)  # type: ignore[no-any-return]
         if not self._is_ours(input):
             return super().forward(input, output_size)
+        return op.conv_transpose2d(*self.operands(input, output_size), self.tconv_backend)
+
+    def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
+        """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
         output_padding = self._output_padding(
             input,
             output_size,
@@ -55,16 +59,15 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
             2,
             self.dilation,  # type: ignore[arg-type]
         )
-        return op.conv_transpose2d(
+        return (
             input,
             self.weight,
             self.bias,
             self.stride,
-            self.padding,  # type: ignore[arg-type]
+            self.padding,
             output_padding,
             self.groups,
             self.dilation,
-            self.tconv_backend,
         )
 
     def _is_ours(self, input: Tensor) -> bool:

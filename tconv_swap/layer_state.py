@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
+from typing import Any, TypeAlias
+
+from torch import Tensor, nn
 
 from tconv_swap.cuda.choice import Backend
+
+#: Input, weight, bias, stride, padding, output_padding, groups, dilation.
+Operands: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Any, Any, Any, int, Any]
 
 
 class LayerState(nn.Module):
@@ -17,6 +22,10 @@ class LayerState(nn.Module):
 
     #: On the class, for layers that nobody gave one: those of old pickles too.
     tconv_backend: Backend = "auto"
+
+    def operands(self, *args: Any, **kwargs: Any) -> Operands:
+        """What ``forward`` with these arguments calls ``tconv_swap.conv_transpose2d`` with, the backend apart."""
+        raise NotImplementedError
 
     def forget_ours(self) -> None:
         """Take away what the layer of PyTorch's does not know."""

@@ -53,6 +53,8 @@ class Facts:
     load_snippet: str = ""
     """The Python lines that load it."""
     warnings: tuple[str, ...] = ()
+    native: tuple[str, ...] = ()
+    """Swapped layers and stages that PyTorch's operator computes, and why, one line each."""
 
 
 def make_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:
@@ -324,7 +326,7 @@ def _bytes(count: int) -> str:
 def _notes(
     plan: SwapPlan, verification: VerifyReport | None, benchmark: BenchmarkReport | None, facts: Facts
 ) -> Iterator[RenderableType]:
-    lines = list(facts.warnings)
+    lines = [*facts.warnings, *facts.native]
     lines += [plan.describe_unused(pattern) for pattern in plan.unused_patterns]
     lines += verification.notes if verification is not None else []
     lines += benchmark.notes if benchmark is not None else ["not timed"] if plan.swapped else []

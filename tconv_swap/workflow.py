@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tconv_swap.cuda.choice import Backend
+from tconv_swap.explanation import explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target, save_model
@@ -129,6 +130,8 @@ def run(request: Request, progress: Progress) -> Result:
             backward=request.backward,
             progress=lambda what, done, total: progress(f"timing {what} ({done} of {total} done)"),
         )
+    # On the CPU everything is made of PyTorch's operators.
+    native = explain(swapped, found.inputs, backward=request.backward).native if device.type == "cuda" else ()
     written = None
     if request.out is not None and verification.passed:
         del original, swapped
@@ -139,7 +142,7 @@ def run(request: Request, progress: Progress) -> Result:
         notes.append("nothing was written: --out FILE writes the swapped network")
     else:
         notes.append("nothing was written")
-    facts = _facts(request, device, found.inputs.describe(), found.how, notes, written)
+    facts = _facts(request, device, found.inputs.describe(), found.how, notes, written, native)
     return Result(plan, facts, verification, timing)
 
 
@@ -246,6 +249,7 @@ def _facts(
     origin: str,
     notes: list[str],
     out: Path | None = None,
+    native: tuple[str, ...] = (),
 ) -> Facts:
     snippet = ""
     if out is not None:
@@ -258,4 +262,5 @@ def _facts(
         output=None if out is None else str(out),
         load_snippet=snippet,
         warnings=tuple(notes),
+        native=native,
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.roof import Ceilings
 from benchmarks.suite import Layer, load_suite
 from tconv_swap.cuda import plan
+from tconv_swap.measurement.roof import Ceilings
 
 SUITE = load_suite()
 TARGETS = SUITE.targets

@@ -85,10 +85,17 @@ def test_each_gradient_comes_from_where_it_is_faster() -> None:
 
 
 @pytest.mark.usefixtures("general_alone")
-@pytest.mark.parametrize("mask", [ALL, (True, True, False), (False, True, True), (False, False, True)])
+@pytest.mark.parametrize("mask", [ALL, (True, True, False), (False, True, True)])
 def test_one_call_of_pytorchs_computes_all_that_it_computes(mask: tuple[bool, ...]) -> None:
     (step,) = choose_backward(problem(), mask, H200, "auto")
     assert (step.mask, step.family) == (mask, NATIVE)
+
+
+@pytest.mark.usefixtures("general_alone")
+def test_the_gradient_of_the_bias_goes_with_that_of_the_weight() -> None:
+    ours, theirs = choose_backward(problem(), (True, False, True), H200, "auto")
+    assert (ours.mask, ours.family) == ((False, False, True), "general")
+    assert (theirs.mask, theirs.family) == ((True, False, False), NATIVE)
 
 
 def test_an_unknown_backend_is_named() -> None:

@@ -17,8 +17,8 @@ from torch import Tensor
 from benchmarks import layers, measure, render, table
 from benchmarks.modes import MODES
 from benchmarks.results import Results, Row, geometric_mean, group_rows, summarise
-from benchmarks.roof import Work
 from benchmarks.truth import Error
+from tconv_swap.measurement.roof import Work
 from tconv_swap.measurement.timing import Timing
 
 ROOT = Path(__file__).parents[1]

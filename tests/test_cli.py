@@ -224,6 +224,15 @@ class TestMismatch:
             assert swap(model, "--rtol", "1", "--atol", "1").exit_code == 0
         assert swap(model, "--atol", "0").exit_code == ExitCode.MISMATCH
 
+    def test_backend(self, model: Path) -> None:
+        assert swap(model, "--backend", "native", "--out", "fast.pt").exit_code == 0
+        assert torch.load("fast.pt", weights_only=False)[0].tconv_backend == "native"
+        assert swap("fast.pt", "--out", "again.pt").exit_code == 0
+        assert torch.load("again.pt", weights_only=False)[0].tconv_backend == "native"
+        refused = swap(model, "--backend", "cudnn")
+        assert refused.exit_code == ExitCode.USAGE
+        assert "expected one of auto, kernel" in refused.stderr
+
 
 class TestDryRunAndNothingToSwap:
     def test_dry_run_prints_the_plan_and_runs_nothing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -272,10 +273,17 @@ def test_colours_on_a_terminal_only() -> None:
     assert "VERIFIED" in stream.getvalue()
 
 
+def test_what_pytorch_computes_is_named() -> None:
+    facts = replace(FACTS, native=("main.0: PyTorch computes grad_weight (measured)",))
+    text = render(PLAN, verified(), timed(), facts)
+    assert "- main.0: PyTorch computes grad_weight (measured)" in text
+    assert to_json_dict(PLAN, None, None, facts)["facts"]["native"] == list(facts.native)
+
+
 def test_names_cannot_steer_the_terminal() -> None:
     evil = "a\x1b[2J\rb"
     plan = SwapPlan((LayerPlan((evil,), "ConvTranspose2d", "1->1 k1", 1, True),))
-    facts = Facts(evil, evil, evil, evil, evil, evil, (evil,))
+    facts = Facts(evil, evil, evil, evil, evil, evil, (evil,), (evil,))
     report = verified()
     report.failures = [evil]
     report.first_divergence = evil

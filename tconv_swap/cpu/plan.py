@@ -16,6 +16,18 @@ Formulation = Literal[
 ]
 
 
+#: In a clause, what each is and where it is the fastest.
+WHY: dict[str, str] = {
+    "plain": "PyTorch's own call: nothing is known to be faster",
+    "channels_last": "computed in channels_last and converted by copies of whole rows: large images",
+    "pieces": "a few groups at a time: each piece's output stays below what is mapped anew",
+    "outer": "one product: the input is a single pixel",
+    "products": "matrix products, spread over the output: taps do not overlap, or output channels are few",
+    "pixel_products": "a product for each input pixel: few pixels under large filters",
+    "phases": "a dense convolution for each phase of the stride: dilation",
+    "stacked_phases": "the phases as channels of one convolution: a large stride",
+}
+
 FEWEST_MACS = 1 << 20  # below, the calls themselves (some 50 us) take longer than the arithmetic
 LARGE_WEIGHT = 1 << 20  # elements: 4 MB, larger than the second-level cache
 SMALL_PLANE = 1 << 11  # elements: below, oneDNN's result is converted to NCHW at the speed of a copy

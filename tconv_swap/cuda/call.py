@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, launch, plan
+from tconv_swap.cuda import choice, launch, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
 from tconv_swap.cuda.program import Plan
 
@@ -30,6 +32,42 @@ class _Call(NamedTuple):
 
 
 _calls: dict[tuple[Any, ...], tuple[_Call, ...]] = {}
+
+
+class Posed(NamedTuple):
+    """What a call asked for: one stage of a problem on a GPU. An empty ``mask``: the forward pass."""
+
+    problem: plan.Problem
+    mask: Mask
+    has_bias: bool
+    device: int
+
+
+_posed: list[Posed] | None = None
+
+
+@contextmanager
+def recording() -> Iterator[list[Posed]]:
+    """Everything that is computed here meanwhile, in the order in which it is first asked for, but what a backend
+    of ``"native"`` computes."""
+    global _posed
+    posed: list[Posed] = []
+    forget()
+    _posed = posed
+    try:
+        yield posed
+    finally:
+        _posed = None
+
+
+def forget() -> None:
+    """Choose anew how each call is computed."""
+    _calls.clear()
+
+
+def _record(problem: plan.Problem, mask: Mask, has_bias: bool, device: int, backend: str) -> None:
+    if _posed is not None and backend != choice.NATIVE:
+        _posed.append(Posed(problem, mask, has_bias, device))
 
 
 def forward(
@@ -55,8 +93,7 @@ def forward(
         calls = _calls[key] = _make_forward(input, weight, bias, arguments, backend)
     call = calls[0]
     if call.handle is None:
-        stride, padding, output_padding, groups, dilation = arguments
-        return torch.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return _native_forward(input, weight, bias, arguments)
     return _launch(call, input, weight, bias)[0]
 
 
@@ -127,7 +164,10 @@ def step_for(
         RuntimeError: the tensors or arguments do not fit together.
     """
     problem = problem_of(input, weight, bias, arguments)
-    return choice.choose_forward(problem, bias is not None, device_facts(input.device.index), backend)
+    device = input.get_device()
+    return choice.choose_forward(
+        problem, bias is not None, device_facts(device), backend, tuned.winners(device)
+    )
 
 
 @lru_cache(maxsize=64)
@@ -146,14 +186,27 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT)
 
 
-def _gradients(
-    call: _Call, grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments
+def native(posed: Posed, first: Tensor, second: Tensor, third: Tensor | None) -> list[Tensor]:
+    """What PyTorch's operator computes for a problem; tensors as of a plan for it."""
+    g = posed.problem.geometry
+    arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+    if not posed.mask:
+        return [_native_forward(first, second, third, arguments)]
+    assert third is not None
+    return _native_backward(first, second, third, arguments, posed.mask)
+
+
+def _native_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
+    stride, padding, output_padding, groups, dilation = arguments
+    return torch.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+
+
+def _native_backward(
+    grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments, mask: Mask
 ) -> list[Tensor]:
-    if call.handle is not None:
-        return _launch(call, grad_output, input, weight)
     stride, padding, output_padding, groups, dilation = arguments
     out_channels = [weight.shape[1] * groups]
-    gradients = torch.ops.aten.convolution_backward(
+    gradients = torch.ops.aten.convolution_backward.default(
         grad_output,
         input,
         weight,
@@ -164,9 +217,17 @@ def _gradients(
         True,
         output_padding,
         groups,
-        call.mask,
+        mask,
     )
-    return [gradient for gradient, wanted in zip(gradients, call.mask, strict=True) if wanted]
+    return [gradient for gradient, wanted in zip(gradients, mask, strict=True) if wanted]
+
+
+def _gradients(
+    call: _Call, grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments
+) -> list[Tensor]:
+    if call.handle is None:
+        return _native_backward(grad_output, input, weight, arguments, call.mask)
+    return _launch(call, grad_output, input, weight)
 
 
 def _launch(call: _Call, *tensors: Tensor | None) -> list[Tensor]:
@@ -188,6 +249,7 @@ def _make_forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
 ) -> tuple[_Call, ...]:
     problem = problem_of(input, weight, bias, arguments)
+    _record(problem, choice.FORWARD, bias is not None, input.get_device(), backend)
     step = step_for(input, weight, bias, arguments, backend)
     activations = torch.channels_last if problem.channels_last else torch.contiguous_format
     weights = torch.channels_last if problem.weight_channels_last else torch.contiguous_format
@@ -207,7 +269,9 @@ def _make_backward(
     problem = problem_of(input, weight, None, arguments)
     # PyTorch gives every gradient the format of the output, the weight's too.
     problem = plan.with_weight_layout(problem, problem.channels_last)
-    steps = choice.choose_backward(problem, output_mask, device_facts(input.device.index), backend)
+    device = input.get_device()
+    _record(problem, output_mask, False, device, backend)
+    steps = choice.choose_backward(problem, output_mask, device_facts(device), backend, tuned.winners(device))
     wanted = torch.channels_last if problem.channels_last else torch.contiguous_format
     formats = tuple(_format(tensor, wanted) for tensor in (grad_output, input, weight))
     return tuple(_Call(_add(step.plan, input), step.mask, formats) for step in steps)

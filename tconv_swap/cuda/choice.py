@@ -9,6 +9,7 @@ from typing import Literal, get_args
 from tconv_swap.cuda import plan
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Plan
+from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
 
 Backend = Literal["auto", "kernel", "native"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
@@ -17,9 +18,14 @@ BACKENDS: tuple[str, ...] = get_args(Backend)
 Mask = tuple[bool, ...]
 FORWARD: Mask = ()
 
+#: How many plans of ours ``tune`` measures for a problem.
+CANDIDATES = 8
+
 NATIVE = "native"
 GENERAL = "general"
-WHY_NOT_GENERAL = "of ours only the general kernels claim it, measured far behind cuDNN (benchmarks/NOTES.md)"
+WHY_NOT_GENERAL = (
+    "of ours only the general kernels claim it: 0.06 to 0.95 of PyTorch's speed on an H200 (NOTES.md)"
+)
 _INT32_MAX = 2**31 - 1
 
 
@@ -48,33 +54,58 @@ def check_backend(backend: str) -> Backend:
     return backend  # type: ignore[return-value]
 
 
-def choose_forward(problem: Problem, has_bias: bool, device: Device, backend: str) -> Step:
+def choose_forward(
+    problem: Problem, has_bias: bool, device: Device, backend: str, winners: Winners = NONE
+) -> Step:
     """The one step of a forward pass."""
     if backend == NATIVE:
-        return Step(FORWARD, None, "backend is native")
-    made = plan.plan_forward(problem, has_bias, device)
-    if backend == "auto" and _only_general(problem, made):
-        return Step(FORWARD, None, WHY_NOT_GENERAL)
-    return Step(FORWARD, made, made.why)
+        return Step(FORWARD, None, "the backend is native")
+    winner = winners.get(problem_key(problem, FORWARD, has_bias))
+    if winner is None:
+        made = plan.plan_forward(problem, has_bias, device)
+        if backend == "auto" and _only_general(problem, made):
+            return Step(FORWARD, None, WHY_NOT_GENERAL)
+        return Step(FORWARD, made, made.why)
+    if backend == "auto" and winner.native:
+        return Step(FORWARD, None, winner.why)
+    measured = plan.forward_candidates(problem, has_bias, device, CANDIDATES)
+    return _step(FORWARD, measured, winner)
 
 
-def choose_backward(problem: Problem, mask: Mask, device: Device, backend: str) -> tuple[Step, ...]:
-    """The steps of a backward pass: one of ours at most, then one of PyTorch's at most."""
+def choose_backward(
+    problem: Problem, mask: Mask, device: Device, backend: str, winners: Winners = NONE
+) -> tuple[Step, ...]:
+    """The steps of a backward pass: those of ours, then one of PyTorch's at most."""
     if backend == NATIVE:
-        return (Step(mask, None, "backend is native"),)
-    if backend == "auto":
-        lost = [unit for unit in backward_units(mask) if _loses(problem, unit, device)]
-    else:
-        lost = []
-    native = union(lost)
-    ours = tuple(wanted and not other for wanted, other in zip(mask, native, strict=True))
-    steps = []
-    if any(ours):
-        made = plan.plan_backward(problem, ours, device)
-        steps.append(Step(ours, made, made.why))
-    if any(native):
-        steps.append(Step(native, None, WHY_NOT_GENERAL))
-    return tuple(steps)
+        return (Step(mask, None, "the backend is native"),)
+    ours: list[Step] = []
+    native: list[Step] = []
+    for unit in backward_units(mask):
+        winner = winners.get(problem_key(problem, unit, has_bias=False))
+        if backend == "auto" and (winner.native if winner else _loses(problem, unit, device)):
+            native.append(Step(unit, None, winner.why if winner else WHY_NOT_GENERAL))
+            continue
+        default = plan.plan_backward(problem, unit, device)
+        if winner is None or winner.kernel == default.digest:
+            ours.append(Step(unit, default, default.why))
+        else:
+            ours.append(_step(unit, plan.backward_candidates(problem, unit, device, CANDIDATES), winner))
+    if len(ours) > 1 and all(step.plan == plan.plan_backward(problem, step.mask, device) for step in ours):
+        # One plan for all: its parts share the workspace, and may share a pass.
+        together = plan.plan_backward(problem, mask, device)
+        ours = [Step(mask, together, together.why)]
+    if len(native) > 1:
+        reasons = dict.fromkeys(step.why for step in native)
+        native = [Step(mask, None, "; ".join(reasons))]
+    return (*ours, *native)
+
+
+def _step(mask: Mask, candidates: Sequence[Plan], winner: Winner) -> Step:
+    """The winner among the candidates, or the first where it is none of them any more."""
+    for made in candidates:
+        if made.digest == winner.kernel:
+            return Step(mask, made, f"{made.why}; {winner.why}")
+    return Step(mask, candidates[0], candidates[0].why)
 
 
 def backward_units(mask: Mask) -> list[Mask]:
@@ -88,13 +119,9 @@ def backward_units(mask: Mask) -> list[Mask]:
     return units
 
 
-def union(masks: Sequence[Mask]) -> Mask:
-    """Every gradient that one of the masks asks for."""
-    return tuple(any(mask[index] for mask in masks) for index in range(3))
-
-
 def _loses(problem: Problem, unit: Mask, device: Device) -> bool:
-    # The sum that is the bias's gradient costs little beside the weight's: what computes that decides.
+    if unit == (False, False, True):
+        return False  # a sum, which the general kernel computes as fast
     decisive = (False, True, False) if unit[1] else unit
     return _only_general(problem, plan.plan_backward(problem, decisive, device))
 

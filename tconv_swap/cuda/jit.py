@@ -24,7 +24,8 @@ def _kernel_files() -> dict[str, str]:
 
 
 @lru_cache(maxsize=1)
-def _sources_digest() -> bytes:
+def sources_digest() -> bytes:
+    """Of every file in csrc/kernels."""
     digest = hashlib.sha256()
     for name, text in _kernel_files().items():
         digest.update(f"{name}\0{text}\0".encode())
@@ -59,7 +60,7 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
     source = render(kernel)
     options = (*OPTIONS, f"--gpu-architecture={architecture}")
     key = hashlib.sha256()
-    for part in (source.encode(), _sources_digest(), repr(options).encode(), repr(nvrtc.version()).encode()):
+    for part in (source.encode(), sources_digest(), repr(options).encode(), repr(nvrtc.version()).encode()):
         key.update(hashlib.sha256(part).digest())
     stem = cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
     cubin_path, log_path = stem.with_suffix(".cubin"), stem.with_suffix(".log")

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import zip_longest
 
 from tconv_swap.cuda import plan_general, plan_narrow, plan_tile
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Launch, Output, Part, Plan
 
-__all__ = ["Device", "Problem", "plan_backward", "plan_forward", "with_weight_layout"]
+__all__ = [
+    "Device",
+    "Problem",
+    "backward_candidates",
+    "forward_candidates",
+    "plan_backward",
+    "plan_forward",
+    "with_weight_layout",
+]
 
 
 def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
@@ -27,6 +36,24 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
         if made is not None:
             return made
     return plan_general.plan_forward(problem, has_bias)
+
+
+def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
+    families = (
+        plan_tile.plan_candidates(problem, has_bias, device, count),
+        plan_narrow.plan_candidates(problem, has_bias, device, count),
+    )
+    in_turn = (plan for plans in zip_longest(*families) for plan in plans if plan is not None)
+    found = dict.fromkeys([plan_forward(problem, has_bias, device), *in_turn])
+    return list(found)[:count]
+
+
+def backward_candidates(
+    problem: Problem, output_mask: tuple[bool, ...], device: Device, count: int
+) -> list[Plan]:
+    """The same for the gradients of a mask."""
+    return [plan_backward(problem, output_mask, device)][:count]
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:

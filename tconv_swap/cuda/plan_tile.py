@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import islice
 
 import torch
 
@@ -48,6 +49,12 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
+    plans = plan_candidates(problem, has_bias, device, count=1)
+    return plans[0] if plans else None
+
+
+def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """The ``count`` plans that are expected to be the fastest, the best first."""
     posed = make_problem(
         problem.geometry,
         problem.dtype,
@@ -57,9 +64,8 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
         has_bias,
     )
     if not _claims(posed, device):
-        return None
-    best = next(candidates(posed, device), None)
-    return None if best is None else plan_with_tile(*best)
+        return []
+    return [plan_with_tile(*tile) for tile in islice(dict.fromkeys(candidates(posed, device)), count)]
 
 
 def _claims(problem: TileProblem, device: Device) -> bool:

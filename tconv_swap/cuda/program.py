@@ -5,6 +5,7 @@ A :class:`Plan` is plain data: it can be compared, printed and compiled for an a
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -121,3 +122,9 @@ class Plan:
     launches: tuple[Launch, ...]
     workspace_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def digest(self) -> str:
+        """The same for plans that launch the same."""
+        launched = (self.outputs, self.launches, self.workspace_bytes)
+        return hashlib.sha256(repr(launched).encode()).hexdigest()[:16]

@@ -1,0 +1,138 @@
+"""What ``tune`` found out, kept on disk: the winner of each problem, for one GPU, driver, torch and set of kernels.
+
+A file belongs to what its measurements belong to: another driver or a changed kernel reads another file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tconv_swap import geometry
+from tconv_swap.cuda import jit
+from tconv_swap.cuda.cache import cache_directory, write_atomically
+from tconv_swap.cuda.problem import Problem
+from tconv_swap.measurement.environment import environment
+
+logger = logging.getLogger("tconv_swap")
+
+SCHEMA = 1
+_KINDS = (("native", bool), ("kernel", str), ("why", str))
+
+
+@dataclass(frozen=True, slots=True)
+class Winner:
+    """The outcome for one problem.
+
+    Attributes:
+        native: PyTorch's operator was the fastest of all.
+        kernel: ``Plan.digest`` of the fastest plan of ours; ``""`` where none ran.
+        why: one readable clause with the times.
+    """
+
+    native: bool
+    kernel: str
+    why: str
+
+
+Winners = Mapping[str, Winner]
+NONE: Winners = {}
+
+
+def problem_key(problem: Problem, mask: tuple[bool, ...], has_bias: bool) -> str:
+    """One stage of a problem in words: the key of its winner. An empty ``mask``: the forward pass."""
+    wanted = [name for name, one in zip(("input", "weight", "bias"), mask, strict=False) if one]
+    stage = f"gradient of {' and '.join(wanted)}" if mask else "forward" + (" with bias" if has_bias else "")
+    shape = "x".join(map(str, problem.geometry.input_shape))
+    layout = "channels_last" if problem.channels_last else "contiguous"
+    dtype = str(problem.dtype).removeprefix("torch.")
+    dtype = problem.precision if problem.precision == "tf32" else dtype
+    if problem.weight_channels_last != problem.channels_last:
+        layout += ", weight " + ("channels_last" if problem.weight_channels_last else "contiguous")
+    return f"{stage}: {shape}, {problem.geometry}, {dtype} {layout}"
+
+
+@lru_cache(maxsize=64)
+def winners(device: int) -> Winners:
+    """The winners known for a GPU; none where nothing was tuned, or only under other circumstances."""
+    directory = cache_directory() / "tuned"
+    if not directory.is_dir():
+        return NONE
+    path = path_for(machine(device))
+    if path.exists():
+        return load(path, machine(device))
+    if any(directory.glob(f"{_slug(device)}-*.json")):
+        logger.warning(
+            "what was tuned for this %s is of another driver, torch or set of kernels and is not used: tune again",
+            torch.cuda.get_device_name(device),
+        )
+    return NONE
+
+
+def keep(device: int, new: Winners) -> Path:
+    """Add winners to those on disk, in place of what they say of the same problems; returns the file."""
+    path = path_for(machine(device))
+    merged = {**(load(path, machine(device)) if path.exists() else {}), **new}
+    document = {
+        "schema": SCHEMA,
+        "machine": machine(device),
+        "winners": {key: asdict(winner) for key, winner in sorted(merged.items())},
+    }
+    write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
+    winners.cache_clear()
+    return path
+
+
+def load(path: Path, of: Mapping[str, str]) -> Winners:
+    """What ``keep`` wrote for a machine; nothing, and a warning, where the file holds something else."""
+    try:
+        document: Any = json.loads(path.read_text(encoding="utf-8"))
+        if document["schema"] != SCHEMA or document["machine"] != of:
+            raise ValueError("it was written by another version or for another machine")
+        found = {str(key): Winner(**entry) for key, entry in document["winners"].items()}
+        if any(type(getattr(w, name)) is not kind for w in found.values() for name, kind in _KINDS):
+            raise ValueError("a winner has a field of another type")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s is ignored (%s: %s)", path, type(error).__name__, error)
+        return NONE
+    return found
+
+
+@lru_cache(maxsize=64)
+def machine(device: int) -> dict[str, str]:
+    """What a measurement holds for."""
+    facts = environment(torch.device("cuda", device))
+    names = ("gpu", "compute_capability", "driver", "torch", "cudnn")
+    return {**{name: str(facts[name]) for name in names}, "kernels": _sources()}
+
+
+def path_for(of: Mapping[str, str]) -> Path:
+    """Where the winners for a machine are kept."""
+    digest = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:16]
+    return cache_directory() / "tuned" / f"{_as_slug(of['gpu'])}-{digest}.json"
+
+
+def _slug(device: int) -> str:
+    return _as_slug(torch.cuda.get_device_name(device))
+
+
+def _as_slug(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "-", name).strip("-").lower()
+
+
+@lru_cache(maxsize=1)
+def _sources() -> str:
+    """Of everything that makes a plan what it is: planners and kernels."""
+    digest = hashlib.sha256(jit.sources_digest())
+    for path in (Path(geometry.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
+        digest.update(f"{path.name}\0{path.read_text(encoding='utf-8')}\0".encode())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,296 @@
+"""``tune``: measure, on this GPU, what computes the layers of a network fastest, and keep the winners on disk."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.cuda import call, choice, jit, launch, plan, tuned
+from tconv_swap.cuda.call import Posed
+from tconv_swap.cuda.choice import NATIVE, backward_units
+from tconv_swap.cuda.program import Plan
+from tconv_swap.files.fileformat import first_line
+from tconv_swap.inputs import Inputs
+from tconv_swap.measurement.stages import sum_of_squares
+from tconv_swap.measurement.state import preserved
+from tconv_swap.measurement.timing import time_interleaved
+
+#: Something else than what is taken without a measurement has to be so much faster: less may be noise.
+MARGIN = 1.03
+BUDGET_S = 0.5
+#: Relative L2 distance from PyTorch's result, beyond which a candidate is wrong. Far above what rounding explains.
+WRONG = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to compute a problem.
+
+    Attributes:
+        family: of the kernels; ``"native"``: PyTorch's operator.
+        what: its tiles, and why it is a candidate.
+        microseconds: the median from a cold L2 cache; None where it did not run or was wrong.
+        failure: why it did not, in a line; else ``""``.
+    """
+
+    family: str
+    what: str
+    microseconds: float | None
+    failure: str = ""
+
+
+@dataclass(frozen=True)
+class TunedProblem:
+    """One problem, what was measured for it, and what is used from now on.
+
+    Attributes:
+        problem: stage, shapes, arguments, dtype and layout in words.
+        candidates: in the order tried: what is taken without a measurement first.
+        chosen: the place of what ``backend="auto"`` uses from now on among them.
+    """
+
+    problem: str
+    candidates: tuple[Candidate, ...]
+    chosen: int
+
+    @property
+    def speedup_over_default(self) -> float:
+        """Of what was chosen, over what is taken without a measurement."""
+        return _ratio(self.candidates[0], self.candidates[self.chosen])
+
+    @property
+    def speedup_over_pytorch(self) -> float:
+        """Of what was chosen; 1 where that is PyTorch's."""
+        native = next(c for c in self.candidates if c.family == NATIVE)
+        return _ratio(native, self.candidates[self.chosen])
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.problem}: {_times(self.speedup_over_default)} over the default choice, "
+            f"{_times(self.speedup_over_pytorch)} over PyTorch"
+        ]
+        for index, candidate in enumerate(self.candidates):
+            time = candidate.failure or f"{candidate.microseconds:8.1f} us"
+            mark = "*" if index == self.chosen else " "
+            lines.append(f"  {mark} {time}  {candidate.family}: {candidate.what}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """What ``tune`` measured; its ``str`` says it in lines.
+
+    Attributes:
+        device: the GPU's name, or ``"cpu"``.
+        problems: every distinct one that the network's layers met.
+        path: the file that keeps the winners; None where there was nothing to keep.
+    """
+
+    device: str
+    problems: tuple[TunedProblem, ...]
+    path: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values that ``json`` can write."""
+        problems = [
+            {
+                **asdict(problem),
+                "speedup_over_default": problem.speedup_over_default,
+                "speedup_over_pytorch": problem.speedup_over_pytorch,
+            }
+            for problem in self.problems
+        ]
+        return {"device": self.device, "problems": problems, "path": self.path}
+
+    def __str__(self) -> str:
+        if not self.problems:
+            return f"nothing to tune: no swapped layer was computed on a GPU (device: {self.device})"
+        kept = "" if self.path is None else f"; kept in {self.path}"
+        return "\n".join([f"{len(self.problems)} problems on {self.device}{kept}", *map(str, self.problems)])
+
+
+def tune(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    backward: bool | None = None,
+    candidates: int = choice.CANDIDATES,
+    budget_s: float = BUDGET_S,
+) -> TuneReport:
+    """Measure the candidates, PyTorch's operator among them, for every problem that the swapped layers of a network
+    meet on a GPU, and keep the winners. From then on ``backend="auto"`` uses them, in later processes too, and
+    ``backend="kernel"`` the fastest of ours. The network is run once and is afterwards as it was.
+
+    Args:
+        model: a network with swapped layers, on the GPU, in the mode and layout it is to run in. Under autocast
+            where ``tune`` is called under it.
+        inputs: what it is called with: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
+            or ``tconv_swap.Inputs``.
+        backward: tune the gradients too. None: where a parameter or an input requires one.
+        candidates: how many plans of ours are measured for a problem, from 1 to 8.
+        budget_s: seconds of measuring for a problem, compilation apart.
+
+    Returns:
+        What was tried and chosen. Empty on the CPU, where there is nothing to tune.
+
+    Raises:
+        ValueError: ``candidates`` or ``budget_s`` is out of range.
+        Exception: whatever the network raises.
+    """
+    if not 1 <= candidates <= choice.CANDIDATES:
+        raise ValueError(f"candidates: expected 1 to {choice.CANDIDATES}, got {candidates}")
+    arguments = Inputs.of(inputs)
+    if backward is None:
+        tensors = [tensor for _, tensor in arguments.named_tensors()]
+        backward = any(tensor.requires_grad for tensor in (*model.parameters(), *tensors))
+    posed = _collect(model, arguments, backward)
+    if not posed:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        return TuneReport(_name(device), ())
+    problems = []
+    kept: dict[int, dict[str, tuned.Winner]] = {}
+    for one in posed:
+        problem, winner = _measure(one, candidates, budget_s)
+        problems.append(problem)
+        kept.setdefault(one.device, {})[problem.problem] = winner
+    paths = [str(tuned.keep(device, winners)) for device, winners in kept.items()]
+    call.forget()
+    return TuneReport(_name(torch.device("cuda", posed[0].device)), tuple(problems), ", ".join(paths))
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]:
+    """Every distinct problem, gradients cut into those that are decided about together."""
+    with preserved(model), call.recording() as asked:
+        if backward:
+            with torch.enable_grad():
+                sum_of_squares(arguments.map(_leaf)(model)).backward()
+        else:
+            with torch.no_grad():
+                arguments.map(Tensor.detach)(model)
+    found: dict[Posed, None] = {}
+    for one in asked:
+        for mask in backward_units(one.mask) if one.mask else [one.mask]:
+            if one.problem.geometry.batch > 0:
+                found[one._replace(mask=mask)] = None
+    return list(found)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
+
+
+def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner]:
+    problem, mask, has_bias, index = posed
+    device, facts = torch.device("cuda", index), call.device_facts(index)
+    key = tuned.problem_key(problem, mask, has_bias)
+    if mask:
+        plans = plan.backward_candidates(problem, mask, facts, count)
+        default = choice.choose_backward(problem, mask, facts, "auto")[0]
+    else:
+        plans = plan.forward_candidates(problem, has_bias, facts, count)
+        default = choice.choose_forward(problem, has_bias, facts, "auto")
+    _compile(plans, facts.architecture)
+    tensors = _tensors(posed, device)
+    runs: dict[int, Callable[[], list[Tensor]]] = {len(plans): lambda: call.native(posed, *tensors)}
+    failures: dict[int, str] = {}
+    truth = runs[len(plans)]()
+    for number, made in enumerate(plans):
+        try:
+            handle = launch.add_plan(made, problem.dtype, device, facts.architecture)
+            runs[number] = _launching(handle, tensors)
+            if wrong := _wrong(runs[number](), truth, posed):
+                raise RuntimeError(wrong)
+        except RuntimeError as error:  # what does not compile, load or launch loses
+            failures[number] = first_line(error)
+            runs.pop(number, None)
+    del truth
+    timings = time_interleaved(
+        {str(number): run for number, run in runs.items()}, device=device, budget_s=budget_s
+    )
+    times = {number: timings[str(number)].median_ms * 1e3 for number in runs}
+    entries = [(made.family, made.why) for made in plans] + [(NATIVE, "PyTorch's operator")]
+    # What is taken without a measurement comes first: the first plan, or PyTorch's operator.
+    order = list(range(len(entries)))
+    if default.plan is None:
+        order = [order[-1], *order[:-1]]
+    tried = tuple(Candidate(*entries[n], times.get(n), failures.get(n, "")) for n in order)
+    fastest = _fastest(times, order)
+    own = {n: time for n, time in times.items() if n < len(plans)}
+    ours = _fastest(own, order) if own else None
+    report = TunedProblem(key, tried, order.index(fastest))
+    why = f"PyTorch's operator {times[len(plans)]:.1f} us"
+    if ours is not None:
+        why = f"tuned: {times[ours]:.1f} us, {why}"
+    return report, tuned.Winner(fastest == len(plans), "" if ours is None else plans[ours].digest, why)
+
+
+def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
+    """The first in ``order`` that is as fast as the fastest, up to noise."""
+    limit = MARGIN * min(times.values())
+    return next(n for n in order if n in times and times[n] <= limit)
+
+
+def _compile(plans: Iterable[Plan], architecture: str) -> None:
+    """All kernels at once: the compiler works without the interpreter's lock."""
+    kernels = {one.kernel for made in plans for one in made.launches}
+
+    def compiled(kernel: Any) -> None:
+        with suppress(RuntimeError):  # loading its plan says so
+            jit.compile_kernel(kernel, architecture)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compiled, kernels))
+
+
+def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Random ones that lie as the problem's: input, weight, bias, or grad_output, input, weight."""
+    problem, mask, has_bias, _ = posed
+    geometry = problem.geometry
+
+    def random(shape: tuple[int, ...], channels_last: bool) -> Tensor:
+        values = torch.randn(shape, dtype=problem.dtype, device=device)
+        return values.contiguous(memory_format=torch.channels_last) if channels_last else values
+
+    input = random(geometry.input_shape, problem.channels_last)
+    weight = random(geometry.weight_shape, problem.weight_channels_last)
+    if mask:
+        return random(geometry.output_shape, problem.channels_last), input, weight
+    return input, weight, random((geometry.out_channels,), False) if has_bias else None
+
+
+def _launching(handle: int, tensors: tuple[Tensor | None, ...]) -> Callable[[], list[Tensor]]:
+    return lambda: torch.ops.tconv_swap.launch.default(handle, *tensors)
+
+
+def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
+    """Nothing, or what is wrong with a result: a measurement must not choose what does not compute the same."""
+    dtype = str(posed.problem.dtype).removeprefix("torch.")
+    allowed = WRONG["tf32" if posed.problem.precision == "tf32" else dtype]
+    for ours, theirs in zip(found, truth, strict=True):
+        distance = float((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30))
+        if not distance <= allowed:
+            return f"wrong: {distance:.1e} from PyTorch's result"
+    return ""
+
+
+def _ratio(slower: Candidate, faster: Candidate) -> float:
+    if slower.microseconds is None or faster.microseconds is None:
+        return math.nan
+    return slower.microseconds / faster.microseconds
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}x"
