@@ -46,7 +46,11 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
             return self._record(input, output_size)  # type: ignore[no-any-return]
         if not self._is_ours(input):
             return super().forward(input, output_size)
-        return op.conv_transpose2d(*self.operands(input, output_size), self.tconv_backend)
+        operands = self.operands(input, output_size)
+        # Whoever replaces the operator need know no more than PyTorch's arguments.
+        if self.tconv_backend == "auto":
+            return op.conv_transpose2d(*operands)
+        return op.conv_transpose2d(*operands, self.tconv_backend)
 
     def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
         """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
