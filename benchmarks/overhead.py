@@ -68,17 +68,23 @@ def main() -> int:
     native = nn.ConvTranspose2d(8, 8, 2, stride=2).cuda()
     ours = tconv_swap.ConvTranspose2d(8, 8, 2, stride=2).cuda()
     x = torch.randn(2, 8, 4, 4, device="cuda")
-    with torch.no_grad():
-        without = _alternating(lambda: native(x), lambda: ours(x))
-    with_gradients = _alternating(lambda: native(x), lambda: ours(x))
-    step = _alternating(lambda: native(x).sum().backward(), lambda: ours(x).sum().backward())
-    print(f"{'us per call':24}{'PyTorch':>10}{'ours':>10}")
-    for name, (theirs, mine) in {
-        "forward, no gradients": without,
-        "forward, gradients": with_gradients,
-        "forward and backward": step,
-    }.items():
-        print(f"{name:24}{theirs:10.1f}{mine:10.1f}")
+    print(f"{'us per call':34}{'PyTorch':>10}{'ours':>10}")
+    for backend in ("auto", "kernel"):
+        ours.tconv_backend = backend
+        with torch.no_grad():
+            without = _alternating(lambda: native(x), lambda: ours(x))
+            tconv_swap.freeze(ours.eval())
+            frozen = _alternating(lambda: native(x), lambda: ours(x))
+            tconv_swap.unfreeze(ours)
+        with_gradients = _alternating(lambda: native(x), lambda: ours(x))
+        step = _alternating(lambda: native(x).sum().backward(), lambda: ours(x).sum().backward())
+        for name, (theirs, mine) in {
+            "forward, no gradients": without,
+            "the same, frozen": frozen,
+            "forward, gradients": with_gradients,
+            "forward and backward": step,
+        }.items():
+            print(f"{backend + ': ' + name:34}{theirs:10.1f}{mine:10.1f}")
     with tempfile.TemporaryDirectory() as cache:
         print(f"first call, first process, host part built:  {_first_call_seconds(cache):.2f} s")
         for kernels in os.listdir(f"{cache}/kernels"):

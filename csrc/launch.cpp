@@ -2,7 +2,8 @@
 //
 // The cold path (planning, compiling) is Python's: it hands over each kernel once (tconv_load_kernel) and each
 // plan once (tconv_add_plan), as a list of numbers whose order plan_words in launch.py writes. A call then
-// costs one op: tconv_swap::launch(plan, tensors) -> tensors.
+// costs one op: tconv_swap::launch(plan, tensors) -> tensors, or tconv_swap::relaunch, which launches only where
+// the tensors lie as those that the plan was made for and else gives back none: cheaper than to compare in Python.
 //
 // Built against libtorch's stable ABI, and the driver API by hand: the few declarations below have not changed
 // since CUDA 12.0, and with them a user needs no CUDA toolkit.
@@ -12,6 +13,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <deque>
 #include <mutex>
@@ -116,9 +118,15 @@ struct Launch {
 struct Output {
   std::vector<int64_t> sizes, strides;
 };
+struct Input {
+  bool present;
+  std::vector<int64_t> sizes, strides;
+};
 struct Plan {
   int32_t dtype;
+  int device;
   int64_t workspace_bytes;
+  std::vector<Input> inputs;  // as they lay when the plan was made; none where that was not told
   std::vector<Output> outputs;
   std::vector<Launch> launches;
 };
@@ -161,12 +169,30 @@ void run(const Launch& launch, void* stream, void* const* inputs, const std::vec
   check(driver().launch_kernel(&config, launch.kernel, addresses, nullptr), "cuLaunchKernelEx");
 }
 
+const Plan& plan_of(int64_t handle) {
+  std::lock_guard<std::mutex> lock(plans_mutex);
+  return plans.at(static_cast<size_t>(handle));
+}
+
+constexpr uintptr_t ALIGNMENT = 16;  // call.ALIGNMENT
+
+bool lies_as(const Tensor& tensor, const Input& input, const Plan& plan) {
+  int32_t dtype, device_index;
+  int64_t dimensions, *sizes, *strides;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device_index));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dimensions));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  return input.present && dtype == plan.dtype && device_index == plan.device &&
+         dimensions == static_cast<int64_t>(input.sizes.size()) &&
+         std::equal(input.sizes.begin(), input.sizes.end(), sizes) &&
+         std::equal(input.strides.begin(), input.strides.end(), strides) &&
+         reinterpret_cast<uintptr_t>(tensor.data_ptr()) % ALIGNMENT == 0;
+}
+
 std::vector<Tensor> launch(int64_t handle, Tensor first, Tensor second, std::optional<Tensor> third) {
-  const Plan* plan;
-  {
-    std::lock_guard<std::mutex> lock(plans_mutex);
-    plan = &plans.at(static_cast<size_t>(handle));
-  }
+  const Plan* plan = &plan_of(handle);
   const int device = first.get_device_index();
   const torch::stable::accelerator::DeviceGuard guard(device);
   ensure_context(device);
@@ -185,6 +211,14 @@ std::vector<Tensor> launch(int64_t handle, Tensor first, Tensor second, std::opt
   char* scratch = workspace ? static_cast<char*>(workspace->data_ptr()) : nullptr;
   for (const Launch& step : plan->launches) run(step, stream, inputs, outputs, scratch);
   return outputs;
+}
+
+std::vector<Tensor> relaunch(int64_t handle, Tensor first, Tensor second, std::optional<Tensor> third) {
+  const Plan& plan = plan_of(handle);
+  if (plan.inputs.size() != 3 || !lies_as(first, plan.inputs[0], plan) || !lies_as(second, plan.inputs[1], plan) ||
+      (third ? !lies_as(*third, plan.inputs[2], plan) : plan.inputs[2].present))
+    return {};
+  return launch(handle, first, second, third);
 }
 
 // ---- the cold path, called by ctypes: an error's text is kept for tconv_last_error ---------------------------
@@ -221,6 +255,7 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
     auto next = [&words] { return *words++; };
     Plan plan;
     plan.dtype = static_cast<int32_t>(next());
+    plan.device = device;
     plan.workspace_bytes = next();
     plan.outputs.resize(static_cast<size_t>(next()));
     for (Output& output : plan.outputs) {
@@ -245,6 +280,13 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
                                             launch.kernel, device),
               "cuKernelSetAttribute");
     }
+    plan.inputs.resize(static_cast<size_t>(next()));
+    for (Input& input : plan.inputs) {
+      input.present = next() != 0;
+      const int64_t dimensions = next();
+      for (int64_t i = 0; i < dimensions; ++i) input.sizes.push_back(next());
+      for (int64_t i = 0; i < dimensions; ++i) input.strides.push_back(next());
+    }
     std::lock_guard<std::mutex> lock(plans_mutex);
     *handle = static_cast<int64_t>(plans.size());
     plans.push_back(std::move(plan));
@@ -253,6 +295,10 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
   library.def("launch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
+  library.def("relaunch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) { library.impl("launch", TORCH_BOX(&launch)); }
+STABLE_TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
+  library.impl("launch", TORCH_BOX(&launch));
+  library.impl("relaunch", TORCH_BOX(&relaunch));
+}

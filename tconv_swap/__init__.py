@@ -6,6 +6,7 @@ timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
 from tconv_swap.explanation import Explanation, explain
+from tconv_swap.freezing import freeze, unfreeze
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import ConvTranspose2d
 from tconv_swap.measurement.bench import BenchmarkReport, benchmark
@@ -36,9 +37,11 @@ __all__ = [
     "benchmark",
     "conv_transpose2d",
     "explain",
+    "freeze",
     "plan_swap",
     "swap_layers",
     "tune",
+    "unfreeze",
     "unswap_layers",
     "verify",
 ]

@@ -47,6 +47,10 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
         if not self._is_ours(input):
             return super().forward(input, output_size)
         operands = self.operands(input, output_size)
+        if self._tconv_packed is not None:
+            output = self._with_packed(self._tconv_packed, operands)
+            if output is not None:
+                return output
         # Whoever replaces the operator need know no more than PyTorch's arguments.
         if self.tconv_backend == "auto":
             return op.conv_transpose2d(*operands)
@@ -54,15 +58,17 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
 
     def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
         """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            2,
-            self.dilation,  # type: ignore[arg-type]
-        )
+        output_padding: Any = self.output_padding
+        if output_size is not None:
+            output_padding = self._output_padding(
+                input,
+                output_size,
+                self.stride,  # type: ignore[arg-type]
+                self.padding,  # type: ignore[arg-type]
+                self.kernel_size,  # type: ignore[arg-type]
+                2,
+                self.dilation,  # type: ignore[arg-type]
+            )
         return (
             input,
             self.weight,
@@ -81,7 +87,7 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
         """
         return (
             input.dtype in op.SUPPORTED_DTYPES
-            and input.device.type in _DEVICES
+            and (input.is_cuda or input.device.type in _DEVICES)
             and self.padding_mode == "zeros"
             and isinstance(self.padding, tuple)
         )

@@ -1,12 +1,17 @@
-"""What a swapped layer keeps beside its parameters: which backend computes it."""
+"""What a swapped layer keeps beside its parameters: which backend computes it, and a frozen weight's packed form."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
 from tconv_swap.cuda.choice import Backend
+from tconv_swap.cuda.packed import PackedWeight
+from tconv_swap.eager import is_plain_cuda
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 #: Input, weight, bias, stride, padding, output_padding, groups, dilation.
 Operands: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Any, Any, Any, int, Any]
@@ -22,6 +27,7 @@ class LayerState(nn.Module):
 
     #: On the class, for layers that nobody gave one: those of old pickles too.
     tconv_backend: Backend = "auto"
+    _tconv_packed: PackedWeight | None = None
 
     def operands(self, *args: Any, **kwargs: Any) -> Operands:
         """What ``forward`` with these arguments calls ``tconv_swap.conv_transpose2d`` with, the backend apart."""
@@ -29,4 +35,49 @@ class LayerState(nn.Module):
 
     def forget_ours(self) -> None:
         """Take away what the layer of PyTorch's does not know."""
+        self.let_packed_go()
         vars(self).pop("tconv_backend", None)
+
+    # Frozen weights (freezing.py). In the instance's dictionary, past any __setattr__ of a subclass.
+
+    def keep_packed(self) -> None:
+        """Freeze the weight, if it is a parameter whose changes show."""
+        self.let_packed_go()
+        weight = self._parameters.get("weight")
+        if weight is not None and not weight.is_inference():
+            vars(self)["_tconv_packed"] = PackedWeight(weight)
+
+    def let_packed_go(self) -> None:
+        """Unfreeze the weight."""
+        packed = vars(self).pop("_tconv_packed", None)
+        if packed is not None:
+            packed.release()
+
+    def _with_packed(self, packed: PackedWeight, operands: Operands) -> Tensor | None:
+        """The output from the packed weight; None where the call is to be computed in the ordinary way."""
+        input, weight, bias, *arguments = operands
+        # Somebody else's weight for this one call (functional_call) leaves what is frozen as it is.
+        if weight is not packed.weight or input.dim() != 4 or not is_plain_cuda(input, weight, bias):
+            return None
+        if not packed.is_unchanged():
+            self.let_packed_go()
+            return None
+        return packed.forward(input, bias, tuple(arguments), self.tconv_backend)
+
+    def train(self, mode: bool = True) -> Self:
+        if mode:
+            self.let_packed_go()
+        return super().train(mode)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Self:
+        self.let_packed_go()
+        return super()._apply(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.let_packed_go()
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = vars(self).copy()
+        state.pop("_tconv_packed", None)
+        return state

@@ -11,14 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cpu.backward import backward as cpu_backward
-from tconv_swap.cpu.forward import forward as cpu_forward
 from tconv_swap.cpu.forward import is_plain
-from tconv_swap.cuda import call as cuda_call
 from tconv_swap.cuda.choice import Backend, check_backend
+from tconv_swap.eager import DIRECT, again, are_plain, first, is_eager, is_untransformed, spread
 from tconv_swap.geometry import as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -72,6 +69,14 @@ def conv_transpose2d(
         RuntimeError, TypeError: as PyTorch does, naming the argument, its value and what was expected.
         ValueError: there is no such backend.
     """
+    plain = type(input) is Tensor and is_eager() and are_plain(weight, bias)
+    key: tuple[Any, ...] = ()
+    if plain and input.is_cuda:
+        sizes = input.shape, weight.shape, input.dtype, bias is None
+        key = *sizes, stride, padding, output_padding, groups, dilation, backend
+        output = again(key, input, weight, bias)
+        if output is not None:
+            return output
     if backend != "auto":
         check_backend(backend)
     if backend == "native" or input.dtype not in SUPPORTED_DTYPES:
@@ -92,101 +97,27 @@ def conv_transpose2d(
         groups,
         as_pair(dilation, "dilation"),
     )
-    plain_tensor = input.dim() == 4 and type(input) is Tensor and _is_untransformed()
     # Where PyTorch's own call is the fastest, nothing is put in its way.
-    if plain_tensor and input.is_cpu and is_plain(input, weight, bias, arguments):
+    batched = input.dim() == 4
+    if (
+        batched
+        and input.is_cpu
+        and type(input) is Tensor
+        and is_untransformed()
+        and is_plain(input, weight, bias, arguments)
+    ):
         return torch.nn.functional.conv_transpose2d(
             input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
         )
-    if plain_tensor and input.device.type in _DIRECT and _is_plain_eager(input, weight, bias):
-        if _needs_gradient(input, weight, bias):
-            return _EagerFunction.apply(input, weight, bias, arguments, backend)  # type: ignore[no-any-return,no-untyped-call]
-        return _DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
+    if plain and batched and input.device.type in DIRECT:
+        return first(key, input, weight, bias, arguments, backend)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
 
 
-def _needs_gradient(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and (
-        input.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-
-
-def _is_untransformed() -> bool:
-    """Whether a tensor's sizes and strides are those that PyTorch would see: no compiler, no vmap or grad."""
-    return not torch.compiler.is_compiling() and torch._C._functorch.maybe_current_level() is None
-
-
-def _is_plain_eager(input: Tensor, *others: Tensor | None) -> bool:
-    """Whether nothing but this call wants to see the op: no compiler, tracer, mode, transform or subclass.
-
-    Then the dispatcher may be passed by, which halves the cost of a call.
-    """
-    return (
-        type(input) is Tensor
-        and all(other is None or type(other) in (Tensor, torch.nn.Parameter) for other in others)
-        and _is_untransformed()
-        and not torch.is_autocast_enabled(input.device.type)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-    )
-
-
-class _EagerFunction(torch.autograd.Function):
-    """The same gradients as the op's, entered past the dispatcher."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Any, backend: str
-    ) -> Tensor:
-        ctx.save_for_backward(input, weight)
-        ctx.arguments = arguments, backend
-        return _DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
-
-    @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        input, weight = ctx.saved_tensors
-        arguments, backend = ctx.arguments
-        mask = tuple(ctx.needs_input_grad[:3])
-        # Gradients of gradients are the op's business.
-        if torch.is_grad_enabled() or not _is_plain_eager(grad_output):
-            gradients = _backward_op(grad_output, input, weight, *arguments, mask, backend)
-        else:
-            gradients = _DIRECT[input.device.type][1](grad_output, input, weight, arguments, mask, backend)
-        return (*_spread(gradients, mask), None, None)
-
-
-def _forward_on_cpu(
-    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...], backend: str
-) -> Tensor:
-    geometry = check_forward(input, weight, bias, arguments)
-    return cpu_forward(input, weight, bias, geometry, output_memory_format(input, weight))
-
-
-def _backward_on_cpu(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    arguments: tuple[Any, ...],
-    mask: tuple[bool, ...],
-    backend: str,
-) -> list[Tensor]:
-    geometry = check_backward(grad_output, input, weight, arguments)
-    memory_format = output_memory_format(input, weight)
-    return cpu_backward(grad_output, input, weight, geometry, memory_format, mask)
-
-
-#: Forward and backward of each device, past the dispatcher.
-_DIRECT: dict[str, tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]] = {
-    "cpu": (_forward_on_cpu, _backward_on_cpu),
-    "cuda": (cuda_call.forward, cuda_call.backward),
-}
-
-
 def _register(device_type: str, key: str) -> None:
-    compute_forward, compute_backward = _DIRECT[device_type]
+    compute_forward, compute_backward = DIRECT[device_type]
 
     # What leaves here lies as the fake kernels promise, also where PyTorch's operator had another idea.
     def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
@@ -243,12 +174,6 @@ def _(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> li
     ]
 
 
-def _spread(gradients: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients a mask asked for, each back in its own place."""
-    remaining = iter(gradients)
-    return [next(remaining) if wanted else None for wanted in mask]
-
-
 def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     input, weight, _, *arguments, backend = inputs
     ctx.save_for_backward(input, weight)
@@ -259,7 +184,7 @@ def _differentiate_forward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     input, weight = ctx.saved_tensors
     mask = list(ctx.needs_input_grad[:3])
     gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask, ctx.backend)
-    return (*_spread(gradients, mask), *[None] * (len(ctx.arguments) + 1))
+    return (*spread(gradients, mask), *[None] * (len(ctx.arguments) + 1))
 
 
 def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -272,7 +197,7 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any
     """<grad_output, T(input, weight)> is linear in each of the three, so the derivatives of the gradients
     are the same three maps again, with the cotangent of a gradient in place of what it is a gradient of."""
     grad_output, input, weight = ctx.saved_tensors
-    for_input, for_weight, for_bias = _spread(cotangents, ctx.mask)
+    for_input, for_weight, for_bias = spread(cotangents, ctx.mask)
     wants_grad_output, wants_input, wants_weight = ctx.needs_input_grad[:3]
 
     def output(of: Tensor, with_weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda import call, choice, jit, launch, plan, tuned
+from tconv_swap.cuda import call, choice, jit, launch, native, plan, route, tuned
 from tconv_swap.cuda.call import Posed
 from tconv_swap.cuda.choice import NATIVE, backward_units
 from tconv_swap.cuda.program import Plan
@@ -162,7 +162,7 @@ def tune(
         problems.append(problem)
         kept.setdefault(one.device, {})[problem.problem] = winner
     paths = [str(tuned.keep(device, winners)) for device, winners in kept.items()]
-    call.forget()
+    route.forget()
     return TuneReport(_name(torch.device("cuda", posed[0].device)), tuple(problems), ", ".join(paths))
 
 
@@ -172,6 +172,7 @@ def _name(device: torch.device) -> str:
 
 def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]:
     """Every distinct problem, gradients cut into those that are decided about together."""
+    route.forget()
     with preserved(model), call.recording() as asked:
         if backward:
             with torch.enable_grad():
@@ -204,7 +205,7 @@ def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, t
         default = choice.choose_forward(problem, has_bias, facts, "auto")
     _compile(plans, facts.architecture)
     tensors = _tensors(posed, device)
-    runs: dict[int, Callable[[], list[Tensor]]] = {len(plans): lambda: call.native(posed, *tensors)}
+    runs: dict[int, Callable[[], list[Tensor]]] = {len(plans): lambda: _native(posed, tensors)}
     failures: dict[int, str] = {}
     truth = runs[len(plans)]()
     for number, made in enumerate(plans):
@@ -273,6 +274,16 @@ def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 def _launching(handle: int, tensors: tuple[Tensor | None, ...]) -> Callable[[], list[Tensor]]:
     return lambda: torch.ops.tconv_swap.launch.default(handle, *tensors)
+
+
+def _native(posed: Posed, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+    g = posed.problem.geometry
+    arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+    first, second, third = tensors
+    if not posed.mask:
+        return [native.forward(first, second, third, arguments)]
+    assert third is not None
+    return native.backward(first, second, third, arguments, posed.mask)
 
 
 def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:

@@ -123,15 +123,15 @@ def test_gradients_of_two_steps_come_back_in_order(
     x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 2)
     arguments = ((2, 1), (1, 0), (0, 0), 1, (1, 1))
     grad = torch.randn_like(nn.functional.conv_transpose2d(x, w, None, (2, 1), (1, 0)))
-    right = call._gradients(call._Call(None, mask, ()), grad, x, w, arguments)
+    right = call._gradients(call.Call(None, mask, ()), grad, x, w, arguments)
     assert len(right) == sum(mask)
     own = tuple(a and b for a, b in zip(mask, ours, strict=True))
     native = tuple(a and not b for a, b in zip(mask, ours, strict=True))
-    calls = (call._Call(7, own, (None,) * 3), call._Call(None, native, ()))
+    calls = (call.Call(7, own, (None,) * 3), call.Call(None, native, ()))
 
-    def launched(made: call._Call, *tensors: Tensor) -> list[Tensor]:
+    def launched(made: call.Call, *tensors: Tensor) -> list[Tensor]:
         assert made.handle == 7
-        return call._gradients(call._Call(None, made.mask, ()), *tensors, arguments)
+        return call._gradients(call.Call(None, made.mask, ()), *tensors, arguments)
 
     monkeypatch.setattr(call, "_calls", {})
     monkeypatch.setattr(call, "_launch", launched)

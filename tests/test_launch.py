@@ -70,3 +70,7 @@ def test_plan_words_are_what_launch_cpp_reads(monkeypatch: pytest.MonkeyPatch) -
     assert words[12:14] == [len(made.launches), 77]
     one = made.launches[0]
     assert words[14:19] == [one.grid, one.block, one.shared_bytes, 0, len(one.arguments)]
+    assert words[-1] == 0
+    inputs = (torch.empty(2, 4).t(), torch.empty(3), None)
+    told = launch.plan_words(made, torch.float32, "sm_75", inputs)
+    assert told == [*words[:-1], 3, 1, 2, 4, 2, 1, 4, 1, 1, 3, 1, 0, 0]

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tconv_swap
-from tconv_swap.cuda import call, plan, plan_general, tuned
+from tconv_swap.cuda import call, plan, plan_general, route, tuned
 from tconv_swap.cuda.choice import NATIVE, choose_backward, choose_forward
 from tconv_swap.cuda.tuned import Winner, problem_key
 from tconv_swap.geometry import Geometry
@@ -274,7 +274,7 @@ def test_tuning_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return steps[-1]
 
     monkeypatch.setattr(call.choice, "choose_forward", spy)
-    call.forget()
+    route.forget()
     model(x)
     for step, problem in zip(
         steps, [p for p in report.problems if p.problem.startswith("forward")], strict=True
@@ -282,4 +282,4 @@ def test_tuning_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert step.family == problem.candidates[problem.chosen].family
         assert step.plan is None or "tuned" in step.why
     tuned.winners.cache_clear()
-    call.forget()
+    route.forget()

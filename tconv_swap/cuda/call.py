@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, launch, plan, tuned
+from tconv_swap.cuda import choice, launch, native, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
-from tconv_swap.cuda.program import Plan
 
 #: Stride, padding, output_padding, groups, dilation: hashable.
 Arguments = tuple[Any, ...]
@@ -22,16 +21,23 @@ Arguments = tuple[Any, ...]
 ALIGNMENT = 16
 
 
-class _Call(NamedTuple):
-    """One step, ready to run: a plan's handle, or None for PyTorch's operator; the gradients it computes; the
-    formats that the plan wants its tensors in. A format of None: the tensor as it lies."""
+class Call(NamedTuple):
+    """One step, ready to run.
+
+    Attributes:
+        handle: of the plan, or None for PyTorch's operator.
+        mask: the gradients it computes; empty: the output.
+        formats: what the plan wants its tensors brought to. None: the tensor as it lies.
+        all_native: of a forward pass: PyTorch's operator computes it and every gradient.
+    """
 
     handle: int | None
     mask: Mask
     formats: tuple[torch.memory_format | None, ...]
+    all_native: bool = False
 
 
-_calls: dict[tuple[Any, ...], tuple[_Call, ...]] = {}
+_calls: dict[tuple[Any, ...], tuple[Call, ...]] = {}
 
 
 class Posed(NamedTuple):
@@ -48,11 +54,10 @@ _posed: list[Posed] | None = None
 
 @contextmanager
 def recording() -> Iterator[list[Posed]]:
-    """Everything that is computed here meanwhile, in the order in which it is first asked for, but what a backend
-    of ``"native"`` computes."""
+    """Everything that is computed meanwhile and is not remembered (``route.forget``), but what a backend of
+    ``"native"`` computes."""
     global _posed
     posed: list[Posed] = []
-    forget()
     _posed = posed
     try:
         yield posed
@@ -80,6 +85,15 @@ def forward(
             kernels cannot be built, or CUDA fails.
         ValueError: there is no such backend.
     """
+    (call,) = forward_calls(input, weight, bias, arguments, backend)
+    if call.handle is None:
+        return native.forward(input, weight, bias, arguments)
+    return _launch(call, input, weight, bias)[0]
+
+
+def forward_calls(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
+) -> tuple[Call, ...]:
     key = (
         _layout(input),
         _layout(weight),
@@ -91,10 +105,7 @@ def forward(
     calls = _calls.get(key)
     if calls is None:
         calls = _calls[key] = _make_forward(input, weight, bias, arguments, backend)
-    call = calls[0]
-    if call.handle is None:
-        return _native_forward(input, weight, bias, arguments)
-    return _launch(call, input, weight, bias)[0]
+    return calls
 
 
 def backward(
@@ -110,6 +121,17 @@ def backward(
     Raises:
         RuntimeError, ValueError: as ``forward``.
     """
+    return backward_and_calls(grad_output, input, weight, arguments, output_mask, backend)[0]
+
+
+def backward_and_calls(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    arguments: Arguments,
+    output_mask: Mask,
+    backend: str,
+) -> tuple[list[Tensor], tuple[Call, ...]]:
     key = (
         _layout(grad_output),
         _layout(input),
@@ -123,12 +145,12 @@ def backward(
     if calls is None:
         calls = _calls[key] = _make_backward(grad_output, input, weight, arguments, output_mask, backend)
     if len(calls) == 1:
-        return _gradients(calls[0], grad_output, input, weight, arguments)
+        return _gradients(calls[0], grad_output, input, weight, arguments), calls
     found: list[Tensor | None] = [None, None, None]
     for call in calls:
         computed = iter(_gradients(call, grad_output, input, weight, arguments))
         found = [next(computed) if wanted else other for wanted, other in zip(call.mask, found, strict=True)]
-    return [gradient for gradient in found if gradient is not None]
+    return [gradient for gradient in found if gradient is not None], calls
 
 
 def precision() -> str:
@@ -186,51 +208,15 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT)
 
 
-def native(posed: Posed, first: Tensor, second: Tensor, third: Tensor | None) -> list[Tensor]:
-    """What PyTorch's operator computes for a problem; tensors as of a plan for it."""
-    g = posed.problem.geometry
-    arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
-    if not posed.mask:
-        return [_native_forward(first, second, third, arguments)]
-    assert third is not None
-    return _native_backward(first, second, third, arguments, posed.mask)
-
-
-def _native_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> Tensor:
-    stride, padding, output_padding, groups, dilation = arguments
-    return torch.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
-
-
-def _native_backward(
-    grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments, mask: Mask
-) -> list[Tensor]:
-    stride, padding, output_padding, groups, dilation = arguments
-    out_channels = [weight.shape[1] * groups]
-    gradients = torch.ops.aten.convolution_backward.default(
-        grad_output,
-        input,
-        weight,
-        out_channels,
-        stride,
-        padding,
-        dilation,
-        True,
-        output_padding,
-        groups,
-        mask,
-    )
-    return [gradient for gradient, wanted in zip(gradients, mask, strict=True) if wanted]
-
-
 def _gradients(
-    call: _Call, grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments
+    call: Call, grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments
 ) -> list[Tensor]:
     if call.handle is None:
-        return _native_backward(grad_output, input, weight, arguments, call.mask)
+        return native.backward(grad_output, input, weight, arguments, call.mask)
     return _launch(call, grad_output, input, weight)
 
 
-def _launch(call: _Call, *tensors: Tensor | None) -> list[Tensor]:
+def _launch(call: Call, *tensors: Tensor | None) -> list[Tensor]:
     laid_out = [
         tensor if tensor is None or form is None else tensor.clone(memory_format=form)
         for tensor, form in zip(tensors, call.formats, strict=True)
@@ -247,14 +233,18 @@ def _format(tensor: Tensor | None, wanted: torch.memory_format) -> torch.memory_
 
 def _make_forward(
     input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
-) -> tuple[_Call, ...]:
+) -> tuple[Call, ...]:
     problem = problem_of(input, weight, bias, arguments)
     _record(problem, choice.FORWARD, bias is not None, input.get_device(), backend)
     step = step_for(input, weight, bias, arguments, backend)
     activations = torch.channels_last if problem.channels_last else torch.contiguous_format
     weights = torch.channels_last if problem.weight_channels_last else torch.contiguous_format
     formats = (_format(input, activations), _format(weight, weights), _format(bias, torch.contiguous_format))
-    return (_Call(_add(step.plan, input), step.mask, formats),)
+    call = _call(step, (input, weight, bias), formats)
+    if step.plan is None:
+        steps = _backward_steps(problem, (True, True, bias is not None), input.get_device(), backend)
+        call = call._replace(all_native=all(step.plan is None for step in steps))
+    return (call,)
 
 
 def _make_backward(
@@ -264,21 +254,42 @@ def _make_backward(
     arguments: Arguments,
     output_mask: Mask,
     backend: str,
-) -> tuple[_Call, ...]:
+) -> tuple[Call, ...]:
     check_backward(grad_output, input, weight, arguments)
     problem = problem_of(input, weight, None, arguments)
+    _record(
+        plan.with_weight_layout(problem, problem.channels_last),
+        output_mask,
+        False,
+        input.get_device(),
+        backend,
+    )
+    steps = _backward_steps(problem, output_mask, input.get_device(), backend)
+    wanted = torch.channels_last if problem.channels_last else torch.contiguous_format
+    tensors = (grad_output, input, weight)
+    formats = tuple(_format(tensor, wanted) for tensor in tensors)
+    return tuple(_call(step, tensors, formats) for step in steps)
+
+
+def _backward_steps(problem: plan.Problem, mask: Mask, device: int, backend: str) -> tuple[Step, ...]:
     # PyTorch gives every gradient the format of the output, the weight's too.
     problem = plan.with_weight_layout(problem, problem.channels_last)
-    device = input.get_device()
-    _record(problem, output_mask, False, device, backend)
-    steps = choice.choose_backward(problem, output_mask, device_facts(device), backend, tuned.winners(device))
-    wanted = torch.channels_last if problem.channels_last else torch.contiguous_format
-    formats = tuple(_format(tensor, wanted) for tensor in (grad_output, input, weight))
-    return tuple(_Call(_add(step.plan, input), step.mask, formats) for step in steps)
+    return choice.choose_backward(problem, mask, device_facts(device), backend, tuned.winners(device))
 
 
-def _add(made: Plan | None, input: Tensor) -> int | None:
-    if made is None:
-        return None
-    architecture = device_facts(input.device.index).architecture
-    return launch.add_plan(made, input.dtype, input.device, architecture)
+def _call(
+    step: Step, tensors: tuple[Tensor | None, ...], formats: tuple[torch.memory_format | None, ...]
+) -> Call:
+    if step.plan is None:
+        return Call(None, step.mask, (None,) * 3)
+    first = tensors[0]
+    assert first is not None
+    architecture = device_facts(first.get_device()).architecture
+    laid_out = [
+        tensor
+        if tensor is None or form is None
+        else torch.empty(tensor.shape, memory_format=form, device="meta")
+        for tensor, form in zip(tensors, formats, strict=True)
+    ]
+    handle = launch.add_plan(step.plan, first.dtype, first.device, architecture, laid_out)
+    return Call(handle, step.mask, formats)

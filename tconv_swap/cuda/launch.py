@@ -10,10 +10,12 @@ import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from tconv_swap.cuda import jit
 from tconv_swap.cuda.cache import cache_directory, csrc_directory
@@ -122,8 +124,10 @@ def _strides(output: Output) -> list[int]:
     return strides
 
 
-def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
-    """A plan as the numbers that tconv_add_plan in csrc/launch.cpp reads."""
+def plan_words(
+    plan: Plan, dtype: torch.dtype, architecture: str, inputs: Sequence[Tensor | None] = ()
+) -> list[int]:
+    """A plan, and how its inputs lie, as the numbers that tconv_add_plan in csrc/launch.cpp reads."""
     words = [_DTYPE_CODES[dtype], plan.workspace_bytes, len(plan.outputs)]
     for output in plan.outputs:
         words += [len(output.shape), *output.shape, *_strides(output)]
@@ -139,6 +143,12 @@ def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
         ]
         for argument in launch.arguments:
             words += [int(argument.kind), argument.value]
+    words.append(len(inputs))
+    for tensor in inputs:
+        if tensor is None:
+            words += [0, 0]
+        else:
+            words += [1, tensor.dim(), *tensor.shape, *tensor.stride()]
     return words
 
 
@@ -146,15 +156,23 @@ def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
 _DTYPE_CODES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
 
 
-def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
+def add_plan(
+    plan: Plan,
+    dtype: torch.dtype,
+    device: torch.device,
+    architecture: str,
+    inputs: Sequence[Tensor | None] = (),
+) -> int:
     """Compile and load what a plan needs; returns the handle that ``torch.ops.tconv_swap.launch`` takes.
+
+    ``torch.ops.tconv_swap.relaunch`` takes it too where ``inputs`` says how the plan's inputs lie.
 
     Raises:
         BuildError, CompileError: what has to be built or compiled does not.
         RuntimeError: the driver refuses.
     """
     with _lock, torch.cuda.device(device):
-        words = plan_words(plan, dtype, architecture)
+        words = plan_words(plan, dtype, architecture, inputs)
         array = (ctypes.c_int64 * len(words))(*words)
         handle = ctypes.c_int64()
         _check(_library().tconv_add_plan(array, device.index, ctypes.byref(handle)))

@@ -6,8 +6,10 @@ A :class:`Plan` is plain data: it can be compared, printed and compiled for an a
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from itertools import takewhile
 
 import torch
 
@@ -106,10 +108,7 @@ class Part:
                 return argument
             return output(indices[argument.value])
 
-        return tuple(
-            replace(launch, arguments=tuple(placed(argument) for argument in launch.arguments))
-            for launch in self.launches
-        )
+        return tuple(_with_arguments(launch, placed) for launch in self.launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +122,57 @@ class Plan:
     workspace_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
 
+    def without_packing(self, item_bytes: int) -> tuple[Plan, Plan] | None:
+        """For a weight that does not change: a plan whose only output is the packed weight, and the plan that goes on
+        from there, with the packed weight as its second input. None for a plan that does not begin by packing.
+
+        ``item_bytes``: of an element of the plan's dtype.
+        """
+        packing = tuple(takewhile(_packs, self.launches))
+        rest = self.launches[len(packing) :]
+        packed = {a.value for one in packing for a in one.arguments if a.kind == ArgumentKind.WORKSPACE}
+        used = {a.value for one in rest for a in one.arguments if a.kind == ArgumentKind.WORKSPACE}
+        if not rest or packed != {0} or 0 not in used or any(map(_reads_weight, rest)):
+            return None
+        size = min(used - {0}, default=self.workspace_bytes)
+
+        def unpacked(argument: Argument) -> Argument:
+            if argument.kind is not ArgumentKind.WORKSPACE:
+                return argument
+            return input_(1) if argument.value == 0 else workspace(argument.value - size)
+
+        def packing_into(argument: Argument) -> Argument:
+            return output(0) if argument.kind is ArgumentKind.WORKSPACE else argument
+
+        going_on = [_with_arguments(one, unpacked) for one in rest]
+        # It began while the packing before it ran, and waited for that alone: now somebody else is before it.
+        going_on[0] = replace(going_on[0], overlaps_previous=False)
+        return (
+            Plan(
+                f"{self.family}, packing",
+                self.why,
+                (Output((size // item_bytes,)),),
+                tuple(_with_arguments(one, packing_into) for one in packing),
+            ),
+            replace(self, launches=tuple(going_on), workspace_bytes=self.workspace_bytes - size),
+        )
+
     @property
     def digest(self) -> str:
         """The same for plans that launch the same."""
         launched = (self.outputs, self.launches, self.workspace_bytes)
         return hashlib.sha256(repr(launched).encode()).hexdigest()[:16]
+
+
+def _packs(launch: Launch) -> bool:
+    """Whether a launch of a forward plan reads the weight alone and writes to the workspace alone."""
+    read = {a.value for a in launch.arguments if a.kind == ArgumentKind.INPUT}
+    return read == {1} and not any(a.kind == ArgumentKind.OUTPUT for a in launch.arguments)
+
+
+def _reads_weight(launch: Launch) -> bool:
+    return input_(1) in launch.arguments
+
+
+def _with_arguments(launch: Launch, change: Callable[[Argument], Argument]) -> Launch:
+    return replace(launch, arguments=tuple(map(change, launch.arguments)))

@@ -1,0 +1,81 @@
+"""A weight that its owner says does not change: packed once for each kind of call, not on every one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tconv_swap.cuda import call, launch
+from tconv_swap.cuda.call import Arguments
+from tconv_swap.geometry import as_pair
+
+
+class PackedWeight:
+    """What was packed of one weight. Beside it, its owner's changes that can be seen: another object, in-place
+    operations, another storage; ``weight.data.mul_`` is not among them.
+
+    Calls may come from any stream: what is packed is there before the first returns.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self._state = weight._version, weight.data_ptr(), weight.stride()
+        #: By kind of call: the handle of a plan that takes the packed weight, and that; None: nothing is packed there.
+        self._plans: dict[tuple[Any, ...], tuple[int, Tensor] | None] = {}
+
+    def is_unchanged(self) -> bool:
+        weight = self.weight
+        return (weight._version, weight.data_ptr(), weight.stride()) == self._state
+
+    def forward(
+        self, input: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
+    ) -> Tensor | None:
+        """The output of a plain CUDA tensor; None where this call has to be computed in the ordinary way.
+
+        A CUDA graph is captured in the ordinary way: it may be replayed after the weight has changed.
+        """
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        kind = (input.shape, input.stride(), input.dtype, bias is None, arguments, backend, call.precision())
+        if kind not in self._plans:
+            self._plans[kind] = self._pack(input, bias, arguments, backend)
+        plan = self._plans[kind]
+        if plan is None:
+            return None
+        handle, packed = plan
+        outputs = torch.ops.tconv_swap.relaunch.default(handle, input, packed, bias)
+        return outputs[0] if outputs else None
+
+    def release(self) -> None:
+        """Let go of what was packed, once no stream reads it any more."""
+        if any(self._plans.values()):
+            torch.cuda.synchronize(self.weight.device)
+        self._plans.clear()
+
+    @torch.no_grad()
+    def _pack(
+        self, input: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
+    ) -> tuple[int, Tensor] | None:
+        weight = self.weight
+        stride, padding, output_padding, groups, dilation = arguments
+        arguments = (
+            as_pair(stride, "stride"),
+            as_pair(padding, "padding"),
+            as_pair(output_padding, "output_padding"),
+            groups,
+            as_pair(dilation, "dilation"),
+        )
+        step = call.step_for(input, weight, bias, arguments, backend)
+        (ordinary,) = call.forward_calls(input, weight, bias, arguments, backend)
+        parts = None if step.plan is None else step.plan.without_packing(input.element_size())
+        if parts is None or any(ordinary.formats):
+            return None
+        architecture = call.device_facts(input.get_device()).architecture
+        packing, going_on = parts
+        to_pack = launch.add_plan(packing, input.dtype, input.device, architecture)
+        (packed,) = torch.ops.tconv_swap.launch.default(to_pack, input, weight, bias)
+        torch.cuda.current_stream(input.device).synchronize()
+        inputs = (input, packed, bias)
+        return launch.add_plan(going_on, input.dtype, input.device, architecture, inputs), packed

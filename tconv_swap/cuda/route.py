@@ -1,0 +1,113 @@
+"""The way that a call went before, to be gone again: what it asks of the tensors is compared in C++, by the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tconv_swap.cuda import call, native
+from tconv_swap.cuda.call import Arguments
+from tconv_swap.cuda.choice import Mask
+
+
+class Route:
+    """How a forward call is computed while its tensors lie as they did, and the gradients that followed it.
+
+    Attributes:
+        handle: of the plan, or None where PyTorch's operator computes the output of tensors with these ``strides``.
+        all_native: it computes every gradient too.
+        precision: the state of the switch that this holds for; None: any.
+        arguments, backend: of the call.
+        gradients: by mask: a plan's handle, or None for PyTorch's operator, and the format that grad_output is
+            brought to.
+    """
+
+    __slots__ = ("all_native", "arguments", "backend", "gradients", "handle", "precision", "strides")
+
+    def __init__(
+        self,
+        handle: int | None,
+        strides: tuple[Any, ...],
+        all_native: bool,
+        precision: str | None,
+        arguments: Arguments,
+        backend: str,
+    ) -> None:
+        self.handle = handle
+        self.strides = strides
+        self.all_native = all_native
+        self.precision = precision
+        self.arguments = arguments
+        self.backend = backend
+        self.gradients: dict[Mask, tuple[int | None, torch.memory_format | None]] = {}
+
+    def holds(self) -> bool:
+        """Whether the switch is as it was."""
+        return self.precision is None or self.precision == call.precision()
+
+    def forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The output; None where the tensors lie otherwise, and nothing has happened."""
+        if self.handle is None:
+            if (input.stride(), weight.stride()) != self.strides:
+                return None
+            return native.forward(input, weight, bias, self.arguments)
+        outputs = torch.ops.tconv_swap.relaunch.default(self.handle, input, weight, bias)
+        return outputs[0] if outputs else None
+
+    def backward(self, grad_output: Tensor, input: Tensor, weight: Tensor, mask: Mask) -> list[Tensor]:
+        """The gradients of ``mask``, remembered or not."""
+        known = self.gradients.get(mask)
+        if known is not None and self.holds():
+            handle, form = known
+            if handle is None:
+                return native.backward(grad_output, input, weight, self.arguments, mask)
+            # The gradient of a sum is one number, expanded.
+            laid_out = grad_output if form is None else grad_output.contiguous(memory_format=form)
+            found = torch.ops.tconv_swap.relaunch.default(handle, laid_out, input, weight)
+            if found:
+                return found  # type: ignore[no-any-return]
+        gradients, calls = call.backward_and_calls(
+            grad_output, input, weight, self.arguments, mask, self.backend
+        )
+        if len(calls) == 1 and not any(calls[0].formats[1:]):
+            self.gradients[mask] = calls[0].handle, calls[0].formats[0]
+        return gradients
+
+
+#: As many as a program with ever new shapes is allowed to leave behind.
+MOST_ROUTES = 4096
+_routes: dict[Hashable, Route] = {}
+
+
+def find(key: Hashable) -> Route | None:
+    """That of an earlier call with this key: shapes, dtype, arguments and backend as the caller wrote them."""
+    found = _routes.get(key)
+    return found if found is not None and found.holds() else None
+
+
+def remember(
+    key: Hashable,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arguments: Arguments,
+    backend: str,
+) -> None:
+    """Take the same way next time, for tensors that were just computed with."""
+    (made,) = call.forward_calls(input, weight, bias, arguments, backend)
+    if any(made.formats):
+        return
+    if len(_routes) >= MOST_ROUTES:
+        _routes.clear()
+    state = call.precision() if input.dtype == torch.float32 else None
+    strides = input.stride(), weight.stride()
+    _routes[key] = Route(made.handle, strides, made.all_native, state, arguments, backend)
+
+
+def forget() -> None:
+    """Choose anew how each call is computed."""
+    _routes.clear()
+    call.forget()

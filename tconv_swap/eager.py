@@ -1,0 +1,174 @@
+"""The way past the dispatcher, for calls that nothing but the caller wants to see: half the cost of a call.
+
+On CUDA a call that was made before goes the way it went then (``cuda.call.Route``), which is cheaper still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from tconv_swap.checks import check_backward, check_forward, output_memory_format
+from tconv_swap.cpu.backward import backward as cpu_backward
+from tconv_swap.cpu.forward import forward as cpu_forward
+from tconv_swap.cuda import call as cuda_call
+from tconv_swap.cuda import route as cuda_route
+from tconv_swap.cuda.route import Route
+
+_functorch_level = torch._C._functorch.maybe_current_level
+_autocast = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_tracing = torch._C._is_tracing
+
+
+def is_untransformed() -> bool:
+    """Whether a tensor's sizes and strides are those that PyTorch would see: no compiler, no vmap or grad."""
+    return not torch.compiler.is_compiling() and _functorch_level() is None
+
+
+def is_eager() -> bool:
+    """Whether there is no compiler, tracer, mode, transform or autocast that wants to see a call."""
+    return (
+        is_untransformed()
+        and not _autocast()
+        and _dispatch_modes() == 0
+        and forward_ad._current_level < 0
+        and not _is_tracing()
+    )
+
+
+def are_plain(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether neither is of a subclass that wants to see the call."""
+    return type(weight) in (Parameter, Tensor) and (bias is None or type(bias) in (Parameter, Tensor))
+
+
+def is_plain_cuda(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether nobody wants to see or differentiate a call on CUDA."""
+    return (
+        type(input) is Tensor
+        and input.is_cuda
+        and is_eager()
+        and are_plain(weight, bias)
+        and not needs_gradient(input, weight, bias)
+    )
+
+
+def needs_gradient(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (
+        weight.requires_grad or input.requires_grad or (bias is not None and bias.requires_grad)
+    )
+
+
+def again(key: Hashable, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+    """What a call on CUDA computes that was made before with such a key and such tensors; else None."""
+    try:
+        route = cuda_route.find(key)
+    except TypeError:  # a list among the arguments cannot be hashed
+        return None
+    if route is None:
+        return None
+    if route.all_native or not needs_gradient(input, weight, bias):
+        return route.forward(input, weight, bias)
+    return _apply(input, weight, bias, route, route.arguments, route.backend)  # type: ignore[no-any-return]
+
+
+def first(
+    key: Hashable,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    arguments: tuple[Any, ...],
+    backend: str,
+) -> Tensor:
+    """What a call on the CPU or on CUDA computes; ``again`` then knows it.
+
+    Raises:
+        RuntimeError: the tensors or arguments do not fit together.
+    """
+    if needs_gradient(input, weight, bias):
+        output: Tensor = _apply(input, weight, bias, None, arguments, backend)
+    else:
+        output = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
+    if input.is_cuda:
+        cuda_route.remember(key, input, weight, bias, arguments, backend)
+    return output
+
+
+class TransposedConvolution(torch.autograd.Function):
+    """The same gradients as the op's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        route: Route | None,
+        arguments: tuple[Any, ...],
+        backend: str,
+    ) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.how = route, arguments, backend
+        output = None if route is None else route.forward(input, weight, bias)
+        if output is None:
+            output = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        route, arguments, backend = ctx.how
+        mask = ctx.needs_input_grad[:3]
+        # Gradients of gradients are the op's business.
+        if torch.is_grad_enabled() or type(grad_output) is not Tensor or not is_eager():
+            backward_op = torch.ops.tconv_swap.conv_transpose2d_backward.default
+            gradients = backward_op(grad_output, input, weight, *arguments, mask, backend)
+        elif route is not None:
+            gradients = route.backward(grad_output, input, weight, mask)
+        else:
+            gradients = DIRECT[input.device.type][1](grad_output, input, weight, arguments, mask, backend)
+        if mask == (True, True, True):
+            return (*gradients, None, None, None)
+        return (*spread(gradients, mask), None, None, None)
+
+
+# What Function.apply does before it comes to this is for functorch, which is_eager has ruled out.
+_apply: Callable[..., Any] = super(torch.autograd.Function, TransposedConvolution).apply
+
+
+def spread(gradients: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients a mask asked for, each back in its own place."""
+    remaining = iter(gradients)
+    return [next(remaining) if wanted else None for wanted in mask]
+
+
+def _forward_on_cpu(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...], backend: str
+) -> Tensor:
+    geometry = check_forward(input, weight, bias, arguments)
+    return cpu_forward(input, weight, bias, geometry, output_memory_format(input, weight))
+
+
+def _backward_on_cpu(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    arguments: tuple[Any, ...],
+    mask: tuple[bool, ...],
+    backend: str,
+) -> list[Tensor]:
+    geometry = check_backward(grad_output, input, weight, arguments)
+    memory_format = output_memory_format(input, weight)
+    return cpu_backward(grad_output, input, weight, geometry, memory_format, mask)
+
+
+#: Forward and backward of each device, past the dispatcher.
+DIRECT: dict[str, tuple[Callable[..., Tensor], Callable[..., list[Tensor]]]] = {
+    "cpu": (_forward_on_cpu, _backward_on_cpu),
+    "cuda": (cuda_call.forward, cuda_call.backward),
+}

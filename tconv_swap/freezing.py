@@ -1,0 +1,51 @@
+"""``freeze`` and ``unfreeze``: packed weights, kept, for a network that only infers."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from tconv_swap.layer_state import LayerState
+
+
+def freeze(model: nn.Module) -> nn.Module:
+    """Keep the packed weights of the swapped layers of a network for as long as it only infers.
+
+    On CUDA some kernels want the weight in another order. By default they pack it on every call, so that no change of
+    it can be missed. A frozen layer packs it once for each kind of input and uses that where no gradient is needed,
+    no autocast is on and no CUDA graph is being captured; elsewhere it computes as before.
+
+    A layer is no longer frozen after ``unfreeze``, ``load_state_dict``, ``.train()``, ``.to()`` and its like, and after
+    an in-place change of its weight or another storage in its place. **A change through ``weight.data`` or by another
+    library is not seen**: call ``unfreeze``, and ``freeze`` again. Copies and pickles of a layer are not frozen.
+    Parametrized weights are computed anew on every call and are never frozen.
+
+    Args:
+        model: a network in eval mode; may itself be the layer.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: a swapped layer is in training mode.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, LayerState)]
+    if any(layer.training for layer in layers):
+        raise ValueError("freeze is for inference, but a layer is in training mode: call model.eval() first")
+    for layer in layers:
+        layer.keep_packed()
+    return model
+
+
+def unfreeze(model: nn.Module) -> nn.Module:
+    """Undo ``freeze``: every layer reads its weight on every call again, and what was packed is let go.
+
+    Args:
+        model: a network, frozen or not; may itself be the layer.
+
+    Returns:
+        ``model``.
+    """
+    for layer in model.modules():
+        if isinstance(layer, LayerState):
+            layer.let_packed_go()
+    return model
