@@ -69,9 +69,8 @@ def conv_transpose2d(
         RuntimeError, TypeError: as PyTorch does, naming the argument, its value and what was expected.
         ValueError: there is no such backend.
     """
-    plain = type(input) is Tensor and is_eager() and are_plain(weight, bias)
     key: tuple[Any, ...] = ()
-    if plain and input.is_cuda:
+    if input.is_cuda and type(input) is Tensor and is_eager() and are_plain(weight, bias):
         sizes = input.shape, weight.shape, input.dtype, bias is None
         key = *sizes, stride, padding, output_padding, groups, dilation, backend
         output = again(key, input, weight, bias)
@@ -98,18 +97,12 @@ def conv_transpose2d(
         as_pair(dilation, "dilation"),
     )
     # Where PyTorch's own call is the fastest, nothing is put in its way.
-    batched = input.dim() == 4
-    if (
-        batched
-        and input.is_cpu
-        and type(input) is Tensor
-        and is_untransformed()
-        and is_plain(input, weight, bias, arguments)
-    ):
+    plain = input.dim() == 4 and type(input) is Tensor and is_untransformed()
+    if plain and input.is_cpu and is_plain(input, weight, bias, arguments):
         return torch.nn.functional.conv_transpose2d(
             input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
         )
-    if plain and batched and input.device.type in DIRECT:
+    if plain and input.device.type in DIRECT and is_eager() and are_plain(weight, bias):
         return first(key, input, weight, bias, arguments, backend)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]

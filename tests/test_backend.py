@@ -240,8 +240,11 @@ def test_steps_of_both_kinds_on_the_gpu(
     for ours in ((True, False, False), (False, True, True)):
         native = tuple(not one for one in ours)
 
-        def mixed(problem: Any, mask: Any, device: Any, backend: str, ours=ours, native=native) -> Any:
-            return (Step(ours, plan.plan_backward(problem, ours, device), ""), Step(native, None, ""))
+        def mixed(problem: Any, *_: Any, ours=ours, native=native) -> Any:
+            return (
+                Step(ours, plan.plan_backward(problem, ours, call.device_facts(0)), ""),
+                Step(native, None, ""),
+            )
 
         with monkeypatch.context() as patched:
             patched.setattr(choice, "choose_backward", mixed)

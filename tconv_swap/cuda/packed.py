@@ -36,13 +36,11 @@ class PackedWeight:
 
         A CUDA graph is captured in the ordinary way: it may be replayed after the weight has changed.
         """
-        if torch.cuda.is_current_stream_capturing():
-            return None
         kind = (input.shape, input.stride(), input.dtype, bias is None, arguments, backend, call.precision())
-        if kind not in self._plans:
+        if kind not in self._plans and not torch.cuda.is_current_stream_capturing():
             self._plans[kind] = self._pack(input, bias, arguments, backend)
-        plan = self._plans[kind]
-        if plan is None:
+        plan = self._plans.get(kind)
+        if plan is None or torch.cuda.is_current_stream_capturing():
             return None
         handle, packed = plan
         outputs = torch.ops.tconv_swap.relaunch.default(handle, input, packed, bias)
