@@ -17,6 +17,7 @@ from tconv_swap.cuda import jit, plan
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.cuda.nvrtc import CompileError
 from tconv_swap.cuda.program import Kernel, Plan
+from tconv_swap.cuda.tuned import NONE, Winners
 
 #: Kernels whose compilation takes longer than it takes to start Python on every core.
 WORTH_WORKERS = 24
@@ -30,9 +31,15 @@ STAGE_MASKS = {
 
 
 def steps_of(
-    layer: Layer, mode: Mode, layout: str, stage: str, device: plan.Device, backend: str = "auto"
+    layer: Layer,
+    mode: Mode,
+    layout: str,
+    stage: str,
+    device: plan.Device,
+    backend: str = "auto",
+    winners: Winners = NONE,
 ) -> tuple[Step, ...]:
-    """What computes one stage (``forward`` or one of ``STAGE_MASKS``) for tensors that all lie in ``layout``.
+    """What computes one stage (``forward``, ``frozen`` or one of ``STAGE_MASKS``); tensors all lie in ``layout``.
 
     Raises:
         CompileError, RuntimeError: whatever the library's plan raises.
@@ -51,12 +58,12 @@ def steps_of(
         # A weight that has both layouts at once counts as contiguous.
         weight_channels_last=not weight.is_contiguous(),
     )
-    if stage == "forward":
-        return (choose_forward(problem, layer.bias, device, backend),)
+    if stage in ("forward", "frozen"):
+        return (choose_forward(problem, layer.bias, device, backend, winners),)
     problem = plan.with_weight_layout(problem, channels_last)
     wanted_input, wanted_weight, wanted_bias = STAGE_MASKS[stage]
     mask = (wanted_input, wanted_weight, wanted_bias and layer.bias)
-    return choose_backward(problem, mask, device, backend)
+    return choose_backward(problem, mask, device, backend, winners)
 
 
 def compile_ahead(plans: Iterable[Plan], architecture: str) -> int:

@@ -24,7 +24,7 @@ from benchmarks.render import markdown, progress_line, text
 from benchmarks.results import Results
 from benchmarks.suite import Layer, Suite, load_suite
 from benchmarks.table import fill_places, places
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call, tuned
 from tconv_swap.cuda.program import Plan
 from tconv_swap.measurement.environment import environment
 
@@ -33,7 +33,12 @@ README = HERE / "README.md"
 RESULTS = HERE / "results"
 
 SECONDS_PER_ROW = 0.5
-DIRECTIONS = {"forward": ("forward",), "backward": ("backward",), "both": ("forward", "backward")}
+DIRECTIONS = {
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "both": ("forward", "backward"),
+    "frozen": ("frozen",),
+}
 
 
 class Configuration(NamedTuple):
@@ -49,8 +54,8 @@ class Configuration(NamedTuple):
 
     @property
     def stages(self) -> tuple[str, ...]:
-        if self.direction == "forward":
-            return ("forward",)
+        if self.direction != "backward":
+            return (self.direction,)
         return tuple(name for name in STAGE_MASKS if name != "grad_bias" or self.layer.bias)
 
 
@@ -93,11 +98,9 @@ def run(
     begin = time.monotonic()
     _say("measuring the ceilings")
     results = Results(environment(device), _settings(options), measure_ceilings(device))
-    machine = Machine(device, facts, results.ceilings, options.backend)
+    machine = Machine(device, facts, results.ceilings, options.backend, tuned.winners(device.index))
     effort = Effort(options.seconds_per_row, options.iters)
-    plans = [
-        made for configuration in configurations for made in _plans(configuration, facts, options.backend)
-    ]
+    plans = [made for configuration in configurations for made in _plans(configuration, machine)]
     if compiled := compile_ahead(plans, facts.architecture):
         _say(f"{compiled} kernels compiled or found in the cache")
     for index, configuration in enumerate(configurations):
@@ -139,10 +142,13 @@ def _gpu() -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
 
 
-def _plans(configuration: Configuration, facts: plan.Device, backend: str) -> list[Plan]:
+def _plans(configuration: Configuration, machine: Machine) -> list[Plan]:
     layer, mode, layout, _ = configuration
     try:
-        stages = [steps_of(layer, mode, layout, stage, facts, backend) for stage in configuration.stages]
+        stages = [
+            steps_of(layer, mode, layout, stage, machine.facts, machine.backend, machine.winners)
+            for stage in configuration.stages
+        ]
     except Exception:  # measuring it will say so
         return []
     return [step.plan for steps in stages for step in steps if step.plan is not None]
@@ -159,7 +165,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layout", choices=list(LAYOUTS), action="append", help="repeatable; both without it"
     )
-    parser.add_argument("--direction", choices=list(DIRECTIONS), default="forward", help="default: forward")
+    parser.add_argument(
+        "--direction",
+        choices=list(DIRECTIONS),
+        default="forward",
+        help="default: forward; frozen: the same with kept weights",
+    )
     parser.add_argument(
         "--backend",
         choices=["auto", "kernel"],

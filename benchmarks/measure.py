@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import Parameter
 
 from benchmarks.kernels import steps_of
 from benchmarks.modes import LAYOUTS, Mode
 from benchmarks.results import Row
 from benchmarks.suite import Layer
 from benchmarks.truth import GRADIENTS, Data, Error, errors
-from tconv_swap import conv_transpose2d
+from tconv_swap import ConvTranspose2d, conv_transpose2d, freeze
 from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import Backend
+from tconv_swap.cuda.tuned import Winners
 from tconv_swap.measurement.roof import Ceilings, work_of
 from tconv_swap.measurement.timing import Timing, speedup_interval, time_interleaved
 
@@ -40,12 +42,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """``facts``: what planning knows of the GPU. ``backend``: that of our calls."""
+    """``facts``: what planning knows of the GPU. ``backend``: that of our calls. ``winners``: what was tuned."""
 
     device: torch.device
     facts: plan.Device
     ceilings: Ceilings
     backend: Backend = "auto"
+    winners: Winners = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Effort:
 def measure(
     layer: Layer, mode: Mode, layout: str, direction: str, machine: Machine, effort: Effort
 ) -> list[Row]:
-    """The rows of ``direction``: ``forward``, or ``backward`` with all gradients together and each alone.
+    """The rows of ``direction``: ``forward``, ``frozen`` (the same with ``tconv_swap.freeze``), or ``backward`` with
+    all gradients together and each alone.
 
     Raises:
         ValueError: a result has the wrong shape or memory format.
@@ -67,7 +71,12 @@ def measure(
     """
     with mode.switched_on():
         data = make_data(layer, mode, layout, machine.device)
-        stages = (_forward if direction == "forward" else _backward)(layer, data, _functions(machine.backend))
+        functions = {PYTORCH: F.conv_transpose2d, OURS: _ours(layer, data, direction, machine.backend)}
+        stages = (
+            _backward(layer, data, functions)
+            if direction == "backward"
+            else _forward(layer, data, functions, direction)
+        )
         checked = [check(stage, layer, layout, data) for stage in stages]
         timings = time_interleaved(
             {f"{stage.name} {whose}": call for stage in stages for whose, call in stage.calls.items()},
@@ -100,16 +109,34 @@ def make_data(layer: Layer, mode: Mode, layout: str, device: torch.device) -> Da
     )
 
 
-def _functions(backend: Backend) -> Functions:
-    ours = conv_transpose2d if backend == "auto" else partial(conv_transpose2d, backend=backend)
-    return {PYTORCH: F.conv_transpose2d, OURS: ours}
+def _ours(layer: Layer, data: Data, direction: str, backend: Backend) -> Callable[..., Tensor]:
+    if direction != "frozen":
+        return conv_transpose2d if backend == "auto" else partial(conv_transpose2d, backend=backend)
+    g = layer.geometry
+    module = ConvTranspose2d(
+        g.in_channels,
+        g.out_channels,
+        g.kernel,
+        g.stride,
+        g.padding,
+        g.output_padding,
+        g.groups,
+        data.bias is not None,
+        g.dilation,
+        device="meta",
+    ).eval()
+    module.weight = Parameter(data.weight, requires_grad=False)
+    module.bias = None if data.bias is None else Parameter(data.bias, requires_grad=False)
+    module.tconv_backend = backend
+    freeze(module)
+    return lambda input, *_: module(input)
 
 
-def _forward(layer: Layer, data: Data, functions: Functions) -> list[Stage]:
+def _forward(layer: Layer, data: Data, functions: Functions, name: str) -> list[Stage]:
     def call(function: Callable[..., Tensor]) -> Call:
         return lambda: (_apply(function, layer, data.input, data.weight, data.bias),)
 
-    return [Stage("forward", ("output",), {whose: call(f) for whose, f in functions.items()})]
+    return [Stage(name, ("output",), {whose: call(f) for whose, f in functions.items()})]
 
 
 def _backward(layer: Layer, data: Data, functions: Functions) -> list[Stage]:
@@ -162,7 +189,7 @@ def check(stage: Stage, layer: Layer, layout: str, data: Data) -> Check:
         _poison(call())
         results[whose] = call()
         repeatable[whose] = all(map(torch.equal, results[whose], call()))
-    if stage.name == "forward" and not results[OURS][0].is_contiguous(memory_format=LAYOUTS[layout]):
+    if stage.tensors == ("output",) and not results[OURS][0].is_contiguous(memory_format=LAYOUTS[layout]):
         raise ValueError(f"the output of ours is not {layout}: strides {results[OURS][0].stride()}")
     found: dict[str, dict[str, Error]] = {whose: {} for whose in stage.calls}
     for index, name in enumerate(stage.tensors):
@@ -187,7 +214,7 @@ def _row(
     timings: Mapping[str, Timing],
     machine: Machine,
 ) -> Row:
-    steps = steps_of(layer, mode, layout, stage.name, machine.facts, machine.backend)
+    steps = steps_of(layer, mode, layout, stage.name, machine.facts, machine.backend, machine.winners)
     work = work_of(layer.geometry, stage.name, mode.dtype.itemsize)
     pytorch, ours = (timings[f"{stage.name} {whose}"] for whose in (PYTORCH, OURS))
     return Row(

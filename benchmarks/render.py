@@ -11,6 +11,7 @@ from tconv_swap.measurement.environment import machine_name
 
 STAGES = {
     "forward": "forward",
+    "frozen": "forward, weights frozen",
     "backward": "backward, all gradients together",
     "grad_input": "gradient of the input alone",
     "grad_weight": "gradient of the weight alone",

@@ -21,7 +21,7 @@ from tconv_swap.cuda import route as cuda_route
 from tconv_swap.cuda.route import Route
 
 _functorch_level = torch._C._functorch.maybe_current_level
-_autocast = torch._C._is_any_autocast_enabled
+_any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_tracing = torch._C._is_tracing
 
@@ -32,13 +32,9 @@ def is_untransformed() -> bool:
 
 
 def is_eager() -> bool:
-    """Whether there is no compiler, tracer, mode, transform or autocast that wants to see a call."""
+    """Whether there is no compiler, tracer, mode or transform that wants to see a call."""
     return (
-        is_untransformed()
-        and not _autocast()
-        and _dispatch_modes() == 0
-        and forward_ad._current_level < 0
-        and not _is_tracing()
+        is_untransformed() and _dispatch_modes() == 0 and forward_ad._current_level < 0 and not _is_tracing()
     )
 
 
@@ -47,12 +43,35 @@ def are_plain(weight: Tensor, bias: Tensor | None) -> bool:
     return type(weight) in (Parameter, Tensor) and (bias is None or type(bias) in (Parameter, Tensor))
 
 
+def cast(tensor: Tensor | None, device_type: str, dtype: torch.dtype) -> Tensor | None:
+    """As PyTorch's autocast casts an operand of conv_transpose2d: float tensors but float64, to its dtype."""
+    eligible = (
+        tensor is not None
+        and tensor.is_floating_point()
+        and tensor.dtype != torch.float64
+        and tensor.device.type == device_type
+    )
+    return tensor.to(dtype) if tensor is not None and eligible else tensor
+
+
+def autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands as the autocast that is on, if one is, wants them."""
+    if _any_autocast():
+        device_type = input.device.type
+        if torch.is_autocast_enabled(device_type):
+            dtype = torch.get_autocast_dtype(device_type)
+            operands = (cast(tensor, device_type, dtype) for tensor in (input, weight, bias))
+            return tuple(operands)  # type: ignore[return-value]
+    return input, weight, bias
+
+
 def is_plain_cuda(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether nobody wants to see or differentiate a call on CUDA."""
     return (
         type(input) is Tensor
         and input.is_cuda
         and is_eager()
+        and not _any_autocast()
         and are_plain(weight, bias)
         and not needs_gradient(input, weight, bias)
     )
@@ -74,7 +93,7 @@ def again(key: Hashable, input: Tensor, weight: Tensor, bias: Tensor | None) -> 
         return None
     if route.all_native or not needs_gradient(input, weight, bias):
         return route.forward(input, weight, bias)
-    return _apply(input, weight, bias, route, route.arguments, route.backend)  # type: ignore[no-any-return]
+    return _apply(input, weight, bias, (route, route.arguments, route.backend))  # type: ignore[no-any-return]
 
 
 def first(
@@ -91,7 +110,7 @@ def first(
         RuntimeError: the tensors or arguments do not fit together.
     """
     if needs_gradient(input, weight, bias):
-        output: Tensor = _apply(input, weight, bias, None, arguments, backend)
+        output: Tensor = _apply(input, weight, bias, (None, arguments, backend))
     else:
         output = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
     if input.is_cuda:
@@ -99,21 +118,18 @@ def first(
     return output
 
 
+#: The way of an earlier call, if there is one; stride, padding, output_padding, groups, dilation; the backend.
+_How = tuple[Route | None, tuple[Any, ...], str]
+
+
 class TransposedConvolution(torch.autograd.Function):
     """The same gradients as the op's."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        route: Route | None,
-        arguments: tuple[Any, ...],
-        backend: str,
-    ) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(input, weight)
-        ctx.how = route, arguments, backend
+        ctx.how = how
+        route, arguments, backend = how
         output = None if route is None else route.forward(input, weight, bias)
         if output is None:
             output = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
@@ -132,9 +148,9 @@ class TransposedConvolution(torch.autograd.Function):
             gradients = route.backward(grad_output, input, weight, mask)
         else:
             gradients = DIRECT[input.device.type][1](grad_output, input, weight, arguments, mask, backend)
-        if mask == (True, True, True):
-            return (*gradients, None, None, None)
-        return (*spread(gradients, mask), None, None, None)
+        if len(gradients) == 3:
+            return (*gradients, None)
+        return (*spread(gradients, mask), None)
 
 
 # What Function.apply does before it comes to this is for functorch, which is_eager has ruled out.

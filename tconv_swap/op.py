@@ -15,7 +15,17 @@ from torch import Tensor
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
 from tconv_swap.cpu.forward import is_plain
 from tconv_swap.cuda.choice import Backend, check_backend
-from tconv_swap.eager import DIRECT, again, are_plain, first, is_eager, is_untransformed, spread
+from tconv_swap.eager import (
+    DIRECT,
+    again,
+    are_plain,
+    autocast,
+    cast,
+    first,
+    is_eager,
+    is_untransformed,
+    spread,
+)
 from tconv_swap.geometry import as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -71,6 +81,7 @@ def conv_transpose2d(
     """
     key: tuple[Any, ...] = ()
     if input.is_cuda and type(input) is Tensor and is_eager() and are_plain(weight, bias):
+        input, weight, bias = autocast(input, weight, bias)
         sizes = input.shape, weight.shape, input.dtype, bias is None
         key = *sizes, stride, padding, output_padding, groups, dilation, backend
         output = again(key, input, weight, bias)
@@ -103,7 +114,7 @@ def conv_transpose2d(
             input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
         )
     if plain and input.device.type in DIRECT and is_eager() and are_plain(weight, bias):
-        return first(key, input, weight, bias, arguments, backend)
+        return first(key, *autocast(input, weight, bias), arguments, backend)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
@@ -229,23 +240,14 @@ torch.library.register_autograd(
 
 
 def _autocast_kernel(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
-    """Cast as PyTorch's autocast does for conv_transpose2d: float tensors but float64, to its dtype."""
     excluded = torch._C.DispatchKeySet(key)
 
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(device_type)
 
-        def cast(tensor: Tensor | None) -> Tensor | None:
-            eligible = (
-                tensor is not None
-                and tensor.is_floating_point()
-                and tensor.dtype != torch.float64
-                and tensor.device.type == device_type
-            )
-            return tensor.to(dtype) if tensor is not None and eligible else tensor
-
+        operands = (cast(tensor, device_type, dtype) for tensor in (input, weight, bias))
         with torch._C._ExcludeDispatchKeyGuard(excluded):
-            return _forward_op(cast(input), cast(weight), cast(bias), *arguments)  # type: ignore[no-any-return]
+            return _forward_op(*operands, *arguments)  # type: ignore[no-any-return]
 
     return kernel
 

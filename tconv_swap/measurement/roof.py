@@ -41,7 +41,8 @@ class Work:
 
 
 def work_of(geometry: Geometry, stage: str, item_bytes: int) -> Work:
-    """The work of one stage: ``forward``, ``backward`` (all gradients: twice the forward's), or one gradient."""
+    """The work of one stage: ``forward`` (``frozen`` is the same), ``backward`` (all gradients: twice as much), or one
+    gradient."""
     if stage == "grad_bias":
         elements = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
         return Work(elements, elements * item_bytes)
