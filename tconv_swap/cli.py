@@ -15,8 +15,9 @@ import signal
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import torch
 import typer
@@ -31,7 +32,10 @@ from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError, parse_trust
 from tconv_swap.files.saving import SaveError, check_target
 from tconv_swap.report import SCHEMA_VERSION, make_console, print_report, to_json_dict
+from tconv_swap.tuning import TuneReport
 from tconv_swap.workflow import Request, RequestError, Result
+
+_T = TypeVar("_T")
 
 DEFAULT_COMMAND = "swap"
 DEBUG_VARIABLE = "TCONV_SWAP_DEBUG"
@@ -53,7 +57,7 @@ class ExitCode(enum.IntEnum):
 
 # Typer keeps these line breaks or, in older versions, puts a space: readable both ways.
 EXIT_CODES = """Exit codes:
- 0 = verified (with --dry-run: there is something to swap);
+ 0 = verified (with --dry-run: there is something to swap; tune: measured);
  1 = mismatch, nothing was written;
  2 = wrong usage, or the network does not run on the inputs;
  3 = the file cannot be loaded or is not trusted;
@@ -164,6 +168,50 @@ def swap(
     _carry_out(request, json_target, quiet)
 
 
+@app.command("tune", epilog=EXIT_CODES)
+def tune(
+    model: options.ModelArgument,
+    input_shape: options.InputShape = None,
+    inputs: options.InputsFile = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    channels_last: options.ChannelsLast = False,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    no_backward: options.NoBackward = False,
+    seed: options.Seed = 0,
+    json_target: options.JsonTarget = None,
+    quiet: options.Quiet = False,
+    trust: options.Trust = None,
+    unsafe_pickle: options.UnsafePickle = False,
+) -> None:
+    """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
+    if inputs is not None and input_shape:
+        raise typer.BadParameter("give either --input-shape or --inputs, not both")
+    request = Request(
+        model=model,
+        input_shapes=tuple(
+            options.parsed("--input-shape", options.parse_shape, text) for text in input_shape or ()
+        ),
+        inputs=inputs,
+        device=None if device is None else options.parsed("--device", torch.device, device),
+        dtype=None if dtype is None else options.parsed("--dtype", options.parse_dtype, dtype),
+        channels_last=channels_last,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        backward=not no_backward,
+        seed=seed,
+        trust=tuple(trust or ()),
+        unsafe_pickle=unsafe_pickle,
+    )
+    for option in request.trust:
+        options.parsed("--trust", parse_trust, option)
+    outcome = _attempt(request, lambda progress: workflow.tune_layers(request, progress), quiet)
+    if outcome is None:
+        outcome = _Failure(ExitCode.NOTHING_TO_SWAP, "nothing to swap, and so nothing to tune")
+    _finish(outcome, json_target, quiet)
+
+
 @app.command("demo", epilog=EXIT_CODES)
 def demo(
     directory: Annotated[
@@ -225,27 +273,31 @@ def _carry_out(request: Request, json_target: Path | None, quiet: bool) -> NoRet
     except RequestError as error:
         # Without the target: it may well be the network itself.
         _finish(_Failure(ExitCode.USAGE, str(error)), None, quiet)
+    _finish(_attempt(request, lambda progress: workflow.run(request, progress), quiet), json_target, quiet)
+
+
+def _attempt(request: Request, work: Callable[[workflow.Progress], _T], quiet: bool) -> _T | _Failure:
+    """What ``work`` gives back, or why it gives back nothing."""
     try:
         with progress_shown(quiet=quiet) as progress:
-            outcome: Result | _Failure = workflow.run(request, progress)
+            return work(progress)
     except LoadError as error:
-        outcome = _Failure(ExitCode.CANNOT_LOAD, f"{error}{_command_hint(request.model)}")
+        return _Failure(ExitCode.CANNOT_LOAD, f"{error}{_command_hint(request.model)}")
     except RequestError as error:
-        outcome = _Failure(ExitCode.USAGE, str(error))
+        return _Failure(ExitCode.USAGE, str(error))
     except SaveError as error:
-        outcome = _Failure(ExitCode.CANNOT_WRITE, str(error))
+        return _Failure(ExitCode.CANNOT_WRITE, str(error))
     except torch.OutOfMemoryError as error:
         advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
-        outcome = _Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
+        return _Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
     except KeyboardInterrupt:
-        outcome = _Failure(ExitCode.INTERRUPTED, "interrupted, nothing was written")
+        return _Failure(ExitCode.INTERRUPTED, "interrupted, nothing was written")
     except Exception as error:  # the last resort, so that a user never meets a bare traceback
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exc()
-        outcome = _Failure(
+        return _Failure(
             ExitCode.INTERNAL, f"{first_line(error)} (an error in tconv-swap; {DEBUG_VARIABLE}=1 shows where)"
         )
-    _finish(outcome, json_target, quiet)
 
 
 def _check_json_target(request: Request, target: Path | None) -> None:
@@ -267,7 +319,7 @@ def _command_hint(model: Path) -> str:
     return f"; did you mean the command '{near[0]}'?" if near and not model.exists() else ""
 
 
-def _finish(outcome: Result | _Failure, json_target: Path | None, quiet: bool) -> NoReturn:
+def _finish(outcome: Result | TuneReport | _Failure, json_target: Path | None, quiet: bool) -> NoReturn:
     code = outcome.code if isinstance(outcome, _Failure) else _exit_code(outcome)
     try:
         if json_target is not None:
@@ -280,7 +332,7 @@ def _finish(outcome: Result | _Failure, json_target: Path | None, quiet: bool) -
             print_error(str(outcome))
         elif not quiet and json_target != STDOUT:
             _print_result(outcome)
-        elif code == ExitCode.MISMATCH and outcome.verification is not None:
+        elif isinstance(outcome, Result) and code == ExitCode.MISMATCH and outcome.verification is not None:
             print_error(f"mismatch: {outcome.verification.failures[0]}")
         sys.stdout.flush()
     except BrokenPipeError:
@@ -292,7 +344,9 @@ def _finish(outcome: Result | _Failure, json_target: Path | None, quiet: bool) -
     raise typer.Exit(int(code))
 
 
-def _exit_code(result: Result) -> ExitCode:
+def _exit_code(result: Result | TuneReport) -> ExitCode:
+    if isinstance(result, TuneReport):
+        return ExitCode.VERIFIED
     if not result.plan.swapped:
         return ExitCode.NOTHING_TO_SWAP
     if result.verification is not None and not result.verification.passed:
@@ -300,7 +354,11 @@ def _exit_code(result: Result) -> ExitCode:
     return ExitCode.VERIFIED
 
 
-def _print_result(result: Result) -> None:
+def _print_result(result: Result | TuneReport) -> None:
+    if isinstance(result, TuneReport):
+        for line in str(result).splitlines():
+            typer.echo(printable(line))
+        return
     if result.verification is None:
         for line in str(result.plan).splitlines():
             typer.echo(printable(line))
@@ -312,7 +370,7 @@ def _print_result(result: Result) -> None:
     sys.stdout.write(captured.get())
 
 
-def _as_json(outcome: Result | _Failure, code: ExitCode) -> dict[str, Any]:
+def _as_json(outcome: Result | TuneReport | _Failure, code: ExitCode) -> dict[str, Any]:
     if isinstance(outcome, _Failure):
         known = {
             "schema_version": SCHEMA_VERSION,
@@ -321,5 +379,8 @@ def _as_json(outcome: Result | _Failure, code: ExitCode) -> dict[str, Any]:
             "error": str(outcome),
         }
         return {**known, "exit_code": int(code)}
+    if isinstance(outcome, TuneReport):
+        head = {"schema_version": SCHEMA_VERSION, "tool": "tconv-swap", "outcome": "tuned"}
+        return {**head, **outcome.to_dict(), "exit_code": int(code)}
     known = to_json_dict(outcome.plan, outcome.verification, outcome.benchmark, outcome.facts)
     return {**known, "exit_code": int(code)}

@@ -24,6 +24,7 @@ from tconv_swap.inputs import InferredInputs, Inputs, InputShapeError, infer_inp
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.report import Facts
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
+from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import verify
 
 if TYPE_CHECKING:
@@ -101,14 +102,7 @@ def run(request: Request, progress: Progress) -> Result:
         return Result(plan, _facts(request, device, "none", "nothing was run", notes))
 
     original, swapped = _pair(loaded.model, request, device)
-    progress("finding inputs")
-    found = _inputs(request, original)
-    trials = try_modes(original, found.inputs)
-    if all(trial.error for trial in trials):
-        raise RequestError(
-            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): "
-            "give --input-shape or --inputs FILE"
-        )
+    found = _inputs_that_run(request, original, progress)
     progress(f"verifying on {found.inputs.describe()}")
     verification = verify(
         original,
@@ -144,6 +138,27 @@ def run(request: Request, progress: Progress) -> Result:
         notes.append("nothing was written")
     facts = _facts(request, device, found.inputs.describe(), found.how, notes, written, native)
     return Result(plan, facts, verification, timing)
+
+
+def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
+    """Measure what computes the layers that a swap would swap, and keep the winners for this machine. No file is
+    written but that.
+
+    Returns:
+        What was measured; None where there is nothing to swap.
+
+    Raises:
+        LoadError, RequestError: as ``run``.
+    """
+    device = _device(request.device)
+    progress(f"loading {request.model}")
+    loaded = load_model(request.model, trust=request.trust, unsafe_pickle=request.unsafe_pickle)
+    if not plan_swap(loaded.model, include=request.include or None, exclude=request.exclude).swapped:
+        return None
+    original, swapped = _pair(loaded.model, request, device)
+    found = _inputs_that_run(request, original, progress)
+    progress(f"tuning on {found.inputs.describe()}")
+    return tune(swapped, found.inputs, backward=None if request.backward else False)
 
 
 def _device(wanted: torch.device | None) -> torch.device:
@@ -190,6 +205,18 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
         return swap_layers(
             model, include=request.include or None, exclude=request.exclude, backend=request.backend
         )
+
+
+def _inputs_that_run(request: Request, model: nn.Module, progress: Progress) -> InferredInputs:
+    progress("finding inputs")
+    found = _inputs(request, model)
+    trials = try_modes(model, found.inputs)
+    if all(trial.error for trial in trials):
+        raise RequestError(
+            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): "
+            "give --input-shape or --inputs FILE"
+        )
+    return found
 
 
 def _inputs(request: Request, model: nn.Module) -> InferredInputs:

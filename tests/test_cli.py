@@ -234,6 +234,24 @@ class TestMismatch:
         assert "expected one of auto, kernel" in refused.stderr
 
 
+class TestTune:
+    def test_on_the_cpu_there_is_nothing_to_tune(self, model: Path) -> None:
+        result = run("tune", model, "--device", "cpu")
+        assert result.exit_code == 0
+        assert "nothing to tune" in result.stdout
+        assert files() == ["model.pt"]
+        told = json.loads(run("tune", model, "--device", "cpu", "--json", "-").stdout)
+        assert (told["outcome"], told["problems"], told["exit_code"]) == ("tuned", [], 0)
+
+    def test_errors_are_told_as_those_of_a_swap(self, model: Path) -> None:
+        assert run("tune", "none.pt").exit_code == ExitCode.CANNOT_LOAD
+        assert run("tune", model, "--input-shape", "1,2").exit_code == ExitCode.USAGE
+        torch.save(nn.Sequential(nn.Linear(1, 1)), model)
+        result = run("tune", model, "--device", "cpu")
+        assert result.exit_code == ExitCode.NOTHING_TO_SWAP
+        assert "nothing to tune" in result.stderr
+
+
 class TestDryRunAndNothingToSwap:
     def test_dry_run_prints_the_plan_and_runs_nothing(
         self, model: Path, monkeypatch: pytest.MonkeyPatch
