@@ -97,6 +97,11 @@ __device__ __forceinline__ void store_shared(u32 address, const u32* v) {
   }
 }
 
+/// The low half of a word.
+__device__ __forceinline__ void store_shared_half(u32 address, u32 value) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(value)));
+}
+
 /// Lane 8m + r names row r (16 bytes) of matrix m; lane 4r + t receives word t of row r of each matrix.
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"

@@ -38,11 +38,17 @@ __device__ __forceinline__ Half store_as<Half>(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   return y;
 }
-// By integer arithmetic: cvt.rn.bf16.f32 exists only from sm_80 on. Round to nearest, ties to even.
+// Round to nearest, ties to even; by integer arithmetic where there is no instruction yet.
 template <>
 __device__ __forceinline__ BFloat16 store_as<BFloat16>(float x) {
+#if __CUDA_ARCH__ >= 800
+  BFloat16 y;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+  return y;
+#else
   const unsigned bits = __float_as_uint(x);
   const bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
   const unsigned rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   return BFloat16{(unsigned short)(nan ? 0x7fffu : rounded >> 16)};
+#endif
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
-from tconv_swap.cuda import plan_general, plan_narrow, plan_tile
+from tconv_swap.cuda import plan_cells, plan_general, plan_narrow, plan_tile
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Launch, Output, Part, Plan
 
@@ -28,10 +28,11 @@ def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Inputs: input, weight, bias (or none), 16-byte aligned. Output: the output.
 
-    The narrow kernels take what memory bounds or what has few channels in a group; the halo-tile kernels what has
-    channels enough to fill a tile of the tensor cores; the general kernels the rest, and all of float64.
+    The narrow kernels take what memory bounds or what has few channels in a group, on tensor cores where these can
+    be filled; the halo-tile kernels what has channels enough to fill a tile of the tensor cores; the general
+    kernels the rest, and all of float64.
     """
-    for family in (plan_narrow.plan_forward, plan_tile.plan_forward):
+    for family in (plan_cells.plan_forward, plan_narrow.plan_forward, plan_tile.plan_forward):
         made = family(problem, has_bias, device)
         if made is not None:
             return made

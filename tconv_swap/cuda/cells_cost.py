@@ -1,0 +1,89 @@
+"""What a tile of csrc/kernels/forward_cells.cu is expected to take: a sum of its parts, fitted to measurements.
+
+380 tiles of 6 layers in float16 on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 14 % in NCHW, 7 % in
+channels_last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tconv_swap.cuda.cells_tile import (
+    Tile,
+    halo,
+    packed_bytes,
+    product,
+    store_elements,
+)
+from tconv_swap.cuda.narrow_tile import axes, ceil_div
+from tconv_swap.geometry import Geometry
+
+MULTIPROCESSORS = 132
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    """Microseconds on an H200 for one of each, all multiprocessors at work."""
+
+    #: Byte of the input tiles, of fragments read from shared memory, of weights read from the caches.
+    fill: float
+    fragment: float
+    weight: float
+    #: Multiply; element of the output staged; unit of a warp.
+    multiply: float
+    staged: float
+    unit: float
+    #: Byte of the output, in sectors of 32; store; byte of the packed weights; the launches.
+    written: float
+    store: float
+    packed: float
+    launch: float
+
+
+_NCHW = _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 4.71e-7, 0.0, 9.7e-7, 5.7)
+_CHANNELS_LAST = _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 1.1e-6, 9.3)
+#: Warps on a multiprocessor that hide half of each other's waits.
+HIDING_WARPS = 6
+
+
+def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> float:
+    """The expected time on an H200."""
+    rates = _CHANNELS_LAST if channels_last else _NCHW
+    p = product(geometry, item, tile.stacked, tile.columns_fastest)
+    vertical, horizontal = axes(geometry)
+    tiles = geometry.batch * ceil_div(vertical.cells, tile.tile_h) * ceil_div(horizontal.cells, tile.tile_w)
+    passes = p.passes if tile.stacked else p.passes * vertical.used
+
+    rows = tile.tile_h // tile.unit_rows
+    columns = tile.tile_w // 8 // tile.unit_cols
+    units = geometry.groups * p.m_tiles * rows * columns
+    # Of all units; a tile's units that fill the block's last round only in part count in full.
+    done = (
+        tiles * passes * rows * columns * geometry.groups * ceil_div(units, tile.warps) * tile.warps / units
+    )
+    window = tile.unit_rows + (p.v - 1) * p.v_step
+    fragments = done * p.all_pairs * window * tile.unit_cols * 256
+    weights = done * p.all_pairs * p.v * 512 * (item // 2)
+    multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * (3 if item == 4 else 1)
+    staged = done * p.m_tiles * 16 * tile.unit_rows * tile.unit_cols * 8
+
+    computing = tiles * passes * halo(geometry, tile, item, channels_last)[2] * rates.fill
+    computing += fragments * rates.fragment
+    computing += weights * (rates.fragment if tile.resident else rates.weight)
+    computing += multiplies * rates.multiply + staged * rates.staged + done * p.m_tiles * rates.unit
+    computing *= 1 + HIDING_WARPS / (tile.warps * tile.blocks_per_multiprocessor)
+    blocks = tiles * p.passes
+    computing *= ceil_div(blocks, MULTIPROCESSORS) * MULTIPROCESSORS / blocks
+
+    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    pixel = geometry.out_channels if channels_last else 1
+    line = min(tile.tile_w * horizontal.stride, geometry.out_width) * pixel * item
+    aligned = (
+        geometry.out_width * pixel * item % 32 == 0
+        and tile.tile_w * horizontal.stride * pixel * item % 32 == 0
+    )
+    written = outputs * item * (1.0 if aligned else (line + 32) / line)
+    storing = (
+        written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
+    )
+    return computing + storing + p.passes * packed_bytes(geometry, tile, item) * rates.packed + rates.launch

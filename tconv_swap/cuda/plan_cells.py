@@ -1,0 +1,202 @@
+"""Plans of csrc/kernels/forward_cells.cu: narrow problems on tensor cores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from tconv_swap.cuda import plan_narrow
+from tconv_swap.cuda.cells_cost import microseconds
+from tconv_swap.cuda.cells_tile import Tile, packed_bytes, product, registers, shared_bytes
+from tconv_swap.cuda.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.plan_narrow import NOMINAL_BATCHES
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Output,
+    Plan,
+    input_,
+    int64,
+    output,
+    workspace,
+)
+
+INT32_LIMIT = 2**31
+_PACK_THREADS = 256
+#: The values are shared with csrc/kernels/mma.cuh.
+_PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
+#: Blocks for each one that runs at a time: passes with and without taps take different times.
+BLOCKS_IN_LINE = 4
+#: Input channels of a group that fill half of what a multiply of 16-bit numbers takes; with fewer FFMA is faster.
+FEWEST_CHANNELS = 8
+#: With more rows of M than the second, every row of a cell is a pass of its own; with fewer than the first, none.
+STACKED_ROWS = (16, 64)
+#: Columns of a cell that fill a tile of M.
+MANY_COLUMNS = 16
+#: Of a unit: rows, and columns of 8 cells.
+UNITS = ((1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 1), (4, 2), (4, 4), (8, 1))
+#: Of a multiprocessor: registers, shared memory in bytes; of a thread: registers; what a block reserves of memory.
+REGISTERS, SHARED_BYTES = 65536, 228 * 1024
+MOST_REGISTERS = 255
+RESERVED_BYTES = 1024
+RESIDENT_BYTES = 80 * 1024
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether this kernel computes the problem right: its offsets within an image are of 32 bits."""
+    geometry = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
+        return False
+    image = max(
+        geometry.in_channels * geometry.height * geometry.width,
+        geometry.out_channels * geometry.out_height * geometry.out_width,
+    )
+    return image < INT32_LIMIT
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is expected to be faster than FFMA on what memory bounds."""
+    return (
+        problem.dtype in (torch.float16, torch.bfloat16)
+        and problem.geometry.in_channels_per_group >= FEWEST_CHANNELS
+        and plan_narrow.claims(problem.geometry, problem.dtype)
+    )
+
+
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
+    """The plan with the best tile, or None where the kernel does not pay.
+
+    Inputs: input (16-byte aligned), weight, bias. Output: the output.
+    """
+    if not claims(problem, device) or not pays(problem):
+        return None
+    tiles = rank(problem, device)
+    return plan_with_tile(problem, has_bias, tiles[0], device) if tiles else None
+
+
+def rank(problem: Problem, device: Device) -> list[Tile]:
+    """The tiles, the one that is expected to be the fastest first; empty when none fits."""
+    geometry = problem.geometry
+    nominal = geometry.with_batch(max(batch for batch in NOMINAL_BATCHES if batch <= geometry.batch))
+
+    def expected(tile: Tile) -> float:
+        return microseconds(nominal, tile, problem.dtype.itemsize, problem.channels_last)
+
+    return sorted(candidates(problem, device), key=expected)
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
+    """The tiles worth a thought."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    vertical, horizontal = axes(geometry)
+    rows = geometry.stride[0] * round(horizontal.used * horizontal.stride) * geometry.out_channels_per_group
+    for stacked in (True, False):
+        if rows <= STACKED_ROWS[0] if not stacked else rows > STACKED_ROWS[1]:
+            continue
+        columns_fastest = not problem.channels_last and (stacked or horizontal.stride >= MANY_COLUMNS)
+        p = product(geometry, item, stacked, columns_fastest)
+        for unit_rows, unit_cols in UNITS:
+            for tile_w in (8, 16, 32, 64, 128):
+                if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.cells):
+                    continue
+                for tile_h in (unit_rows, 2 * unit_rows, 4 * unit_rows):
+                    if tile_h >= 2 * max(unit_rows, vertical.cells):
+                        continue
+                    units = geometry.groups * p.m_tiles * (tile_h // unit_rows) * (tile_w // 8 // unit_cols)
+                    for warps in (4, 8):
+                        if units < warps > 4:
+                            continue
+                        for resident in (True, False):
+                            tile = Tile(
+                                stacked,
+                                columns_fastest,
+                                tile_h,
+                                tile_w,
+                                unit_rows,
+                                unit_cols,
+                                warps,
+                                resident,
+                                1,
+                            )
+                            blocks = _blocks(problem, tile, device)
+                            if blocks:
+                                yield replace(tile, blocks_per_multiprocessor=blocks)
+
+
+def _blocks(problem: Problem, tile: Tile, device: Device) -> int:
+    """How many blocks of the tile a multiprocessor has room for."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    if tile.resident and packed_bytes(geometry, tile, item) > RESIDENT_BYTES:
+        return 0
+    shared = shared_bytes(geometry, tile, item, problem.channels_last)
+    if shared > device.shared_memory_per_block:
+        return 0
+    needed = registers(geometry, tile, item, problem.channels_last)
+    if needed > MOST_REGISTERS:
+        return 0
+    room = min(SHARED_BYTES, device.shared_memory_per_block + RESERVED_BYTES)
+    # Registers are handed out by eights.
+    return min(room // (shared + RESERVED_BYTES), REGISTERS // (32 * tile.warps * ceil_div(needed, 8) * 8))
+
+
+def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
+    """The plan that computes the problem with this tile."""
+    geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
+    parts = product(geometry, item, tile.stacked, tile.columns_fastest)
+    packed = packed_bytes(geometry, tile, item)
+    shared = shared_bytes(geometry, tile, item, channels_last)
+    common: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "long long"),
+        ("PRECISION", _PRECISIONS[problem.dtype]),
+        *geometry.constants,
+        ("CHANNELS_LAST", channels_last),
+        ("STACKED", tile.stacked),
+        ("COLUMNS_FASTEST", tile.columns_fastest),
+    )
+    lanes = packed * parts.passes // 16 // (2 if item == 4 else 1)
+    pack = Launch(
+        Kernel(
+            "pack_cells.cu",
+            "pack_cells",
+            (*common, ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last), ("THREADS", _PACK_THREADS)),
+        ),
+        grid=ceil_div(lanes, _PACK_THREADS),
+        block=_PACK_THREADS,
+        arguments=(input_(1), workspace(0)),
+    )
+    vertical, horizontal = axes(geometry)
+    tiles = geometry.batch * ceil_div(vertical.cells, tile.tile_h) * ceil_div(horizontal.cells, tile.tile_w)
+    blocks = device.multiprocessors * tile.blocks_per_multiprocessor * BLOCKS_IN_LINE
+    walks = min(tiles, ceil_div(blocks, parts.passes))
+    walks = ceil_div(tiles, ceil_div(tiles, walks))
+    forward = Launch(
+        Kernel(
+            "forward_cells.cu",
+            "forward_cells",
+            (
+                *common,
+                ("WEIGHT_CHANNELS_LAST", False),
+                ("HAS_BIAS", has_bias),
+                *(entry for entry in tile.constants if entry not in common),
+                ("SHARED_BYTES", shared),
+            ),
+        ),
+        grid=parts.passes * walks,
+        block=32 * tile.warps,
+        arguments=(input_(0), workspace(0), input_(2), output(0), int64(geometry.batch), int64(walks)),
+        shared_bytes=shared,
+        overlaps_previous=True,
+    )
+    return Plan(
+        "narrow tensor",
+        f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group, stacked: {tile}",
+        outputs=(Output(geometry.output_shape, channels_last),),
+        launches=(pack, forward),
+        workspace_bytes=packed * parts.passes,
+    )

@@ -1,0 +1,168 @@
+"""The stacked narrow kernel (csrc/kernels/forward_cells.cu), forced on random geometries, and what its plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import conv_transpose2d_reference
+
+from tconv_swap.cuda import call, launch, plan, plan_cells
+from tconv_swap.cuda.cells_tile import product, shared_bytes
+from tconv_swap.geometry import Geometry, phase_taps
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+LARGE_CELLS = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
+GROUPED = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4)
+WIDE_RGB = Geometry(4, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4))
+LAYERS = (RGB, GAPS, LARGE_CELLS, GROUPED, WIDE_RGB)
+#: As in test_cuda_op.py.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def problem(
+    geometry: Geometry, dtype: torch.dtype = torch.float16, channels_last: bool = False
+) -> plan.Problem:
+    return plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_narrow_layers_in_16_bits_go_to_tensor_cores(geometry: Geometry, channels_last: bool) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
+        assert made.family == "narrow tensor"
+    turing = plan.Device("sm_75", 30, 64 << 10)
+    assert (
+        plan.plan_forward(problem(geometry, torch.float16, channels_last), True, turing).family != made.family
+    )
+
+
+def test_depthwise_stays_with_ffma() -> None:
+    depthwise = Geometry(2, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1), groups=64)
+    assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow"
+
+
+def test_a_kernel_serves_many_batches() -> None:
+    kernels = {
+        one.kernel
+        for batch in range(1, 200, 7)
+        for one in plan.plan_forward(problem(RGB.with_batch(batch)), True, H200).launches
+    }
+    assert len(kernels) <= 1 + len(plan_cells.NOMINAL_BATCHES)
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_the_product_has_room_for_every_tap(geometry: Geometry) -> None:
+    for stacked in (False, True):
+        for columns_fastest in (False, True):
+            p = product(geometry, 2, stacked, columns_fastest)
+            taps = [
+                len(phase_taps(geometry.kernel[1], geometry.stride[1], geometry.dilation[1], phase))
+                for phase in range(geometry.stride[1])
+            ]
+            rows = sum(map(bool, taps)) * geometry.out_channels_per_group
+            assert 0 <= p.m_tiles * 16 - rows * (geometry.stride[0] if stacked else 1) < 16
+            assert 2 * p.pairs >= max(taps) * p.group_halves
+            assert p.all_pairs <= p.m_tiles * p.pairs
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: bool) -> None:
+    for dtype in (torch.float16, torch.float32):
+        posed = problem(geometry, dtype, channels_last)
+        tiles = list(plan_cells.candidates(posed, H200))
+        assert tiles or dtype == torch.float32
+        for tile in tiles:
+            shared = shared_bytes(geometry, tile, dtype.itemsize, channels_last)
+            assert tile.blocks_per_multiprocessor * (shared + 1024) <= 228 << 10
+            assert shared <= H200.shared_memory_per_block
+
+
+def test_offsets_past_32_bits_are_not_claimed() -> None:
+    assert plan_cells.claims(problem(RGB), H200)
+    assert not plan_cells.claims(problem(replace(RGB, height=8192, width=4096)), H200)
+    assert plan_cells.claims(problem(RGB.with_batch(10**6)), H200)
+
+
+def random_geometry(rng: random.Random) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3))
+        kernel = (rng.randint(1, 6), rng.randint(1, 6))
+        stride = (rng.randint(1, 5), rng.randint(1, 5))
+        dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3)))
+        if rng.random() < 0.15:
+            stride = (rng.choice((6, 8)), rng.choice((6, 8, 9, 16)))
+            kernel, dilation = (2 * stride[0], 2 * stride[1]), (1, 1)
+        geometry = Geometry(
+            rng.randint(1, 5),
+            groups * rng.choice((1, 3, 5, 8, 10, 16, 21, 32)),
+            rng.randint(1, 30),
+            rng.choice((rng.randint(1, 80), 8, 16, 24, 64)),
+            groups * rng.choice((1, 2, 3, 4, 7, 16, 21)),
+            kernel,
+            stride,
+            (rng.randint(0, 4), rng.randint(0, 4)),
+            (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+            groups,
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(48))
+def test_forced_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
+    facts = call.device_facts(0)
+    while True:
+        geometry = random_geometry(rng)
+        posed = plan.Problem(geometry, dtype, "ieee", rng.random() < 0.5, rng.random() < 0.5)
+        tiles = list(plan_cells.candidates(posed, facts))
+        if plan_cells.claims(posed, facts) and tiles:
+            break
+    with_bias = rng.random() < 0.5
+    made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    handle = launch.add_plan(made, dtype, torch.device("cuda", 0), facts.architecture)
+
+    formats = (torch.contiguous_format, torch.channels_last)
+    x, w = (
+        torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=formats[last])
+        for shape, last in (
+            (geometry.input_shape, posed.channels_last),
+            (geometry.weight_shape, posed.weight_channels_last),
+        )
+    )
+    b = torch.randn(geometry.out_channels, device="cuda").to(dtype) if with_bias else None
+
+    def run() -> torch.Tensor:
+        return torch.ops.tconv_swap.launch.default(handle, x, w, b)[0]
+
+    run().fill_(float("nan"))  # freed at once: the next call takes its memory
+    y = run()
+    assert torch.equal(y, run())
+    expected = conv_transpose2d_reference(
+        x,
+        w,
+        b,
+        geometry.stride,
+        geometry.padding,
+        geometry.output_padding,
+        geometry.groups,
+        geometry.dilation,
+    )
+    assert y.shape == expected.shape
+    error = (y.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= TOLERANCE[dtype], f"{geometry} {made.why}"
