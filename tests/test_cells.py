@@ -60,7 +60,7 @@ def test_a_kernel_serves_many_batches() -> None:
 def test_the_product_has_room_for_every_tap(geometry: Geometry) -> None:
     for stacked in (False, True):
         for columns_fastest in (False, True):
-            p = product(geometry, 2, stacked, columns_fastest)
+            p = product(geometry, stacked, columns_fastest)
             taps = [
                 len(phase_taps(geometry.kernel[1], geometry.stride[1], geometry.dilation[1], phase))
                 for phase in range(geometry.stride[1])

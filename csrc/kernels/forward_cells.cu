@@ -2,12 +2,12 @@
 // larger than the kernel, cells of many pixels. Phases and channels are stacked into the rows of one product
 // (cells.cuh), so that a tile of 16 is filled where no single phase could.
 //
-// Covers: float16, bfloat16, float32 (IEEE: three TF32 products); NCHW and channels_last; any kernel, stride,
-// padding, output padding, dilation, groups; sm_80 and up. plan_cells.py says for which it pays.
+// Covers: float16, bfloat16, float32 (IEEE: six products of BFloat16 parts); NCHW and channels_last; any kernel,
+// stride, padding, output padding, dilation, groups; sm_80 and up. plan_cells.py says for which it pays.
 //
 // A tile is TILE_H x TILE_W cells of one image, all groups and channels. A block computes one pass of every
-// `walks`-th tile; it brings a tile's input with its halo to shared memory as words of k (a channel, or two of 16
-// bits), [word][pixel] in NCHW and [pixel][word] in channels_last. A unit of a warp is one tile of M times UNIT_ROWS
+// `walks`-th tile; it brings a tile's input with its halo to shared memory as words (a channel, or two of 16 bits),
+// [word][pixel] in NCHW and [pixel][word] in channels_last. A unit of a warp is one tile of M times UNIT_ROWS
 // rows of UNIT_COLS x 8 cells; for one pair of halves it loads the input of all its vertical taps once. The sums go
 // to shared memory as elements, and leave in whole lines, with the bias in the pixels that no tap reaches (written
 // there once). RESIDENT: the pass's weights stay in shared memory, else they are read from the caches.
@@ -30,7 +30,8 @@ __device__ constexpr int aligned_to(int from, int modulus, int rest) {
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int ITEM = sizeof(Element);
-constexpr bool IS_16_BIT = ITEM == 2;
+constexpr int CHANNELS_PER_WORD = 4 / ITEM;
+constexpr int HALF_WORDS = HALF_CHANNELS / CHANNELS_PER_WORD;
 constexpr int PIXELS = HEIGHT * WIDTH;
 constexpr int OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH;
 constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
@@ -43,11 +44,11 @@ constexpr int COPY_PIXELS = CHANNELS_LAST ? 1 : COPY;
 constexpr int LEAD = (Horizontal::LOWEST % COPY_PIXELS + COPY_PIXELS) % COPY_PIXELS;
 constexpr int HALO_H = TILE_H + (V - 1) * V_STEP;
 constexpr int HALO_W = round_up(LEAD + TILE_W + Horizontal::SPAN, COPY_PIXELS);
-constexpr int WORDS = GROUPS * GROUP_HALVES * HALF_WORDS;
 constexpr int GROUP_WORDS = GROUP_HALVES * HALF_WORDS;
+constexpr int WORDS = GROUPS * GROUP_WORDS;
 // Pitches at which the lanes that read a fragment meet different banks.
-constexpr int K_PITCH = aligned_to(HALO_H * HALO_W, 32, 8);
-constexpr int PIXEL_PITCH = aligned_to(WORDS, 8, 4);
+constexpr int K_PITCH = aligned_to(HALO_H * HALO_W, 32, IS_16_BIT ? 8 : 4);
+constexpr int PIXEL_PITCH = IS_16_BIT ? aligned_to(WORDS, 8, 4) : aligned_to(WORDS, 16, 8);
 constexpr int INPUT_WORDS = CHANNELS_LAST ? HALO_H * HALO_W * PIXEL_PITCH : WORDS * K_PITCH;
 constexpr int WEIGHT_WORDS = RESIDENT ? GROUPS * M_TILES * TILE_FRAGMENTS * FRAGMENT_WORDS : 0;
 
@@ -238,7 +239,7 @@ static_assert(SHARED_BYTES == (INPUT_WORDS + WEIGHT_WORDS) * 4 + STAGE_BYTES, "t
 struct Sums {
   float of[UNIT_ROWS][UNIT_COLS][4];
 };
-using Window = u32[WINDOW][UNIT_COLS][2];
+using Window = u32[WINDOW][UNIT_COLS][2][PARTS];
 
 /// Whether window row `i` is multiplied by any tap.
 __device__ constexpr bool row_used(int i) {
@@ -247,50 +248,76 @@ __device__ constexpr bool row_used(int i) {
   return false;
 }
 
-/// One pair of halves of a unit's input. `first`, `second`: this lane's places in the unit's first fragment of each.
-/// Without a second half its words are zeros.
-__device__ __forceinline__ void load_window(Window& b, u32 first, u32 second, bool has_second) {
+/// Two channels of a pixel, in float32.
+__device__ __forceinline__ void load_parts(u32 (&b)[PARTS], u32 at) {
   if constexpr (CHANNELS_LAST) {
-    // Lane 8m + r names a pixel of matrix m: half m % 2 of fragment m / 2, the next column or (UNIT_COLS == 1) row.
-    const u32 from = threadIdx.x / 8 % 2 ? second : first;
-    if constexpr (UNIT_COLS > 1) {
-#pragma unroll
-      for (int i = 0; i < WINDOW; ++i) {
-        if (!row_used(i)) continue;
-#pragma unroll
-        for (int col = 0; col < UNIT_COLS; col += 2) {
-          u32 m[4];
-          ptx::load_matrices(m, from + (i * HALO_W + col * 8) * (PIXEL_STEP * 4));
-          b[i][col][0] = m[0], b[i][col][1] = m[1], b[i][col + 1][0] = m[2], b[i][col + 1][1] = m[3];
-        }
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < WINDOW; ++i)
-        if (row_used(i)) ptx::load_matrices(b[i][0], from + i * HALO_W * (PIXEL_STEP * 4));
-    }
+    const float2 pair = ptx::load_shared_pair(at);
+    split(b, pair.x, pair.y);
   } else {
-#pragma unroll
-    for (int i = 0; i < WINDOW; ++i) {
-      if (!row_used(i)) continue;
-#pragma unroll
-      for (int col = 0; col < UNIT_COLS; ++col) {
-        const u32 pixel = (i * HALO_W + col * 8) * 4;
-        b[i][col][0] = ptx::load_shared(first + pixel);
-        b[i][col][1] = ptx::load_shared(second + pixel);
-      }
-    }
-  }
-  if constexpr (GROUP_HALVES % 2 == 1) {
-#pragma unroll
-    for (int i = 0; i < WINDOW; ++i)
-#pragma unroll
-      for (int col = 0; col < UNIT_COLS; ++col)
-        if (!has_second) b[i][col][1] = 0;
+    split(b, __uint_as_float(ptx::load_shared(at)), __uint_as_float(ptx::load_shared(at + K_PITCH * 4)));
   }
 }
 
-/// The sums of one unit. `weights`: this lane's first 16 bytes of the tile of M.
+/// One pair of halves of a unit's input. `first`, `second`: this lane's places in the unit's first fragment of each.
+/// Without a second half its words are zeros.
+__device__ __forceinline__ void load_window(Window& b, u32 first, u32 second, bool has_second) {
+  // ldmatrix: lane 8m + r names a pixel of matrix m, half m % 2 of fragment m / 2, a neighbouring column's.
+  const u32 named = threadIdx.x / 8 % 2 ? second : first;
+#pragma unroll
+  for (int i = 0; i < WINDOW; ++i) {
+    if (!row_used(i)) continue;
+#pragma unroll
+    for (int col = 0; col < UNIT_COLS; ++col) {
+      const u32 pixel = (i * HALO_W + col * 8) * (PIXEL_STEP * 4);
+      if constexpr (!IS_16_BIT) {
+        load_parts(b[i][col][0], first + pixel);
+        load_parts(b[i][col][1], second + pixel);
+      } else if constexpr (!CHANNELS_LAST) {
+        b[i][col][0][0] = ptx::load_shared(first + pixel);
+        b[i][col][1][0] = ptx::load_shared(second + pixel);
+      } else if constexpr (UNIT_COLS == 1) {
+        u32 m[2];
+        ptx::load_matrices(m, named + pixel);
+        b[i][0][0][0] = m[0], b[i][0][1][0] = m[1];
+      } else if (col % 2 == 0) {
+        u32 m[4];
+        ptx::load_matrices(m, named + pixel);
+        b[i][col][0][0] = m[0], b[i][col][1][0] = m[1], b[i][col + 1][0][0] = m[2], b[i][col + 1][1][0] = m[3];
+      }
+    }
+#pragma unroll
+    for (int col = 0; col < UNIT_COLS; ++col)
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        if (GROUP_HALVES % 2 == 1 && !has_second) b[i][col][1][part] = 0;
+  }
+}
+
+/// sum += a * b, of all parts.
+__device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint4 (&a)[PARTS], const u32 (&b)[2][PARTS]) {
+  const auto multiply = [&](float(&to)[4], int i, int j) {
+    const u32 fragment[2] = {b[0][j], b[1][j]};
+    ptx::mma<IS_16_BIT ? PRECISION : ptx::BF16>(to, a[i], fragment);
+  };
+  if constexpr (PARTS == 1) {
+    multiply(sum, 0, 0);
+  } else {
+    // The smallest products first; those left out are below float32's roundoff. The multiplier truncates its sums;
+    // adding them here rounds to nearest, once for the six.
+    float part[4] = {0.f, 0.f, 0.f, 0.f};
+    multiply(part, 0, 2);
+    multiply(part, 2, 0);
+    multiply(part, 1, 1);
+    multiply(part, 0, 1);
+    multiply(part, 1, 0);
+    multiply(part, 0, 0);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) sum[r] += part[r];
+  }
+}
+
+/// The sums of one unit. `weights`: this lane's first 16 bytes of the tile of M; `at`: its place in the unit's first
+/// fragment of the first half.
 __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 at, int halves) {
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
@@ -309,50 +336,22 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 a
     }
     return here;
   };
-#pragma unroll 2
+#pragma unroll(IS_16_BIT ? 2 : 1)
   for (int half = 0; half < halves; half += 2) {
     const bool has_second = half + 1 < halves;
     const u32 first = next_half(), second = has_second ? next_half() : first;
     Window b;
     load_window(b, first, second, has_second);
-    [[maybe_unused]] u32 b_low[PARTS == 2 ? WINDOW : 1][UNIT_COLS][2];
-    if constexpr (PARTS == 2) {
-#pragma unroll
-      for (int i = 0; i < WINDOW; ++i) {
-        if (!row_used(i)) continue;
-#pragma unroll
-        for (int col = 0; col < UNIT_COLS; ++col)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const u32 exact = b[i][col][e];
-            b[i][col][e] = ptx::round_to_tf32(exact);
-            b_low[i][col][e] = ptx::low_part(__uint_as_float(exact), b[i][col][e]);
-          }
-      }
-    }
 #pragma unroll
     for (int v = 0; v < V; ++v) {
-      const uint4 a = weights[v * PARTS * 32];
-      [[maybe_unused]] uint4 a_low;
-      if constexpr (PARTS == 2) a_low = weights[(v * PARTS + 1) * 32];
+      uint4 a[PARTS];
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) a[part] = weights[(v * PARTS + part) * 32];
 #pragma unroll
       for (int row = 0; row < UNIT_ROWS; ++row)
 #pragma unroll
-        for (int col = 0; col < UNIT_COLS; ++col) {
-          float(&sum)[4] = sums.of[row][col];
-          const int i = row + (V - 1 - v) * V_STEP;
-          if constexpr (PARTS == 2) {
-            // The multiplier truncates its sums; adding them here rounds to nearest, once for the three.
-            float part[4] = {0.f, 0.f, 0.f, 0.f};
-            ptx::mma<PRECISION>(part, a, b_low[i][col]);
-            ptx::mma<PRECISION>(part, a_low, b[i][col]);
-            ptx::mma<PRECISION>(part, a, b[i][col]);
-#pragma unroll
-            for (int r = 0; r < 4; ++r) sum[r] += part[r];
-          } else {
-            ptx::mma<PRECISION>(sum, a, b[i][col]);
-          }
-        }
+        for (int col = 0; col < UNIT_COLS; ++col)
+          multiply_parts(sums.of[row][col], a, b[row + (V - 1 - v) * V_STEP][col]);
     }
     weights += V * PARTS * 32;
   }
@@ -430,9 +429,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   __syncthreads();
 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Of a fragment, a lane reads words t and t + 4 of pixel g (NCHW), or names 4 words of a pixel (channels_last).
-  const int lane_pixel = CHANNELS_LAST ? lane % 8 + (UNIT_COLS > 1 ? lane / 16 * 8 : 0) : lane / 4;
-  const u32 lane_at = input_tile + ((LEAD + lane_pixel) * PIXEL_STEP + (CHANNELS_LAST ? 0 : lane % 4 * K_PITCH)) * 4;
+  // Of a half, a lane reads two channels (t) of pixel g, or names all of a pixel (ldmatrix).
+  constexpr bool NAMES = IS_16_BIT && CHANNELS_LAST;
+  const int lane_pixel = NAMES ? lane % 8 + (UNIT_COLS > 1 ? lane / 16 * 8 : 0) : lane / 4;
+  const int lane_word = NAMES ? 0 : lane % 4 * (HALF_WORDS / 4);
+  const u32 lane_at = input_tile + ((LEAD + lane_pixel) * PIXEL_STEP + lane_word * (CHANNELS_LAST ? 1 : K_PITCH)) * 4;
   const uint4* const lane_weights = reinterpret_cast<const uint4*>(RESIDENT ? weight_tile : pass_weights) + lane;
 
 #pragma unroll 1

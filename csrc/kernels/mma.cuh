@@ -86,6 +86,12 @@ __device__ __forceinline__ uint4 load_shared_vector(u32 address) {
   return v;
 }
 
+__device__ __forceinline__ float2 load_shared_pair(u32 address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+
 template <int WORDS>
 __device__ __forceinline__ void store_shared(u32 address, const u32* v) {
   if constexpr (WORDS == 4) {

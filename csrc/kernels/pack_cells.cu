@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (pass >= PASSES) return;
 
   const int shift_h = first_row(pass) + (V - 1 - v) * V_STEP;
-  u32 high[4], low[4];
+  u32 words[4][PARTS];
 #pragma unroll
   for (int word = 0; word < 4; ++word) {
     const int m = m_of_row(tile, g + word % 2 * 8), half = pair * 2 + word / 2;
@@ -43,17 +43,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (!real || ci >= CI_GROUP) return Element{};
       return weight[at_weight(group * CI_GROUP + ci, place.channel, kh, kw)];
     };
-    const int ci = (half % GROUP_HALVES * HALF_WORDS + t) * CHANNELS_PER_WORD;
-    if constexpr (CHANNELS_PER_WORD == 2) {
-      high[word] = bits_of(value(ci)) | bits_of(value(ci + 1)) << 16;
+    const int ci = half % GROUP_HALVES * HALF_CHANNELS + t * 2;
+    if constexpr (IS_16_BIT) {
+      words[word][0] = bits_of(value(ci)) | bits_of(value(ci + 1)) << 16;
     } else {
-      const float exact = load_as(value(ci));
-      high[word] = ptx::round_to_tf32(__float_as_uint(exact));
-      low[word] = ptx::low_part(exact, high[word]);
+      split(words[word], load_as(value(ci)), load_as(value(ci + 1)));
     }
   }
   const long long fragment = (((static_cast<long long>(pass) * GROUPS + group) * M_TILES + tile) * PAIRS + pair) * V + v;
   uint4* const to = reinterpret_cast<uint4*>(packed) + fragment * PARTS * 32 + g * 4 + t;
-  to[0] = make_uint4(high[0], high[1], high[2], high[3]);
-  if constexpr (PARTS == 2) to[32] = make_uint4(low[0], low[1], low[2], low[3]);
+#pragma unroll
+  for (int part = 0; part < PARTS; ++part)
+    to[part * 32] = make_uint4(words[0][part], words[1][part], words[2][part], words[3][part]);
 }

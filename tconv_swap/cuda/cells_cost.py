@@ -12,6 +12,7 @@ from tconv_swap.cuda.cells_tile import (
     Tile,
     halo,
     packed_bytes,
+    parts,
     product,
     store_elements,
 )
@@ -49,7 +50,7 @@ HIDING_WARPS = 6
 def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> float:
     """The expected time on an H200."""
     rates = _CHANNELS_LAST if channels_last else _NCHW
-    p = product(geometry, item, tile.stacked, tile.columns_fastest)
+    p = product(geometry, tile.stacked, tile.columns_fastest)
     vertical, horizontal = axes(geometry)
     tiles = geometry.batch * ceil_div(vertical.cells, tile.tile_h) * ceil_div(horizontal.cells, tile.tile_w)
     passes = p.passes if tile.stacked else p.passes * vertical.used
@@ -62,9 +63,9 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
         tiles * passes * rows * columns * geometry.groups * ceil_div(units, tile.warps) * tile.warps / units
     )
     window = tile.unit_rows + (p.v - 1) * p.v_step
-    fragments = done * p.all_pairs * window * tile.unit_cols * 256
-    weights = done * p.all_pairs * p.v * 512 * (item // 2)
-    multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * (3 if item == 4 else 1)
+    fragments = done * p.all_pairs * window * tile.unit_cols * 128 * item
+    weights = done * p.all_pairs * p.v * 512 * parts(item)
+    multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * (6 if item == 4 else 1)
     staged = done * p.m_tiles * 16 * tile.unit_rows * tile.unit_cols * 8
 
     computing = tiles * passes * halo(geometry, tile, item, channels_last)[2] * rates.fill

@@ -11,7 +11,13 @@ from tconv_swap.geometry import Geometry, phase_taps
 
 #: Bytes of one fragment of packed weights: 16 rows of M x 8 words of k.
 FRAGMENT_BYTES = 512
-HALF_WORDS = 4
+#: Input channels of half a multiply.
+HALF_CHANNELS = 8
+
+
+def parts(item: int) -> int:
+    """Numbers of 16 bits that an element of ``item`` bytes is multiplied as."""
+    return 1 if item == 2 else 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +53,14 @@ class Product:
     v_step: int
     m_tiles: int
     pairs: int
-    #: Halves of four words that the input channels of a group fill.
+    #: Halves of a multiply that the input channels of a group fill.
     group_halves: int
     #: Pairs of halves that the tiles of M take, all together.
     all_pairs: int
 
 
 @lru_cache(maxsize=1024)
-def product(geometry: Geometry, item: int, stacked: bool, columns_fastest: bool) -> Product:
+def product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product:
     vertical, _ = axes(geometry)
     stride, padding, dilation = geometry.stride[1], geometry.padding[1], geometry.dilation[1]
     shifts = {}
@@ -70,7 +76,7 @@ def product(geometry: Geometry, item: int, stacked: bool, columns_fastest: bool)
         for m in range(first, min(first + 16, rows)):
             reached += shifts[used[m % len(used) if columns_fastest else m // channels % len(used)]]
         counts.append(max(reached) - min(reached) + 1)
-    halves = ceil_div(ceil_div(geometry.in_channels_per_group * item, 4), HALF_WORDS)
+    halves = ceil_div(geometry.in_channels_per_group, HALF_CHANNELS)
     pairs = [ceil_div(count * halves, 2) for count in counts]
     return Product(
         passes=1 if stacked else geometry.stride[0],
@@ -85,8 +91,8 @@ def product(geometry: Geometry, item: int, stacked: bool, columns_fastest: bool)
 
 def packed_bytes(geometry: Geometry, tile: Tile, item: int) -> int:
     """The packed weights of one pass."""
-    p = product(geometry, item, tile.stacked, tile.columns_fastest)
-    return geometry.groups * p.m_tiles * p.pairs * p.v * (2 if item == 4 else 1) * FRAGMENT_BYTES
+    p = product(geometry, tile.stacked, tile.columns_fastest)
+    return geometry.groups * p.m_tiles * p.pairs * p.v * parts(item) * FRAGMENT_BYTES
 
 
 def _power_dividing(n: int, most: int) -> int:
@@ -106,29 +112,32 @@ def copy_elements(geometry: Geometry, item: int, channels_last: bool) -> int:
 
 def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
     """(rows, columns, bytes in shared memory) of the input that a tile reads."""
-    p = product(geometry, item, tile.stacked, tile.columns_fastest)
+    p = product(geometry, tile.stacked, tile.columns_fastest)
     _, horizontal = axes(geometry)
-    words = geometry.groups * p.group_halves * HALF_WORDS
+    words = geometry.groups * p.group_halves * HALF_CHANNELS * item // 4
     rows = tile.tile_h + (p.v - 1) * p.v_step
     copy = 1 if channels_last else copy_elements(geometry, item, channels_last)
     lead = horizontal.lowest % copy
     columns = ceil_div(lead + tile.tile_w + horizontal.span, copy) * copy
     pixels = rows * columns
-    in_shared = pixels * _aligned_to(words, 8, 4) if channels_last else words * _aligned_to(pixels, 32, 8)
+    if channels_last:
+        in_shared = pixels * (_aligned_to(words, 8, 4) if item == 2 else _aligned_to(words, 16, 8))
+    else:
+        in_shared = words * _aligned_to(pixels, 32, 8 if item == 2 else 4)
     return rows, columns, in_shared * 4
 
 
 def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """What the compiler needs of a thread without spilling, fitted to its reports, on the safe side."""
-    p = product(geometry, item, tile.stacked, tile.columns_fastest)
+    p = product(geometry, tile.stacked, tile.columns_fastest)
     rows, columns, _ = halo(geometry, tile, item, channels_last)
-    elements = geometry.groups * p.group_halves * HALF_WORDS * (4 // item) if channels_last else rows
+    elements = geometry.groups * p.group_halves * HALF_CHANNELS if channels_last else rows
     copies = elements * columns // copy_elements(geometry, item, channels_last)
     slots = ceil_div(copies, 32 * tile.warps)
     sums = 4 * tile.unit_rows * tile.unit_cols
     window = 2 * (tile.unit_rows + (p.v - 1) * p.v_step) * tile.unit_cols
     if item == 4:
-        return int(95 + sums + 4.5 * window + 5 * slots)
+        return int(85 + sums + 4.2 * window + 4 * slots)
     return int(72 + sums + 0.6 * window + (4 if channels_last else 9) * slots)
 
 

@@ -9,7 +9,15 @@ import torch
 
 from tconv_swap.cuda import plan_narrow
 from tconv_swap.cuda.cells_cost import microseconds
-from tconv_swap.cuda.cells_tile import Tile, packed_bytes, product, registers, shared_bytes
+from tconv_swap.cuda.cells_tile import (
+    HALF_CHANNELS,
+    Tile,
+    packed_bytes,
+    parts,
+    product,
+    registers,
+    shared_bytes,
+)
 from tconv_swap.cuda.narrow_tile import axes, ceil_div
 from tconv_swap.cuda.plan_narrow import NOMINAL_BATCHES
 from tconv_swap.cuda.problem import Device, Problem
@@ -25,6 +33,7 @@ from tconv_swap.cuda.program import (
     output,
     workspace,
 )
+from tconv_swap.geometry import Geometry
 
 INT32_LIMIT = 2**31
 _PACK_THREADS = 256
@@ -34,6 +43,8 @@ _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 BLOCKS_IN_LINE = 4
 #: Input channels of a group that fill half of what a multiply of 16-bit numbers takes; with fewer FFMA is faster.
 FEWEST_CHANNELS = 8
+#: Float32 takes six products: FFMA is faster where less than this share of them is of use.
+FLOAT32_SHARE = 0.5
 #: With more rows of M than the second, every row of a cell is a pass of its own; with fewer than the first, none.
 STACKED_ROWS = (16, 64)
 #: Columns of a cell that fill a tile of M.
@@ -61,11 +72,26 @@ def claims(problem: Problem, device: Device) -> bool:
 
 def pays(problem: Problem) -> bool:
     """Whether it is expected to be faster than FFMA on what memory bounds."""
-    return (
-        problem.dtype in (torch.float16, torch.bfloat16)
-        and problem.geometry.in_channels_per_group >= FEWEST_CHANNELS
-        and plan_narrow.claims(problem.geometry, problem.dtype)
-    )
+    geometry = problem.geometry
+    if geometry.in_channels_per_group < FEWEST_CHANNELS or not plan_narrow.claims(geometry, problem.dtype):
+        return False
+    return problem.dtype != torch.float32 or useful_share(geometry) >= FLOAT32_SHARE
+
+
+def useful_share(geometry: Geometry) -> float:
+    """Of what is multiplied, the share that is neither padding nor a tap that an output does not have."""
+    vertical, horizontal = axes(geometry)
+    stacked = _rows(geometry) <= STACKED_ROWS[0]
+    p = product(geometry, stacked, stacked or horizontal.stride >= MANY_COLUMNS)
+    useful = geometry.taps * geometry.in_channels_per_group * geometry.out_channels_per_group
+    passes = 1 if stacked else round(p.passes * vertical.used)
+    return useful / (passes * p.all_pairs * p.v * 16 * 2 * HALF_CHANNELS)
+
+
+def _rows(geometry: Geometry) -> int:
+    """Outputs of a cell, of one group, in columns that have taps."""
+    _, horizontal = axes(geometry)
+    return geometry.stride[0] * round(horizontal.used * horizontal.stride) * geometry.out_channels_per_group
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
@@ -92,14 +118,14 @@ def rank(problem: Problem, device: Device) -> list[Tile]:
 
 def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
     """The tiles worth a thought."""
-    geometry, item = problem.geometry, problem.dtype.itemsize
+    geometry = problem.geometry
     vertical, horizontal = axes(geometry)
-    rows = geometry.stride[0] * round(horizontal.used * horizontal.stride) * geometry.out_channels_per_group
+    rows = _rows(geometry)
     for stacked in (True, False):
         if rows <= STACKED_ROWS[0] if not stacked else rows > STACKED_ROWS[1]:
             continue
         columns_fastest = not problem.channels_last and (stacked or horizontal.stride >= MANY_COLUMNS)
-        p = product(geometry, item, stacked, columns_fastest)
+        p = product(geometry, stacked, columns_fastest)
         for unit_rows, unit_cols in UNITS:
             for tile_w in (8, 16, 32, 64, 128):
                 if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.cells):
@@ -147,7 +173,7 @@ def _blocks(problem: Problem, tile: Tile, device: Device) -> int:
 def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     """The plan that computes the problem with this tile."""
     geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
-    parts = product(geometry, item, tile.stacked, tile.columns_fastest)
+    p = product(geometry, tile.stacked, tile.columns_fastest)
     packed = packed_bytes(geometry, tile, item)
     shared = shared_bytes(geometry, tile, item, channels_last)
     common: tuple[tuple[str, Constant], ...] = (
@@ -159,7 +185,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         ("STACKED", tile.stacked),
         ("COLUMNS_FASTEST", tile.columns_fastest),
     )
-    lanes = packed * parts.passes // 16 // (2 if item == 4 else 1)
+    lanes = packed * p.passes // 16 // parts(item)
     pack = Launch(
         Kernel(
             "pack_cells.cu",
@@ -173,7 +199,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
     vertical, horizontal = axes(geometry)
     tiles = geometry.batch * ceil_div(vertical.cells, tile.tile_h) * ceil_div(horizontal.cells, tile.tile_w)
     blocks = device.multiprocessors * tile.blocks_per_multiprocessor * BLOCKS_IN_LINE
-    walks = min(tiles, ceil_div(blocks, parts.passes))
+    walks = min(tiles, ceil_div(blocks, p.passes))
     walks = ceil_div(tiles, ceil_div(tiles, walks))
     forward = Launch(
         Kernel(
@@ -187,7 +213,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
                 ("SHARED_BYTES", shared),
             ),
         ),
-        grid=parts.passes * walks,
+        grid=p.passes * walks,
         block=32 * tile.warps,
         arguments=(input_(0), workspace(0), input_(2), output(0), int64(geometry.batch), int64(walks)),
         shared_bytes=shared,
@@ -198,5 +224,5 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group, stacked: {tile}",
         outputs=(Output(geometry.output_shape, channels_last),),
         launches=(pack, forward),
-        workspace_bytes=packed * parts.passes,
+        workspace_bytes=packed * p.passes,
     )
