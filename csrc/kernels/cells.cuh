@@ -66,8 +66,13 @@ __device__ constexpr Place place_of(int m, const UsedColumns& used) {
   if (COLUMNS_FASTEST) return {m / (COLUMNS * CO_GROUP), used.at[m % COLUMNS], m / COLUMNS % CO_GROUP};
   return {m / (COLUMNS * CO_GROUP), used.at[m / CO_GROUP % COLUMNS], m % CO_GROUP};
 }
-/// Rows g and g + 8 of a tile, which one lane holds, are neighbours in M.
-__device__ constexpr int m_of_row(int tile, int row) { return tile * 16 + row % 8 * 2 + row / 8; }
+/// Whether places m and m + 1 of M, m even, are neighbours in memory; then one lane holds them, in rows g and g + 8.
+constexpr bool NEIGHBOURS =
+    CHANNELS_LAST ? !COLUMNS_FASTEST && (CO_GROUP % 2 == 0 || (GROUPS == 1 && ALL_COLUMNS && STRIDE_W * CO_GROUP % 2 == 0))
+                  : COLUMNS_FASTEST && ALL_COLUMNS && STRIDE_W % 2 == 0;
+__device__ constexpr int m_of_row(int tile, int row) {
+  return tile * 16 + (NEIGHBOURS ? row % 8 * 2 + row / 8 : row);
+}
 
 /// Shifts by columns that each tile of M takes: `count` from `first` on, counted from the least of all.
 struct Shifts {

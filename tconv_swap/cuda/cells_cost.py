@@ -14,7 +14,7 @@ from tconv_swap.cuda.cells_tile import (
     packed_bytes,
     parts,
     product,
-    store_elements,
+    stores,
 )
 from tconv_swap.cuda.narrow_tile import axes, ceil_div
 from tconv_swap.geometry import Geometry
@@ -84,7 +84,5 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
         and tile.tile_w * horizontal.stride * pixel * item % 32 == 0
     )
     written = outputs * item * (1.0 if aligned else (line + 32) / line)
-    storing = (
-        written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
-    )
+    storing = written * rates.written + outputs / stores(geometry, tile, item, channels_last)[0] * rates.store
     return computing + storing + p.passes * packed_bytes(geometry, tile, item) * rates.packed + rates.launch

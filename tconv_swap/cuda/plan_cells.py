@@ -137,7 +137,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
                     for warps in (4, 8):
                         if units < warps > 4:
                             continue
-                        for resident in (True, False):
+                        for resident, ahead in ((True, True), (True, False), (False, True), (False, False)):
                             tile = Tile(
                                 stacked,
                                 columns_fastest,
@@ -147,6 +147,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
                                 unit_cols,
                                 warps,
                                 resident,
+                                ahead,
                                 1,
                             )
                             blocks = _blocks(problem, tile, device)

@@ -1,0 +1,130 @@
+// The outputs of a tile of forward_cells.cu: staged in shared memory as elements, then stored in whole lines.
+#pragma once
+
+constexpr int OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH;
+constexpr int MOST = 16 / ITEM;  // elements of the widest store
+
+// Lines, which lie in one piece in memory: the tile's pixels of an output row, of one channel (NCHW) or of all.
+constexpr int STAGE_ROWS = TILE_H * PASS_ROWS;
+constexpr int CHANNEL_LINES = CHANNELS_LAST ? 1 : OUT_CHANNELS;
+constexpr int LINES = CHANNEL_LINES * STAGE_ROWS;
+constexpr int CELL = STRIDE_W * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+constexpr int LINE = TILE_W * CELL, OUT_LINE = OUT_WIDTH * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+// Four lanes write cells two apart; where those would meet the same banks, 16 bytes separate the cells.
+constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
+constexpr int CELL_PITCH = CELL + CELL_PAD;
+
+/// Elements of one store that every line is aligned to.
+constexpr int ALIGNED = power_dividing(OUT_LINE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
+/// A line that begins anywhere is staged as far from an aligned place as its output lies from one, so that all but its
+/// ends are stored in full width. Not where pixels keep the bias: they must not move from tile to tile.
+constexpr bool SKEWED = !CHANNELS_LAST && ALL_COLUMNS && ALIGNED < MOST;
+constexpr int STORE = SKEWED ? MOST : ALIGNED;
+constexpr int STORES = ceil_div(LINE + (SKEWED ? MOST - 1 : 0), STORE);
+
+// Pitches of a line and of a channel; eight lanes write neighbouring channels.
+constexpr int LINE_PITCH = round_up((TILE_W * CELL_PITCH + (SKEWED ? MOST : 0)) * ITEM, 16) / ITEM;
+constexpr int CHANNEL_PITCH =
+    CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 32, 4) * 4 / ITEM;
+constexpr int STAGE_BYTES = CHANNEL_LINES * CHANNEL_PITCH * ITEM;
+
+__device__ constexpr int lanes_of_line() {
+  int lanes = 1;
+  while (lanes < STORES && lanes < (LINES < WARPS ? THREADS : 32)) lanes *= 2;
+  return lanes;
+}
+constexpr int LANES = lanes_of_line();
+
+/// Where an output lies in the staged tile; for the cell (h, w) of the tile, h * ROW_STEP + w * CELL_STEP further.
+__device__ __forceinline__ int staged_at(int row, int column, int channel) {
+  return CHANNELS_LAST ? row * LINE_PITCH + column * OUT_CHANNELS + channel
+                       : channel * CHANNEL_PITCH + row * LINE_PITCH + column;
+}
+constexpr int ROW_STEP = PASS_ROWS * LINE_PITCH;
+constexpr int CELL_STEP = CHANNELS_LAST ? CELL_PITCH : STRIDE_W;
+constexpr bool STAGES_PAIRS = NEIGHBOURS && CELL_PITCH % 2 == 0 && (!SKEWED || OUT_WIDTH % 2 == 0);
+
+/// The tile that is computed: its image, first cell, and row of the cell.
+struct OutputTile {
+  long long image;
+  int cell_h, cell_w, pass;
+
+  /// Output row of row `row` of the staged tile.
+  __device__ __forceinline__ int out_row(int row) const {
+    return (cell_h + row / PASS_ROWS) * STRIDE_H + pass + row % PASS_ROWS;
+  }
+  /// The first element of a line, counted from the image's.
+  __device__ __forceinline__ int line_begin(int channel, int out_row) const {
+    return (channel * OUT_HEIGHT + out_row) * OUT_LINE + cell_w * CELL;
+  }
+  /// How far after an aligned place it lies.
+  __device__ __forceinline__ int skew(int channel, int out_row) const {
+    if (!SKEWED) return 0;
+    return (static_cast<int>(image) * (OUT_CHANNELS * OUT_PIXELS % MOST) + line_begin(channel, out_row)) & (MOST - 1);
+  }
+};
+
+__device__ __forceinline__ Element element_of(float x) {
+  if constexpr (IS_16_BIT) {
+    return Element{static_cast<unsigned short>(ptx::pack_pair<PRECISION>(x, 0.f))};
+  } else {
+    return store_as<Element>(x);
+  }
+}
+
+template <int COUNT>
+struct alignas(COUNT * sizeof(Element)) Run {
+  Element of[COUNT];
+};
+
+/// The bias, everywhere: no tap overwrites it in pixels without any.
+__device__ __forceinline__ void stage_bias(Element* staged, const Element* bias) {
+  constexpr int COUNT = !HAS_BIAS || !CHANNELS_LAST ? MOST : power_dividing(OUT_CHANNELS, MOST);
+  for (int i = threadIdx.x * COUNT; i < CHANNEL_LINES * CHANNEL_PITCH; i += THREADS * COUNT) {
+    const int channel = CHANNELS_LAST ? i % LINE_PITCH % CELL_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
+    Run<COUNT> run;
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) run.of[k] = HAS_BIAS ? bias[channel + (CHANNELS_LAST ? k : 0)] : element_of(0.f);
+    *reinterpret_cast<Run<COUNT>*>(staged + i) = run;
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void store_run(Element* to, const Element* from) {
+  constexpr int BYTES = COUNT * ITEM;
+  if constexpr (BYTES == 16) {
+    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
+  } else if constexpr (BYTES == 8) {
+    __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
+  } else if constexpr (BYTES == 4) {
+    __stcs(reinterpret_cast<u32*>(to), *reinterpret_cast<const u32*>(from));
+  } else {
+    *to = *from;
+  }
+}
+
+/// The staged tile, by all threads.
+__device__ __forceinline__ void store_tile(const Element* staged, Element* output, const OutputTile& tile) {
+  output += tile.image * (static_cast<long long>(OUT_CHANNELS) * OUT_PIXELS);
+  const int left = OUT_LINE - tile.cell_w * CELL, length = left < LINE ? left : LINE;
+  const int lane = threadIdx.x % LANES;
+#pragma unroll 2
+  for (int line = threadIdx.x / LANES; line < LINES; line += THREADS / LANES) {
+    const int row = line % STAGE_ROWS, channel = line / STAGE_ROWS;
+    const int out_row = tile.out_row(row);
+    if (out_row >= OUT_HEIGHT) continue;
+    const int skew = tile.skew(channel, out_row);
+    Element* const to = output + tile.line_begin(channel, out_row) - skew;
+    const Element* const from = staged + channel * CHANNEL_PITCH + row * LINE_PITCH;
+    const int end = length + skew;
+#pragma unroll(ceil_div(STORES, LANES) <= 16 ? ceil_div(STORES, LANES) : 4)
+    for (int pass = 0; pass < ceil_div(STORES, LANES); ++pass) {
+      const int i = (lane + pass * LANES) * STORE;
+      if (SKEWED && (i < skew || i + STORE > end)) {
+        for (int k = i < skew ? skew : i; k < i + STORE && k < end; ++k) to[k] = from[k];
+      } else if (i < end) {
+        store_run<STORE>(to + i, from + (CELL_PAD ? i + i / CELL * CELL_PAD : i));
+      }
+    }
+  }
+}
