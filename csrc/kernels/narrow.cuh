@@ -2,18 +2,7 @@
 // (geometry.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
 #pragma once
 #include "geometry.cuh"
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// A number read digit by digit, the last first, each with its own base.
-struct Digits {
-  unsigned rest;
-  __device__ __forceinline__ int next(unsigned base) {
-    const unsigned digit = rest % base;
-    rest /= base;
-    return (int)digit;
-  }
-};
+#include "tile_index.cuh"
 
 // The taps of one phase on one axis: first, first + STEP, ..., `count` of them. The first reads the input `origin`
 // pixels after the cell, each further one REACH pixels before the last.
@@ -87,11 +76,6 @@ __device__ __forceinline__ void read_vector(float* to, const float* from) {
     to[0] = *from;
   }
 }
-
-template <int N>
-struct alignas(N * sizeof(Element)) Pack {
-  Element elements[N];
-};
 
 // N floats to shared memory, in the background; zeros where not `inside`, and `from` is then not read. On older GPUs
 // no plan asks for it.
