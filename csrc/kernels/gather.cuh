@@ -10,7 +10,7 @@
 // output lie zeros. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel; by
 // cp.async (ASYNC: float, sm_80) into one of two buffers, else through registers.
 //
-// float32 is rounded to TF32 (PRECISION TF32) or multiplied as three products of TF32 (IEEE); 16 bits are exact.
+// float32 is rounded to TF32 (PRECISION TF32) or multiplied in parts, out of two or three products (IEEE).
 #pragma once
 #include "geometry.cuh"
 #include "mma.cuh"
@@ -40,11 +40,11 @@ constexpr int TILES_W = ceil_div(WIDTH, TILE_W);
 
 constexpr int column_place(int column) { return column / STRIDE_W * CELL + column % STRIDE_W; }
 
-// Words from a pixel's first place to that of one of its taps.
+// Bytes from a pixel's first place to that of one of its taps.
 __device__ __forceinline__ int tap_place(int tap) {
   Digits digits{(unsigned)tap};
   const int kw = digits.next(KERNEL_W), kh = digits.next(CHUNK_KH);
-  return digits.rest * PLANE + kh * TAP_ROWS * ROW_PITCH + column_place(SHIFT + kw * DILATION_W);
+  return 4 * (digits.rest * PLANE + kh * TAP_ROWS * ROW_PITCH + column_place(SHIFT + kw * DILATION_W));
 }
 
 constexpr int VECTORS_W = COLUMNS / LOAD_W, VECTORS_C = CHANNELS / LOAD_C;
@@ -174,36 +174,53 @@ struct GradOutputLoader {
   }
 };
 
-// One operand of a multiply, as the tensor cores take it: float32 in two parts where PRECISION is IEEE.
-constexpr bool ROUND = sizeof(Element) == 4;
+// A number as the tensor cores take it, which cut off what TF32 has no bits for.
+// IEEE: high is rounded to nearest by integer arithmetic, low what is left over: one bit too much, half of the time.
+// TF32: a factor a little above one makes of cutting off nearly rounding, for 1.06 times the error of cvt.rna and a
+// quarter of its instructions. 16 bits are exact as they are.
 struct Rounded {
   u32 high, low;
 };
 __device__ __forceinline__ Rounded rounded(float value) {
-  const u32 bits = __float_as_uint(value), high = ROUND ? ptx::round_to_tf32(bits) : bits;
-  return {high, PRECISION == ptx::IEEE ? ptx::low_part(value, high) : 0};
+  if constexpr (sizeof(Element) != 4) return {__float_as_uint(value), 0};
+  if constexpr (PRECISION == ptx::TF32) return {__float_as_uint(value * (1.0f + 0.3466f / 1024)), 0};
+  const u32 high = (__float_as_uint(value) + 0x1000u) & 0xffffe000u;
+  return {high, __float_as_uint(value - __uint_as_float(high))};
 }
+
+// The weight or input of a multiply: rows g and g + 8 of k = t (x, y) and t + 4 (z, w). With 8 rows or fewer, IEEE's low
+// parts take the place of the other 8 rows.
+constexpr bool STACKED = PRECISION == ptx::IEEE && CI_GROUP <= 8;
+constexpr int HALVES = CI_GROUP <= 8 ? 1 : 2;  // of a multiply's 16 rows that hold channels
 struct Factor {
   uint4 high, low;
   __device__ __forceinline__ Factor(float x, float y, float z, float w) {
     const Rounded a = rounded(x), b = rounded(y), c = rounded(z), d = rounded(w);
-    high = make_uint4(a.high, b.high, c.high, d.high);
+    high = STACKED ? make_uint4(a.high, a.low, c.high, c.low) : make_uint4(a.high, b.high, c.high, d.high);
     low = make_uint4(a.low, b.low, c.low, d.low);
   }
 };
 
-// sum += a * b over 8 k; the three products of IEEE are added up outside of the multiplier, which would truncate.
+// sum += a * b over 8 k, or for IEEE, whose products are added up outside of the multiplier (which would cut off here
+// too), part += a * b or part = a * b, and `add` brings it to the sum.
+template <bool FIRST>
 __device__ __forceinline__ void multiply(float (&sum)[4], const Factor& a, Rounded b0, Rounded b1) {
-  const u32 high[2] = {b0.high, b1.high};
-  if constexpr (PRECISION == ptx::IEEE) {
-    const u32 low[2] = {b0.low, b1.low};
-    float part[4] = {};
-    ptx::mma<ptx::TF32>(part, a.low, high);
-    ptx::mma<ptx::TF32>(part, a.high, low);
-    ptx::mma<ptx::TF32>(part, a.high, high);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += part[i];
+  const u32 high[2] = {b0.high, b1.high}, low[2] = {b0.low, b1.low};
+  if constexpr (PRECISION != ptx::IEEE) {
+    ptx::mma<ptx::TF32>(sum, a.high, high);
   } else {
+    // The small products first.
+    const uint4& first = STACKED ? a.high : a.low;
+    const u32(&factor)[2] = STACKED ? low : high;
+    if constexpr (FIRST)
+      ptx::mma_first(sum, first, factor);
+    else
+      ptx::mma<ptx::TF32>(sum, first, factor);
+    if constexpr (!STACKED) ptx::mma<ptx::TF32>(sum, a.high, low);
     ptx::mma<ptx::TF32>(sum, a.high, high);
   }
+}
+__device__ __forceinline__ void add(float (&sum)[4], const float (&part)[4]) {
+#pragma unroll
+  for (int i = 0; i < (STACKED ? 2 : 4); ++i) sum[i] += STACKED ? part[i] + part[i + 2] : part[i];
 }

@@ -22,15 +22,14 @@ static_assert(UNITS % UNITS_ACROSS == 0 || UNITS_ACROSS % UNITS == 0);
 static_assert(THREADS == 32 * WARPS_P * WARPS_M * BLOCK_GROUPS && (BLOCK_GROUPS == 1 || BLOCK_M >= CI_GROUP));
 
 constexpr int K_STEPS = ceil_div(CHUNK_TAPS, 8);
-// Four taps that follow each other lie side by side: their places are constants but for the lane. Others are looked up.
-constexpr bool TAPS_IN_FOURS = KERNEL_W % 4 == 0 && DILATION_W == 1 &&
-                               (CELL == STRIDE_W || (STRIDE_W % 4 == 0 && SHIFT % 4 == 0));
-// Rows of 16 channels as the multiply has them. In channels_last a lane owns rows g and g + 8 of every m tile: they are
-// neighbouring channels. Whole groups are sorted in shared memory instead.
 constexpr bool STAGED = CHANNELS_LAST && BLOCK_GROUPS > 1;
-constexpr bool NEIGHBOURS = CHANNELS_LAST && !STAGED;
+constexpr bool NEIGHBOURS = CHANNELS_LAST && !STAGED && HALVES == 2;
 constexpr int WEIGHT_ROWS = NEIGHBOURS || BLOCK_M < CI_GROUP ? BLOCK_M : CI_GROUP;
 constexpr int UNROLL = WEIGHTS_IN_REGISTERS || K_STEPS <= 4 ? K_STEPS : 4;
+// Four taps that follow each other lie side by side: their places are constants but for the lane. Others are looked up,
+// and so are all of a loop that is not unrolled to its end, where NVRTC 13.0 was seen to compute wrong places.
+constexpr bool TAPS_IN_FOURS = UNROLL == K_STEPS && KERNEL_W % 4 == 0 && DILATION_W == 1 &&
+                               (CELL == STRIDE_W || (STRIDE_W % 4 == 0 && SHIFT % 4 == 0));
 constexpr int WEIGHT_PITCH = 8 * K_STEPS + 4;
 constexpr int WEIGHTS = CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * WEIGHT_PITCH;
 static_assert(!WEIGHTS_IN_REGISTERS || (CHUNKS_HERE == 1 && BLOCK_M == WEIGHT_ROWS));
@@ -104,10 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                  group0 * CO_GROUP + chunk / KH_CHUNKS * CHUNK_CO, first_row, tile);
     if (++next_chunk == chunks) next_chunk = 0, next.advance();
   };
-  if (steps > 0) fetch_next(tiles);
-  if (ASYNC) ptx::commit_copies();
-
-#pragma unroll 4
+#pragma unroll 8
   for (unsigned e = threadIdx.x; e < CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * 8 * K_STEPS; e += THREADS) {
     Digits digits{e};
     const int tap = digits.next(8 * K_STEPS);
@@ -118,8 +114,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int kw = place.next(KERNEL_W), kh = place.next(CHUNK_KH) + chunk % KH_CHUNKS;
     const int co = place.rest + chunk / KH_CHUNKS * CHUNK_CO;
     const bool inside = ci < CI_GROUP && tap < CHUNK_TAPS && chunk < CHUNKS;
-    *to = inside ? load_as(weight[at_weight((group0 + in_group) * CI_GROUP + ci, co, kh, kw)]) : 0.0f;
+    const Element* const from = weight + (inside ? at_weight((group0 + in_group) * CI_GROUP + ci, co, kh, kw) : 0);
+    if constexpr (ASYNC)
+      ptx::copy_async_or_zero<4>(ptx::shared_address(to), from, inside);
+    else
+      *to = inside ? load_as(*from) : 0.0f;
   }
+  if (steps > 0) fetch_next(tiles);
+  if (ASYNC) ptx::commit_copies();
   // Weight [row, tap] of m tile m in step k of a chunk; rows that there are not are zero.
   const auto factor = [&](int chunk, int k, int m) {
     const float* const from =
@@ -137,6 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   float kept[WEIGHTS_IN_REGISTERS ? K_STEPS : 1][M_TILES][4];
   if constexpr (WEIGHTS_IN_REGISTERS) {
+    if (ASYNC) ptx::wait_copies<0>();
     __syncthreads();
 #pragma unroll
     for (int k = 0; k < K_STEPS; ++k)
@@ -161,35 +164,44 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
       if (step + 1 < steps) fetch_next(nullptr);
     }
-    const float* const patch = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0) + pixel_place;
+    const u32 pixel_address = ptx::shared_address(tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0) + pixel_place);
     buffer ^= 1;
 
 #pragma unroll UNROLL
     for (int k = 0; k < K_STEPS; ++k) {
-      int taps[2];
+      // Pinned: what follows is then a constant offset of each load.
+      u32 patch[2];
+      bool exists[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int tap = 8 * k + 4 * i + t;
-        taps[i] = TAPS_IN_FOURS ? tap_place(tap) : 8 * k + 4 * i + 4 <= CHUNK_TAPS || tap < CHUNK_TAPS ? tap_places[tap] : -1;
+        exists[i] = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!TAPS_IN_FOURS && tap < CHUNK_TAPS);
+        const int place = TAPS_IN_FOURS ? tap_place(8 * k + 4 * i) + 4 * t : exists[i] ? tap_places[tap] : 0;
+        patch[i] = ptx::pinned(pixel_address + place);
       }
       Rounded patches[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) {
-        constexpr int ACROSS = UNITS_ACROSS;
         const int u = n / STORE;
-        const int place = u / ACROSS * PIXEL_ROWS * ROW_PITCH + (u % ACROSS * UNIT + n % STORE * 2) * CELL;
+        const int place = u / UNITS_ACROSS * PIXEL_ROWS * ROW_PITCH + (u % UNITS_ACROSS * UNIT + n % STORE * 2) * CELL;
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const bool exists = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!TAPS_IN_FOURS && taps[i] >= 0);
-          patches[n][i] = rounded(exists ? patch[taps[i] + place] : 0.0f);
-        }
+        for (int i = 0; i < 2; ++i)
+          patches[n][i] = rounded(exists[i] ? __uint_as_float(ptx::load_shared(patch[i] + 4 * place)) : 0.0f);
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m) {
         const float(&own)[4] = kept[WEIGHTS_IN_REGISTERS ? k : 0][m];
         const Factor a = WEIGHTS_IN_REGISTERS ? Factor(own[0], own[1], own[2], own[3]) : factor(chunk, k, m);
 #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) multiply(sum[m][n], a, patches[n][0], patches[n][1]);
+        for (int n = 0; n < N_TILES; ++n) {
+          if constexpr (PRECISION == ptx::IEEE) {
+            float part[4];
+            multiply<true>(part, a, patches[n][0], patches[n][1]);
+            add(sum[m][n], part);
+          } else {
+            multiply<false>(sum[m][n], a, patches[n][0], patches[n][1]);
+          }
+        }
       }
     }
     __syncthreads();
@@ -205,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
+          for (int i = 0; i < 2 * HALVES; ++i) {
             const int ci = warp_m * WARP_M + 16 * m + i / 2 * 8 + g, u = n / STORE;
             const int row = row0 + u / UNITS_ACROSS;
             const int column = column0 + u % UNITS_ACROSS * UNIT + 2 * STORE * t + n % STORE * 2 + i % 2;
@@ -225,8 +237,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int i = 0; i < N; ++i) values[i] = from[i];
         store<N, true>(image + at_input(0, group0 * CI_GROUP + c, ih, iw), values, N);
       }
-    } else if constexpr (NEIGHBOURS) {
-      constexpr int N = 2 * M_TILES;
+    } else if constexpr (CHANNELS_LAST) {
+      constexpr int N = NEIGHBOURS ? 2 * M_TILES : 1;
       const int ci = m0 + warp_m * WARP_M + N * g;
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n)
@@ -246,7 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < HALVES; ++half) {
           const int ci = m0 + warp_m * WARP_M + 16 * m + 8 * half + g;
           if (ci >= CI_GROUP) continue;
 #pragma unroll

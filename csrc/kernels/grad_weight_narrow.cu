@@ -18,16 +18,23 @@
 constexpr int WARP_M = 16 * M_TILES, BLOCK_M = WARPS_M * WARP_M;
 constexpr int M_BLOCKS = ceil_div(CI_GROUP, BLOCK_M);
 constexpr int UNITS_ACROSS = TILE_W / 16, UNITS = UNITS_ACROSS * TILE_H / WARPS_K;  // of a row, of a warp
+// A warp's units: so many side by side, WARPS_K apart, then so many rows further down.
+constexpr int WARP_ACROSS = UNITS_ACROSS > WARPS_K ? UNITS_ACROSS / WARPS_K : 1;
+constexpr int WARP_DOWN = WARPS_K > UNITS_ACROSS ? WARPS_K / UNITS_ACROSS : 1;
+constexpr int UNROLL = UNITS * M_TILES * N_TILES * (PRECISION == ptx::IEEE ? 2 : 1) <= 64 ? UNITS : 1;
 static_assert(TILE_W % 16 == 0 && UNITS * WARPS_K == UNITS_ACROSS * TILE_H);
 static_assert(THREADS == 32 * WARPS_K * WARPS_N * WARPS_M * BLOCK_GROUPS && WARPS_N * N_TILES * 8 >= CHUNK_TAPS);
 static_assert(BLOCK_GROUPS == 1 || BLOCK_M >= CI_GROUP);
-static_assert((WARPS_K & (WARPS_K - 1)) == 0);
+static_assert((WARPS_K & (WARPS_K - 1)) == 0 && (UNITS_ACROSS & (UNITS_ACROSS - 1)) == 0);
 
-// In channels_last a lane owns rows g and g + 8 of every m tile: they are neighbouring channels, read at once.
-constexpr bool NEIGHBOURS = CHANNELS_LAST && BLOCK_GROUPS == 1;
-constexpr bool ALIGNED = NEIGHBOURS ? IN_CHANNELS % (2 * M_TILES) == 0 && CI_GROUP % (2 * M_TILES) == 0
-                                    : WIDTH % INPUT_VECTOR == 0;
-constexpr bool RAGGED = WIDTH % 16 != 0;  // some lanes of a unit may lie right of the input
+// In channels_last a lane owns rows g and g + 8 of every m tile, where there are more than 8 channels: they are
+// neighbours, read at once.
+constexpr bool NEIGHBOURS = CHANNELS_LAST && BLOCK_GROUPS == 1 && HALVES == 2;
+constexpr int LANE_CHANNELS = NEIGHBOURS ? 2 * M_TILES : 1;
+constexpr bool RAGGED_W = WIDTH % TILE_W != 0, RAGGED_H = HEIGHT % TILE_H != 0, RAGGED_M = CI_GROUP % BLOCK_M != 0;
+// Elements of the input from a pixel to the next, to the one below, and from a channel to the next.
+constexpr Index PIXEL_STEP = CHANNELS_LAST ? IN_CHANNELS : 1, ROW_STRIDE = PIXEL_STEP * WIDTH;
+constexpr Index CHANNEL_STEP = CHANNELS_LAST ? 1 : (Index)HEIGHT * WIDTH;
 
 template <bool SPLIT>
 struct OutOf {
@@ -73,54 +80,60 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     next_tile.advance();
   };
 
-  // The input of one unit: [m tile][row g or g + 8][q].
+  // The input of one unit: [m tile][row g or g + 8][q]. `corner` is the lane's first element of the tile.
   const int first_ci = m0 + warp_m * WARP_M;  // of the warp, in its group
+  const int lane_ci = first_ci + LANE_CHANNELS * g;
   Element ahead[M_TILES][2][4];
+  const int row0 = warp_k / UNITS_ACROSS, column0 = warp_k % UNITS_ACROSS * 16;  // of the warp's first unit
   Position next_unit = start;
-  int next_index = 0;
-  const auto fetch_unit = [&]() {
-    const int unit = next_index * WARPS_K + warp_k;
-    const int ih = next_unit.down * TILE_H + unit / UNITS_ACROSS, iw = iw0 + unit % UNITS_ACROSS * 16;
-    const Element* const image = input + next_unit.image * ((long long)IN_CHANNELS * HEIGHT * WIDTH);
-    if (++next_index == UNITS) next_index = 0, next_unit.advance();
+  const auto corner_of = [&](const Position& at) {
+    return input + at.image * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
+           at_input(0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
+  };
+  const Element* corner = corner_of(start);
+  const auto fetch_unit = [&](int next_index) {
+    const int row = row0 + next_index / WARP_ACROSS * WARP_DOWN;
+    const int column = column0 + next_index % WARP_ACROSS * (16 * WARPS_K);
+    const Element* const from = corner + (next_index / WARP_ACROSS * WARP_DOWN * ROW_STRIDE +
+                                          next_index % WARP_ACROSS * (16 * WARPS_K) * PIXEL_STEP);
+    const bool row_inside = !RAGGED_H || next_unit.down * TILE_H + row < HEIGHT;
+    const int columns = WIDTH - (iw0 + column + INPUT_VECTOR * t);
+    const auto inside = [&](int q, int channel) {
+      return row_inside && (!RAGGED_W || pixel_of(q, 0) < columns) && (!RAGGED_M || lane_ci + channel < CI_GROUP);
+    };
     if constexpr (NEIGHBOURS) {
-      constexpr int N = 2 * M_TILES, MOST = 16 / sizeof(Element), VECTOR = !ALIGNED ? 1 : N < MOST ? N : MOST;
-      const int ci = first_ci + N * g;
+      constexpr int N = LANE_CHANNELS, MOST = 16 / sizeof(Element);
+      constexpr int VECTOR = IN_CHANNELS % N != 0 || CI_GROUP % N != 0 ? 1 : N < MOST ? N : MOST;
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const int column = iw + pixel_of(q, t);
+      for (int q = 0; q < 4; ++q)
 #pragma unroll
         for (int c = 0; c < N; c += VECTOR) {
-          const bool inside = ih < HEIGHT && column < WIDTH && ci + c < CI_GROUP;
-          const Element* const from = image + at_input(0, group0 * CI_GROUP + ci + c, ih, column);
-          const Pack<VECTOR> pack = inside ? *reinterpret_cast<const Pack<VECTOR>*>(from) : Pack<VECTOR>{};
+          const Element* const place = from + (pixel_of(q, 0) * PIXEL_STEP + c);
+          const Pack<VECTOR> pack = inside(q, c) ? *reinterpret_cast<const Pack<VECTOR>*>(place) : Pack<VECTOR>{};
 #pragma unroll
           for (int i = 0; i < VECTOR; ++i) ahead[(c + i) / 2][(c + i) % 2][q] = pack.elements[i];
         }
-      }
     } else {
-      constexpr int VECTOR = ALIGNED && !CHANNELS_LAST ? INPUT_VECTOR : 1;
+      constexpr int VECTOR = WIDTH % INPUT_VECTOR == 0 && !CHANNELS_LAST ? INPUT_VECTOR : 1;
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int ci = first_ci + 16 * m + 8 * half + g;
+        for (int half = 0; half < HALVES; ++half)
 #pragma unroll
           for (int q = 0; q < 4; q += VECTOR) {
-            const int column = iw + pixel_of(q, t);
-            const bool inside = ih < HEIGHT && column < WIDTH && ci < CI_GROUP;
-            const Element* const from = image + at_input(0, (group0 + group) * CI_GROUP + ci, ih, column);
-            const Pack<VECTOR> pack = inside ? *reinterpret_cast<const Pack<VECTOR>*>(from) : Pack<VECTOR>{};
+            const int channel = 16 * m + 8 * half;
+            const Element* const place = from + (pixel_of(q, 0) * PIXEL_STEP + channel * CHANNEL_STEP);
+            const Pack<VECTOR> pack =
+                inside(q, channel) ? *reinterpret_cast<const Pack<VECTOR>*>(place) : Pack<VECTOR>{};
 #pragma unroll
             for (int i = 0; i < VECTOR; ++i) ahead[m][half][q + i] = pack.elements[i];
           }
-        }
     }
   };
 
   if (steps > 0) {
     fetch_tile(tiles);
-    fetch_unit();
+    fetch_unit(0);
   }
   if (ASYNC) ptx::commit_copies();
 
@@ -128,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   int taps[N_TILES];
 #pragma unroll
   for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_place(n0 + 8 * n + g) : 0;
-  const int lane_place = group * CHUNK_CO * PLANE + INPUT_VECTOR * t * CELL;
+  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * CELL;
 
   constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
   const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
@@ -150,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (step + 1 < steps) fetch_tile(nullptr);
     }
     const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0);
-    const float* const tile = whole_tile + lane_place;
+    const u32 lane_address = ptx::shared_address(whole_tile + lane_place);
     buffer ^= 1;
     if (sums_bias) {
       const int rows = ih0 + TILE_H >= HEIGHT ? ROWS : OWN_ROWS;
@@ -161,31 +174,62 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             bias[c] += whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)];
     }
 
-#pragma unroll 1
+#pragma unroll UNROLL
     for (int u = 0; u < UNITS; ++u) {
       float x[M_TILES][2][4];
 #pragma unroll
-      for (int i = 0; i < M_TILES * 8; ++i) (&x[0][0][0])[i] = load_as((&ahead[0][0][0])[i]);
-      if (u + 1 < UNITS || step + 1 < steps) fetch_unit();
-      const int unit = u * WARPS_K + warp_k, column = unit % UNITS_ACROSS * 16;
+      for (int i = 0; i < M_TILES * 8; ++i)
+        (&x[0][0][0])[i] = i / 4 % 2 < HALVES ? load_as((&ahead[0][0][0])[i]) : 0.0f;
+      if (u + 1 < UNITS) {
+        fetch_unit(u + 1);
+      } else if (step + 1 < steps) {
+        next_unit.advance();
+        corner = corner_of(next_unit);
+        fetch_unit(0);
+      }
+      const int down = u / WARP_ACROSS * WARP_DOWN, across = u % WARP_ACROSS * (16 * WARPS_K);
       // Outside of the input x is zero, but the patch may hold an infinity.
-      if (HEIGHT % TILE_H != 0 && ih0 + unit / UNITS_ACROSS >= HEIGHT) continue;
-      const float* const patch = tile + unit / UNITS_ACROSS * (PIXEL_ROWS * ROW_PITCH) + column * CELL;
+      if (RAGGED_H && ih0 + row0 + down >= HEIGHT) continue;
+      const int columns = WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t);
+      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
+      // Pinned: what follows is then a constant offset of each load.
+      u32 patch[N_TILES];
 #pragma unroll
-      for (int q = 0; q < 4; q += 2) {
-        const bool inside0 = !RAGGED || iw0 + column + pixel_of(q, t) < WIDTH;
-        const bool inside1 = !RAGGED || iw0 + column + pixel_of(q + 1, t) < WIDTH;
-        Rounded patches[N_TILES][2];
+      for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::pinned(unit_address + taps[n]);
+      const auto gathered = [&](int n, int q) {
+        const bool inside = !RAGGED_W || pixel_of(q, 0) < columns;
+        return rounded(inside ? __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)) : 0.0f);
+      };
+      const auto factor = [&](int m, int q) {
+        return Factor(x[m][0][q], x[m][1][q], x[m][0][q + 1], x[m][1][q + 1]);
+      };
+      if constexpr (PRECISION == ptx::IEEE) {
+        // Both steps of a unit make one partial sum.
 #pragma unroll
         for (int n = 0; n < N_TILES; ++n) {
-          patches[n][0] = rounded(inside0 ? patch[taps[n] + pixel_of(q, 0) * CELL] : 0.0f);
-          patches[n][1] = rounded(inside1 ? patch[taps[n] + pixel_of(q + 1, 0) * CELL] : 0.0f);
+          const Rounded patches[4] = {gathered(n, 0), gathered(n, 1), gathered(n, 2), gathered(n, 3)};
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+            float part[4];
+            multiply<true>(part, factor(m, 0), patches[0], patches[1]);
+            multiply<false>(part, factor(m, 2), patches[2], patches[3]);
+            add(sum[m][n], part);
+          }
         }
+      } else {
 #pragma unroll
-        for (int m = 0; m < M_TILES; ++m) {
-          const Factor a(x[m][0][q], x[m][1][q], x[m][0][q + 1], x[m][1][q + 1]);
+        for (int q = 0; q < 4; q += 2) {
+          Rounded patches[N_TILES][2];
 #pragma unroll
-          for (int n = 0; n < N_TILES; ++n) multiply(sum[m][n], a, patches[n][0], patches[n][1]);
+          for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) patches[n][i] = gathered(n, q + i);
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+            const Factor a = factor(m, q);
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) multiply<false>(sum[m][n], a, patches[n][0], patches[n][1]);
+          }
         }
       }
     }
@@ -237,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < HALVES; ++half) {
       const int ci = first_ci + (NEIGHBOURS ? 2 * M_TILES * g + 2 * m + half : 16 * m + 8 * half + g);
       if (ci >= CI_GROUP) continue;
 #pragma unroll

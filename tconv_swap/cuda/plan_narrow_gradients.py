@@ -41,6 +41,8 @@ from tconv_swap.geometry import Geometry
 FAMILY = "narrow"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INT32_MAX = 2**31 - 1
+#: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed; so do we.
+TF32_CHANNELS = 8
 #: Tiles are chosen for the largest of these not above the batch.
 NOMINAL_BATCHES = (1, 8, 64)
 #: Up to so many channels on one side of a group, most of a wide tile would be padding.
@@ -60,6 +62,10 @@ AHEAD_BYTES = 64
 #: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
 MOST_SUMS = {False: 24, True: 12}
 REGISTERS = 65536
+#: What a multiprocessor does in a cycle, measured or thereabouts; and the L2 cache.
+MULTIPLY_CYCLES = 1.55
+ISSUED_PER_CYCLE = 2.6
+L2_BYTES_PER_CYCLE = 3000
 #: Channels whose sums a block can keep beside the weight's.
 BIAS_CHANNELS = 16
 WORKSPACE_ALIGNMENT = 256
@@ -93,7 +99,11 @@ def _input_bytes(geometry: Geometry) -> int:
 
 
 def _is_ieee(problem: Problem) -> bool:
-    return problem.dtype == torch.float32 and problem.precision == "ieee"
+    if problem.dtype != torch.float32:
+        return False
+    geometry = problem.geometry
+    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    return problem.precision == "ieee" or channels < TF32_CHANNELS
 
 
 def _common(problem: Problem) -> tuple[tuple[str, Constant], ...]:
@@ -135,7 +145,7 @@ def _loader_registers(problem: Problem, gather: GatherTile) -> int:
     if gather.async_:
         return kept
     pack = gather.load * problem.dtype.itemsize
-    return kept + ceil_div(pack, 4) * (count if count * pack <= AHEAD_BYTES else 8)
+    return kept + ceil_div(pack, 4) * count + 15 if count * pack <= AHEAD_BYTES else 45 + 2 * pack
 
 
 def _powers(most: int) -> Iterator[int]:
@@ -205,7 +215,7 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
     geometry = problem.geometry
     down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
     across = _grad_input_across(geometry, tile)
-    repeat = _repeat(down, across, device.multiprocessors * tile.min_blocks, 4)
+    repeat = _repeat(down, across, device.multiprocessors * tile.min_blocks, 2)
     kernel = Kernel("grad_input_narrow.cu", "grad_input_narrow", (*_common(problem), *tile.constants))
     split = tile.splits > 1
     launch = Launch(
@@ -315,7 +325,8 @@ def _with_splits(
     staged = channels_last and gather.block_groups > 1
     block_m = 16 * m_tiles * warps_m
     k_steps = ceil_div(chunk_taps(geometry, gather), 8)
-    whole = (channels_last and not staged) or block_m < geometry.in_channels_per_group
+    neighbours = channels_last and not staged and geometry.in_channels_per_group > 8
+    whole = neighbours or block_m < geometry.in_channels_per_group
     weight_rows = block_m if whole else geometry.in_channels_per_group
     weights = gather.block_groups * weight_rows * (8 * k_steps + 4)
     stage = 0
@@ -340,16 +351,15 @@ def _with_splits(
     if blocks < wanted:
         here = min(here, max(1, all_chunks * blocks // wanted))
     splits = ceil_div(all_chunks, here)
-    if splits > 1:
-        if _input_bytes(geometry) * splits > WORKSPACE_LIMIT_BYTES:
-            return None
+    if splits > 1 and _input_bytes(geometry) * splits > WORKSPACE_LIMIT_BYTES:
+        return None
     in_registers = here == 1 and splits == 1 and weight_rows == block_m
     ieee = _is_ieee(problem)
     # IEEE keeps two parts of each.
     weight_registers = k_steps * m_tiles * (8 if ieee else 4)
     in_registers = in_registers and weight_registers <= WEIGHT_REGISTERS * (2 / 3 if ieee else 1)
     needed = (
-        (85 if ieee else 60)
+        (110 if ieee else 60)
         + m_tiles * n_tiles * 4
         + (weight_registers if in_registers else 0)
         + 2 * n_tiles * (4 if ieee else 1)
@@ -376,28 +386,40 @@ def _with_splits(
 
 
 def _grad_input_cost(problem: Problem, tile: GradInputTile, device: Device) -> float:
-    """Cycles of a multiprocessor, roughly: passes over shared memory, multiplies, copies, and what waits for nobody."""
+    """Cycles of a multiprocessor, roughly: what its pipes have to do, and what waits for nobody."""
     geometry, gather = problem.geometry, tile.gather
     down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
     blocks = _grad_input_across(geometry, tile) * down
     warps = gather.threads // 32
-    k_steps = ceil_div(chunk_taps(geometry, gather), 8)
-    weight_reads = 0 if tile.weights_in_registers else 4 * tile.m_tiles
-    reads = warps * k_steps * (2 * tile.n_tiles * tile.passes + weight_reads)
-    multiplies = warps * k_steps * tile.m_tiles * tile.n_tiles * 1.6
-    if _is_ieee(problem):
-        multiplies *= 3
+    steps = warps * ceil_div(chunk_taps(geometry, gather), 8)
+    weight_reads = 0 if tile.weights_in_registers else (2 if geometry.in_channels_per_group <= 8 else 4)
     elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, problem.channels_last)
-    copies = elements / 32 * (1 + 3 / gather.load)
-    few = max(1.0, 8 / (warps * tile.min_blocks))
-    per_chunk = max(reads, multiplies) + 0.3 * min(reads, multiplies) + copies + 60 * few
+    few = max(1.0, 16 / (warps * tile.min_blocks))
+    per_chunk = steps * _multiply_cycles(problem, tile.m_tiles, tile.n_tiles, tile.passes, weight_reads)
+    per_chunk += elements / 32 * (1 + 4 / gather.load) + 100 * few
     stored = gather.tile_h * gather.tile_w * 16 * tile.m_tiles * tile.warps_m * gather.block_groups / 32
     stored *= (1 if problem.channels_last else 1 / tile.store) + 0.5
     cycles = blocks * (tile.chunks_here * per_chunk + stored) / device.multiprocessors
-    # What is loaded comes from the L2 cache at best.
     moved = sectors(geometry, gather, problem.channels_last, problem.dtype.itemsize)
-    loaded = blocks * tile.chunks_here * moved / 3000
+    loaded = blocks * tile.chunks_here * moved / L2_BYTES_PER_CYCLE
     return cycles * sqrt(few) + loaded + (3000 if tile.splits > 1 else 0)
+
+
+def _multiply_cycles(
+    problem: Problem, m_tiles: int, n_tiles: int, passes: float, other_reads: float
+) -> float:
+    """Of a multiprocessor, for a warp's step of 8 k: the pipes of shared memory, multiplies and instructions, which
+    overlap in part."""
+    stacked = problem.geometry.in_channels_per_group <= 8
+    products, additions, splitting = 1, 0, 1 if problem.dtype == torch.float32 else 0
+    if _is_ieee(problem):
+        products, additions, splitting = (2, 2, 3) if stacked else (3, 4, 3)
+    reads = 2 * n_tiles * passes + other_reads * m_tiles
+    multiplies = MULTIPLY_CYCLES * m_tiles * n_tiles * products
+    issued = n_tiles * 2 * (1 + splitting) + 2 + m_tiles * (other_reads * (1 + splitting) + 2)
+    issued += m_tiles * n_tiles * (products + additions)
+    pipes = (reads, multiplies, issued / ISSUED_PER_CYCLE)
+    return max(pipes) + 0.2 * (sum(pipes) - max(pipes))
 
 
 # ---- grad_weight ---------------------------------------------------------------------------------------------------
@@ -607,19 +629,15 @@ def _grad_weight_cost(problem: Problem, tile: GradWeightTile, device: Device) ->
     down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
     blocks = _grad_weight_across(geometry, tile) * ceil_div(down, repeat)
     warps = gather.threads // 32
-    steps = gather.tile_h * gather.tile_w // 8 // tile.warps_k
-    reads = warps * steps * 2 * tile.n_tiles * tile.passes
-    multiplies = warps * steps * tile.m_tiles * tile.n_tiles * 1.6
-    if _is_ieee(problem):
-        multiplies *= 3
-    elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, problem.channels_last)
-    copies = elements / 32 * (1 + 3 / gather.load)
+    steps = warps * gather.tile_h * gather.tile_w // 8 // tile.warps_k
     vectors = tile.input_vector if not problem.channels_last else 2 * tile.m_tiles
-    inputs = warps * steps * tile.m_tiles * 4 / vectors * (8 if geometry.in_channels_per_group > 1 else 2)
-    few = max(1.0, 8 / (warps * tile.min_blocks))
-    per_tile = max(reads, multiplies) + 0.3 * min(reads, multiplies) + copies + inputs + 100 * few
-    rounds = ceil_div(blocks, device.multiprocessors * tile.min_blocks)
-    cycles = rounds * tile.min_blocks * repeat * per_tile
-    loaded = blocks * repeat * sectors(geometry, gather, problem.channels_last, problem.dtype.itemsize) / 3000
+    inputs = 4 / vectors * (8 if geometry.in_channels_per_group > 1 else 2)
+    elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, problem.channels_last)
+    few = max(1.0, 16 / (warps * tile.min_blocks))
+    per_tile = steps * _multiply_cycles(problem, tile.m_tiles, tile.n_tiles, tile.passes, inputs / 2)
+    per_tile += elements / 32 * (1 + 4 / gather.load) + 150 * few
+    cycles = ceil_div(blocks, device.multiprocessors) * repeat * per_tile
+    moved = sectors(geometry, gather, problem.channels_last, problem.dtype.itemsize)
+    loaded = blocks * repeat * moved / L2_BYTES_PER_CYCLE
     exchanged = geometry.in_channels * geometry.out_channels_per_group * geometry.taps * slices / 500
     return cycles * sqrt(few) + loaded + exchanged
