@@ -279,4 +279,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int i = 0; i < 4; ++i) sum[m][n][i] = 0.0f;
   }
+  if (SPLITS > 1) ptx::let_next_launch_start();
 }

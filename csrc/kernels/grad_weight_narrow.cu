@@ -237,6 +237,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     __syncthreads();
   }
 
+  ptx::let_next_launch_start();
   // The warps that shared the pixels add up, the upper half to the lower, until one is left.
   constexpr int SUMS = M_TILES * N_TILES * 4;
 #pragma unroll

@@ -1,5 +1,7 @@
 // output[i] = sum over slices s of partial[s, i]: the last step of every split sum. LANES threads share an output: each
 // adds up every LANES-th slice in the order of s, and the first of them what they found, in the order of the lanes.
+#include "mma.cuh"
+
 constexpr int COLUMNS = THREADS / LANES;
 using Sum = Accumulate<Element>::type;
 
@@ -10,6 +12,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int column = threadIdx.x % COLUMNS, lane = threadIdx.x / COLUMNS;
   const long long i = (long long)blockIdx.x * COLUMNS + column;
   Sum sum = 0;
+  ptx::wait_for_previous_launch();
   if (i < count) {
 #pragma unroll 8
     for (long long s = lane; s < slices; s += LANES) sum += partial[s * count + i];

@@ -132,26 +132,45 @@ def _plane(words: int, channels: int, channels_last: bool) -> int:
     return words + (wanted - words) % BANKS
 
 
-@lru_cache(maxsize=65536)
 def _passes(
     geometry: Geometry, tile: GatherTile, channels_last: bool, pixels: tuple[int, ...], taps_on_rows: bool
 ) -> float:
-    shift = _shift(geometry, 1 if channels_last else tile.load)
-    stride, dilation = geometry.stride, geometry.dilation
-    step = gcd(stride[0], dilation[0]) if tile.chunk_kh > 1 else stride[0]
-    kernel_w = geometry.kernel[1]
+    """Passes over the banks that a warp's gather takes, on average over the taps of a chunk."""
+    return _passes_at(
+        (geometry.kernel, geometry.stride, geometry.dilation),
+        _shift(geometry, 1 if channels_last else tile.load),
+        (tile.chunk_co, tile.chunk_kh),
+        # Places are told apart by their bank alone, but for those of one row.
+        (tile.cell, tile.row_pitch % BANKS + 256 * BANKS, tile.plane % BANKS + 8192 * BANKS),
+        pixels,
+        taps_on_rows,
+    )
+
+
+@lru_cache(maxsize=65536)
+def _passes_at(
+    axes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
+    shift: int,
+    chunk: tuple[int, int],
+    pitches: tuple[int, int, int],
+    pixels: tuple[int, ...],
+    taps_on_rows: bool,
+) -> float:
+    kernel, stride, dilation = axes
+    cell, row_pitch, plane = pitches
+    step = gcd(stride[0], dilation[0]) if chunk[1] > 1 else stride[0]
     places = []
-    for tap in range(chunk_taps(geometry, tile)):
-        rest, kw = divmod(tap, kernel_w)
-        co, kh = divmod(rest, tile.chunk_kh)
-        cell, column = divmod(shift + kw * dilation[1], stride[1])
-        places.append(co * tile.plane + kh * dilation[0] // step * tile.row_pitch + cell * tile.cell + column)
+    for tap in range(chunk[0] * chunk[1] * kernel[1]):
+        rest, kw = divmod(tap, kernel[1])
+        co, kh = divmod(rest, chunk[1])
+        across, column = divmod(shift + kw * dilation[1], stride[1])
+        places.append(co * plane + kh * dilation[0] // step * row_pitch + across * cell + column)
     width = 8 if taps_on_rows else 4
     groups = [places[i : i + width] for i in range(0, len(places), width)][:16]
     total = 0
     for taps in groups:
         words = {
-            pixels[t if taps_on_rows else g] * tile.cell + taps[(g if taps_on_rows else t) % len(taps)]
+            pixels[t if taps_on_rows else g] * cell + taps[(g if taps_on_rows else t) % len(taps)]
             for g, t in LANES
         }
         total += _most_in_a_bank(words)

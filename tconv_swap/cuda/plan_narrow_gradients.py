@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd, sqrt
@@ -62,6 +62,9 @@ AHEAD_BYTES = 64
 #: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
 MOST_SUMS = {False: 24, True: 12}
 REGISTERS = 65536
+MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
+#: What the compiler may use on top of what it needs on average, so that it never spills.
+REGISTER_MARGIN = 40
 #: What a multiprocessor does in a cycle, measured or thereabouts; and the L2 cache.
 MULTIPLY_CYCLES = 1.55
 ISSUED_PER_CYCLE = 2.6
@@ -148,6 +151,12 @@ def _loader_registers(problem: Problem, gather: GatherTile) -> int:
     return kept + ceil_div(pack, 4) * count + 15 if count * pack <= AHEAD_BYTES else 45 + 2 * pack
 
 
+def _blocks(registers: int, gather: GatherTile, shared_bytes: int) -> int:
+    """Blocks of a multiprocessor, with so many registers a thread."""
+    by_shared_memory = MULTIPROCESSOR_SHARED_BYTES // (shared_bytes + 1024)
+    return max(1, min(REGISTERS // (registers * gather.threads), by_shared_memory, 2048 // gather.threads))
+
+
 def _powers(most: int) -> Iterator[int]:
     power = 1
     while power <= most:
@@ -171,9 +180,14 @@ class GradInputTile:
     splits: int
     chunks_here: int
     weights_in_registers: bool
-    min_blocks: int
+    registers: int
     shared_bytes: int
     passes: float
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor runs at a time."""
+        return _blocks(self.registers, self.gather, self.shared_bytes)
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
@@ -187,7 +201,7 @@ class GradInputTile:
             ("SPLITS", self.splits),
             ("CHUNKS_HERE", self.chunks_here),
             ("WEIGHTS_IN_REGISTERS", self.weights_in_registers),
-            ("MIN_BLOCKS", self.min_blocks),
+            ("MIN_BLOCKS", _blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
         )
 
 
@@ -215,7 +229,7 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
     geometry = problem.geometry
     down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
     across = _grad_input_across(geometry, tile)
-    repeat = _repeat(down, across, device.multiprocessors * tile.min_blocks, 2)
+    repeat = _repeat(down, across, device.multiprocessors * tile.resident, 2)
     kernel = Kernel("grad_input_narrow.cu", "grad_input_narrow", (*_common(problem), *tile.constants))
     split = tile.splits > 1
     launch = Launch(
@@ -235,8 +249,8 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
     if not split:
         return Part(FAMILY, why, (launch,))
     count = geometry.batch * geometry.in_channels * geometry.height * geometry.width
-    reduce = reduce_slices(problem.dtype, count, tile.splits)
-    return Part(FAMILY, why, (launch, reduce), 4 * count * tile.splits)
+    launches = (launch, reduce_slices(problem.dtype, count, tile.splits))
+    return Part(FAMILY, why, _overlapping(launches, device), 4 * count * tile.splits)
 
 
 def _channels(geometry: Geometry) -> str:
@@ -259,9 +273,11 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     asynchronous = problem.dtype == torch.float32
     m_total = ceil_div(geometry.in_channels_per_group, 16)
-    m_tiles = min(2, m_total)
-    warps_m = min(4, ceil_div(m_total, m_tiles))
-    for groups in side_by_side(geometry, problem.channels_last, element_bytes, 8):
+    for m_tiles, groups in product(
+        sorted({min(2, m_total), min(4, m_total)}),
+        side_by_side(geometry, problem.channels_last, element_bytes, 8),
+    ):
+        warps_m = min(4, ceil_div(m_total, m_tiles))
         if groups > 1 and warps_m * m_tiles < m_total:
             continue
         most_p = max(1, 8 // (warps_m * groups))
@@ -368,7 +384,6 @@ def _with_splits(
     if needed > 250 or needed * gather.threads > REGISTERS:
         return None
     shared = 4 * (gather.shared_words + here * weights + stage + 8 * k_steps)
-    min_blocks = min(REGISTERS // (needed * gather.threads), (227 * 1024) // (shared + 1024), 8)
     return GradInputTile(
         gather,
         m_tiles,
@@ -379,7 +394,7 @@ def _with_splits(
         splits,
         here,
         in_registers,
-        min_blocks,
+        needed,
         shared,
         passes,
     )
@@ -394,7 +409,7 @@ def _grad_input_cost(problem: Problem, tile: GradInputTile, device: Device) -> f
     steps = warps * ceil_div(chunk_taps(geometry, gather), 8)
     weight_reads = 0 if tile.weights_in_registers else (2 if geometry.in_channels_per_group <= 8 else 4)
     elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, problem.channels_last)
-    few = max(1.0, 16 / (warps * tile.min_blocks))
+    few = max(1.0, 16 / (warps * tile.resident))
     per_chunk = steps * _multiply_cycles(problem, tile.m_tiles, tile.n_tiles, tile.passes, weight_reads)
     per_chunk += elements / 32 * (1 + 4 / gather.load) + 100 * few
     stored = gather.tile_h * gather.tile_w * 16 * tile.m_tiles * tile.warps_m * gather.block_groups / 32
@@ -436,9 +451,14 @@ class GradWeightTile:
     warps_n: int
     warps_k: int
     input_vector: int
-    min_blocks: int
+    registers: int
     shared_bytes: int
     passes: float
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor runs at a time."""
+        return _blocks(self.registers, self.gather, self.shared_bytes)
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
@@ -450,7 +470,7 @@ class GradWeightTile:
             ("WARPS_N", self.warps_n),
             ("WARPS_K", self.warps_k),
             ("INPUT_VECTOR", self.input_vector),
-            ("MIN_BLOCKS", self.min_blocks),
+            ("MIN_BLOCKS", _blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
         )
 
 
@@ -535,10 +555,16 @@ def build_grad_weight(
     if slices == 1:
         return Part(FAMILY, why, (launch,))
     launches = [launch, reduce_slices(problem.dtype, count, slices)]
-    if not with_bias:
-        return Part(FAMILY, why, tuple(launches), 4 * count * slices)
-    launches.append(reduce_slices(problem.dtype, geometry.out_channels, slices, bias_at, 1))
-    return Part(FAMILY, why, tuple(launches), bias_at + 4 * geometry.out_channels * slices)
+    if with_bias:
+        launches.append(reduce_slices(problem.dtype, geometry.out_channels, slices, bias_at, 1))
+    bytes_ = bias_at + 4 * geometry.out_channels * slices if with_bias else 4 * count * slices
+    return Part(FAMILY, why, _overlapping(launches, device), bytes_)
+
+
+def _overlapping(launches: Sequence[Launch], device: Device) -> tuple[Launch, ...]:
+    """All but the first start while the one before ends, and wait for it."""
+    overlaps = device.compute_capability >= 90
+    return (launches[0], *(replace(launch, overlaps_previous=overlaps) for launch in launches[1:]))
 
 
 def _grad_weight_across(geometry: Geometry, tile: GradWeightTile) -> int:
@@ -553,7 +579,7 @@ def _slices(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[i
     across = _grad_weight_across(geometry, tile)
     tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
-    walks = min(down, max(1, device.multiprocessors * tile.min_blocks // across))
+    walks = min(down, max(1, device.multiprocessors * tile.resident // across))
     walks = max(1, min(walks, WORKSPACE_LIMIT_BYTES // (count * tiles_w)))
     repeat = ceil_div(down, walks)
     return repeat, tiles_w * ceil_div(down, repeat)
@@ -566,9 +592,11 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
     if 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps > WORKSPACE_LIMIT_BYTES:
         return
     m_total = ceil_div(geometry.in_channels_per_group, 16)
-    m_tiles = min(2, m_total)
-    warps_m = min(4, ceil_div(m_total, m_tiles))
-    for groups in side_by_side(geometry, channels_last, element_bytes, 8):
+    for m_tiles, groups in product(
+        sorted({min(2, m_total), min(4, m_total)}),
+        side_by_side(geometry, channels_last, element_bytes, 8),
+    ):
+        warps_m = min(4, ceil_div(m_total, m_tiles))
         if groups > 1 and warps_m * m_tiles < m_total:
             continue
         for chunk in _chunks(geometry, groups, CHUNK_TAPS):
@@ -614,11 +642,10 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     )
                     if shared > min(SHARED_BYTES, device.shared_memory_per_block) or needed > 250:
                         continue
-                    fit = min(REGISTERS // (needed * gather.threads), (227 * 1024) // (shared + 1024), 8)
-                    if fit == 0:
+                    if needed * gather.threads > REGISTERS:
                         continue
                     yield GradWeightTile(
-                        gather, m_tiles, n_tiles, warps_m, warps_n, warps_k, vector, fit, shared, passes
+                        gather, m_tiles, n_tiles, warps_m, warps_n, warps_k, vector, needed, shared, passes
                     )
 
 
@@ -633,7 +660,7 @@ def _grad_weight_cost(problem: Problem, tile: GradWeightTile, device: Device) ->
     vectors = tile.input_vector if not problem.channels_last else 2 * tile.m_tiles
     inputs = 4 / vectors * (8 if geometry.in_channels_per_group > 1 else 2)
     elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, problem.channels_last)
-    few = max(1.0, 16 / (warps * tile.min_blocks))
+    few = max(1.0, 16 / (warps * tile.resident))
     per_tile = steps * _multiply_cycles(problem, tile.m_tiles, tile.n_tiles, tile.passes, inputs / 2)
     per_tile += elements / 32 * (1 + 4 / gather.load) + 150 * few
     cycles = ceil_div(blocks, device.multiprocessors) * repeat * per_tile
