@@ -37,6 +37,9 @@ NAMED = {
     "phases without taps": dict(x=(2, 32, 9, 13), w=(32, 16, 3, 3), stride=5, padding=1, dilation=2),
     "fcn32s": dict(x=(1, 21, 7, 6), w=(21, 21, 64, 64), stride=32, padding=16),
     "depthwise": dict(x=(2, 21, 20, 19), w=(21, 1, 16, 16), stride=8, padding=4, groups=21),
+    "super-resolution": dict(x=(2, 24, 9, 21), w=(24, 1, 9, 9), stride=4, padding=4, output_padding=3),
+    "few channels in": dict(x=(2, 3, 17, 24), w=(3, 40, 4, 4), stride=2, padding=1),
+    "narrow groups": dict(x=(2, 48, 11, 18), w=(48, 3, 3, 4), stride=2, padding=1, groups=16),
     "kernel 1": dict(x=(3, 7, 5, 6), w=(7, 9, 1, 1)),
     "kernel 1, stride 3": dict(x=(3, 7, 5, 6), w=(7, 9, 1, 1), stride=3, output_padding=2),
     "odd width": dict(x=(2, 16, 9, 257), w=(16, 24, 3, 7), padding=(1, 3)),
@@ -179,7 +182,26 @@ def test_every_output_is_written_even_into_poisoned_memory() -> None:
         assert torch.isfinite(conv_transpose2d(x, w, **arguments(case))).all()
 
 
-@pytest.mark.parametrize("name", ["dcgan4", "kb75", "rgb", "unet"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", [(16, 3, 1), (24, 1, 24)], ids=["rgb", "depthwise"])
+def test_an_infinity_that_no_tap_reaches_stays_out_of_the_gradients(channels, dtype, channels_last) -> None:
+    """Stride 5 and kernel 3 leave gaps in the output; 13 pixels fill no tile."""
+    torch.manual_seed(0)
+    in_channels, out_channels, groups = channels
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x = torch.randn(2, in_channels, 5, 13, device="cuda", dtype=dtype).to(memory_format=layout)
+    w = torch.randn(in_channels, out_channels, 3, 3, device="cuda", dtype=dtype).to(memory_format=layout)
+    x, w = x.requires_grad_(), w.requires_grad_()
+    y = conv_transpose2d(x, w, None, 5, 1, 3, groups)
+    reached = conv_transpose2d(torch.ones_like(x), torch.ones_like(w), None, 5, 1, 3, groups) != 0
+    assert not reached.all()
+    grad = torch.randn_like(y).masked_fill(~reached, float("inf"))
+    for gradient in torch.autograd.grad(y, (x, w), grad):
+        assert torch.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", ["dcgan4", "kb75", "rgb", "unet", "super-resolution", "depthwise", "fcn32s"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_same_input_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     case = NAMED[name]

@@ -81,7 +81,9 @@ def test_every_source_is_planned_somewhere() -> None:
 
 def test_a_compile_error_names_the_log_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
-    broken = Kernel("reduce_slices.cu", "reduce_slices", (("Element", "NoSuchType"), ("THREADS", 32)))
+    broken = Kernel(
+        "reduce_slices.cu", "reduce_slices", (("Element", "NoSuchType"), ("THREADS", 32), ("LANES", 1))
+    )
     with pytest.raises(RuntimeError, match="NoSuchType") as caught:
         jit.compile_kernel(broken, "sm_80")
     assert "The source is in" in str(caught.value)
@@ -90,7 +92,9 @@ def test_a_compile_error_names_the_log_and_the_source(monkeypatch: pytest.Monkey
 
 def test_the_second_compilation_comes_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
-    kernel = Kernel("reduce_slices.cu", "reduce_slices", (("Element", "float"), ("THREADS", 32)))
+    kernel = Kernel(
+        "reduce_slices.cu", "reduce_slices", (("Element", "float"), ("THREADS", 32), ("LANES", 1))
+    )
     first = jit.compile_kernel(kernel, "sm_80")
     monkeypatch.setattr(jit.nvrtc, "compile_cubin", None)
     assert jit.compile_kernel(kernel, "sm_80") == first

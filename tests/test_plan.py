@@ -99,7 +99,8 @@ def test_a_new_batch_size_needs_no_new_kernel_in_the_general_family() -> None:
         )
         for launch in made.launches
     }
-    assert len(kernels) == 5  # forward, grad_input, grad_weight, grad_bias, reduce_slices
+    # forward, grad_input, grad_weight, grad_bias, reduce_slices of many results and of few
+    assert len(kernels) == 6
 
 
 @pytest.mark.parametrize(
@@ -129,6 +130,49 @@ def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> No
             if argument.kind == ArgumentKind.WORKSPACE:
                 assert argument.value % 256 == 0
                 assert argument.value < made.workspace_bytes
+
+
+MANY_TAPS = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
+GAPS = Geometry(2, 32, 9, 13, 3, (3, 3), (5, 5), (1, 1))  # output pixels that no tap reaches
+
+
+def backward(
+    geometry: Geometry,
+    dtype: torch.dtype = torch.float32,
+    device: plan.Device = H200,
+    channels_last: bool = False,
+    mask: tuple[bool, ...] = (True, True, True),
+) -> Plan:
+    return plan.plan_backward(
+        plan.Problem(geometry, dtype, "ieee", channels_last, channels_last), mask, device
+    )
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("geometry", [DEPTHWISE, RGB, MANY_TAPS, GAPS], ids=str)
+def test_the_narrow_gradients_take_what_is_narrow(
+    geometry: Geometry, dtype: torch.dtype, channels_last: bool
+) -> None:
+    for mask in ((True, False, False), (False, True, False)):
+        made = backward(geometry, dtype, channels_last=channels_last, mask=mask)
+        assert made.family == "narrow"
+        assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES
+        assert all(one.grid < 2**31 and one.shared_bytes <= 227 << 10 for one in made.launches)
+    assert backward(geometry, torch.float64).family == "general"
+    assert backward(geometry, torch.float32, TURING).family == "general"
+
+
+def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_all_of_the_output() -> None:
+    entries = [one.kernel.entry for one in backward(RGB).launches]
+    assert entries.count("grad_weight_narrow") == 1
+    assert "general_grad_bias" not in entries
+    assert "general_grad_bias" in [one.kernel.entry for one in backward(GAPS).launches]
+
+
+def test_narrow_gradients_are_compiled_for_few_batch_sizes() -> None:
+    kernels = {one.kernel for batch in (8, 9, 63) for one in backward(RGB.with_batch(batch)).launches}
+    assert kernels == {one.kernel for one in backward(RGB.with_batch(8)).launches}
 
 
 def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:

@@ -72,6 +72,14 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, const u32 (&b
 #undef TCONV_MMA
 }
 
+/// c = a * b: as mma, for one TF32 product that begins a sum.
+__device__ __forceinline__ void mma_first(float (&c)[4], const uint4& a, const u32 (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
+      : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "f"(0.0f));
+}
+
 // ---- shared memory ----------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 load_shared(u32 address) {

@@ -2,6 +2,7 @@
 // (geometry.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
 #pragma once
 #include "phases.cuh"
+#include "tile_index.cuh"
 
 constexpr bool ALL_H = PHASES_H == STRIDE_H;
 constexpr bool ALL_W = PHASES_W == STRIDE_W;
@@ -18,11 +19,6 @@ __device__ __forceinline__ void read_vector(float* to, const float* from) {
     to[0] = *from;
   }
 }
-
-template <int N>
-struct alignas(N * sizeof(Element)) Pack {
-  Element elements[N];
-};
 
 // N floats to shared memory, in the background; zeros where not `inside`, and `from` is then not read. On older GPUs
 // no plan asks for it.

@@ -3,18 +3,7 @@
 // the inputs (i + a, j + b), where (a, b) depends on the phase and the tap alone.
 #pragma once
 #include "geometry.cuh"
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// A number read digit by digit, the last first, each with its own base.
-struct Digits {
-  unsigned rest;
-  __device__ __forceinline__ int next(unsigned base) {
-    const unsigned digit = rest % base;
-    rest /= base;
-    return (int)digit;
-  }
-};
+#include "tile_index.cuh"
 
 // The taps of one phase on one axis: first, first + STEP, ..., `count` of them. The first reads the input `origin`
 // pixels after the cell, each further one REACH pixels before the last.

@@ -1,12 +1,28 @@
-// output[i] = sum over slices s of partial[s, i], in the order of s: the last step of every split sum.
+// output[i] = sum over slices s of partial[s, i]: the last step of every split sum. LANES threads share an output: each
+// adds up every LANES-th slice in the order of s, and the first of them what they found, in the order of the lanes.
+#include "mma.cuh"
+
+constexpr int COLUMNS = THREADS / LANES;
 using Sum = Accumulate<Element>::type;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     reduce_slices(const Sum* __restrict__ partial, Element* __restrict__ output, long long count,
                   long long slices) {
-  const long long i = (long long)blockIdx.x * THREADS + threadIdx.x;
-  if (i >= count) return;
+  __shared__ Sum shared[LANES][COLUMNS];
+  const int column = threadIdx.x % COLUMNS, lane = threadIdx.x / COLUMNS;
+  const long long i = (long long)blockIdx.x * COLUMNS + column;
   Sum sum = 0;
-  for (long long s = 0; s < slices; ++s) sum += partial[s * count + i];
-  output[i] = store_as<Element>(sum);
+  ptx::wait_for_previous_launch();
+  if (i < count) {
+#pragma unroll 8
+    for (long long s = lane; s < slices; s += LANES) sum += partial[s * count + i];
+  }
+  if constexpr (LANES > 1) {
+    shared[lane][column] = sum;
+    __syncthreads();
+    if (lane > 0) return;
+#pragma unroll
+    for (int other = 1; other < LANES; ++other) sum += shared[other][column];
+  }
+  if (i < count) output[i] = store_as<Element>(sum);
 }

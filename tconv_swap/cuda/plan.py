@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import zip_longest
 
-from tconv_swap.cuda import plan_cells, plan_general, plan_narrow, plan_tile
+from tconv_swap.cuda import (
+    plan_cells,
+    plan_general,
+    plan_narrow,
+    plan_narrow_grad_input,
+    plan_narrow_grad_weight,
+    plan_tile,
+)
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Launch, Output, Part, Plan
 
@@ -94,16 +101,18 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 
 def _grad_input(problem: Problem, device: Device) -> Part:
-    return plan_general.plan_grad_input(problem)
+    return plan_narrow_grad_input.plan_grad_input(problem, device) or plan_general.plan_grad_input(problem)
 
 
 def _grad_weight(problem: Problem, device: Device) -> Part:
-    return plan_general.plan_grad_weight(problem, device)
+    return plan_narrow_grad_weight.plan_grad_weight(problem, device) or plan_general.plan_grad_weight(
+        problem, device
+    )
 
 
 def _grad_weight_and_bias(problem: Problem, device: Device) -> Part | None:
     """Both from one pass over the output's gradient (outputs: weight, bias), or None where no kernel does that."""
-    return None
+    return plan_narrow_grad_weight.plan_grad_weight(problem, device, with_bias=True)
 
 
 def _grad_bias(problem: Problem, device: Device) -> Part:

@@ -22,6 +22,9 @@ from tconv_swap.cuda.program import (
 )
 
 REDUCE_THREADS = 256
+#: Threads that share the sum of a result, where one thread for each would not fill a GPU.
+REDUCE_LANES = 8
+FEW_RESULTS = 1 << 16
 #: Partial sums of a split gradient may take this much memory, or one slice where even one is larger.
 WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
@@ -144,12 +147,15 @@ def _sum_bytes(dtype: torch.dtype) -> int:
 
 def reduce_slices(dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0) -> Launch:
     """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in order, into output ``index``."""
+    lanes = REDUCE_LANES if count <= FEW_RESULTS else 1
     kernel = Kernel(
-        "reduce_slices.cu", "reduce_slices", (("Element", ELEMENT_TYPES[dtype]), ("THREADS", REDUCE_THREADS))
+        "reduce_slices.cu",
+        "reduce_slices",
+        (("Element", ELEMENT_TYPES[dtype]), ("THREADS", REDUCE_THREADS), ("LANES", lanes)),
     )
     return Launch(
         kernel,
-        grid=-(-count // REDUCE_THREADS),
+        grid=-(-count * lanes // REDUCE_THREADS),
         block=REDUCE_THREADS,
         arguments=(workspace(offset), output(index), int64(count), int64(slices)),
     )

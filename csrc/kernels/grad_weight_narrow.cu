@@ -1,0 +1,299 @@
+// Gradient of the weight on the tensor cores where the channels of a group are few on a side: RGB heads, narrow groups,
+// depthwise, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; either layout of the gradient.
+//
+//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * patch[(ih, iw), tap]    (patch: see gather.cuh)
+//
+// A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps of one
+// chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in registers; they
+// leave at the end, in the gradient's own order of memory: as they are where SLICES == 1, else as float32 to
+// partial[slice], a slice being what one column of tiles and one walk add up. Every sum has a fixed order.
+// Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A warp
+// owns M_TILES * 16 channels and N_TILES * 8 taps, and takes units of 16 pixels of a row, two steps of k each. The input
+// goes from memory to registers: INPUT_VECTOR neighbouring pixels at once in NCHW, the channels of a lane in channels_last.
+//
+// WITH_BIAS: the sum of grad_output over batch and pixels beside it, from the tiles that lie in shared memory anyway. A
+// tile adds up the output pixels from its own first to the next tile's first; the plan sees to it that it holds them.
+#include "gather.cuh"
+
+constexpr int WARP_M = 16 * M_TILES, BLOCK_M = WARPS_M * WARP_M;
+constexpr int M_BLOCKS = ceil_div(CI_GROUP, BLOCK_M);
+constexpr int UNITS_ACROSS = TILE_W / 16, UNITS = UNITS_ACROSS * TILE_H / WARPS_K;  // of a row, of a warp
+// A warp's units: so many side by side, WARPS_K apart, then so many rows further down.
+constexpr int WARP_ACROSS = UNITS_ACROSS > WARPS_K ? UNITS_ACROSS / WARPS_K : 1;
+constexpr int WARP_DOWN = WARPS_K > UNITS_ACROSS ? WARPS_K / UNITS_ACROSS : 1;
+constexpr int UNROLL = UNITS * M_TILES * N_TILES * (PRECISION == ptx::IEEE ? 2 : 1) <= 64 ? UNITS : 1;
+static_assert(TILE_W % 16 == 0 && UNITS * WARPS_K == UNITS_ACROSS * TILE_H);
+static_assert(THREADS == 32 * WARPS_K * WARPS_N * WARPS_M * BLOCK_GROUPS && WARPS_N * N_TILES * 8 >= CHUNK_TAPS);
+static_assert(BLOCK_GROUPS == 1 || BLOCK_M >= CI_GROUP);
+static_assert((WARPS_K & (WARPS_K - 1)) == 0 && (UNITS_ACROSS & (UNITS_ACROSS - 1)) == 0);
+
+// In channels_last a lane owns rows g and g + 8 of every m tile, where there are more than 8 channels: they are
+// neighbours, read at once.
+constexpr bool NEIGHBOURS = CHANNELS_LAST && BLOCK_GROUPS == 1 && HALVES == 2;
+constexpr int LANE_CHANNELS = NEIGHBOURS ? 2 * M_TILES : 1;
+constexpr bool RAGGED_W = WIDTH % TILE_W != 0, RAGGED_H = HEIGHT % TILE_H != 0, RAGGED_M = CI_GROUP % BLOCK_M != 0;
+// Elements of the input from a pixel to the next, to the one below, and from a channel to the next.
+constexpr Index PIXEL_STEP = CHANNELS_LAST ? IN_CHANNELS : 1, ROW_STRIDE = PIXEL_STEP * WIDTH;
+constexpr Index CHANNEL_STEP = CHANNELS_LAST ? 1 : (Index)HEIGHT * WIDTH;
+
+template <bool SPLIT>
+struct OutOf {
+  using type = Element;
+};
+template <>
+struct OutOf<true> {
+  using type = float;
+};
+using Out = OutOf<(SLICES > 1)>::type;
+
+// Pixel of a unit that is lane t's k = t (q even) or t + 4 (q odd) in step q / 2.
+__device__ __forceinline__ constexpr int pixel_of(int q, int t) {
+  return q / INPUT_VECTOR * (4 * INPUT_VECTOR) + INPUT_VECTOR * t + q % INPUT_VECTOR;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    grad_weight_narrow(const Element* __restrict__ input, const Element* __restrict__ grad_output,
+                       Out* __restrict__ result, Out* __restrict__ bias_result, long long batch, long long repeat) {
+  extern __shared__ float4 shared[];
+  float* const tiles = reinterpret_cast<float*>(shared);
+
+  Digits block{blockIdx.x};
+  const int m0 = block.next(M_BLOCKS) * BLOCK_M;
+  const int chunk = block.next(CHUNKS);
+  const int group0 = block.next(GROUPS / BLOCK_GROUPS) * BLOCK_GROUPS;
+  const int tile_w = block.next(TILES_W), iw0 = tile_w * TILE_W;
+  const long long all_tiles = batch * TILES_H, first = block.rest * repeat;
+  const int steps = (int)(repeat < all_tiles - first ? repeat : all_tiles - first);
+  const long long slice = (long long)block.rest * TILES_W + tile_w;
+  const int co0 = chunk / KH_CHUNKS * CHUNK_CO, kh0 = chunk % KH_CHUNKS;
+  const Position start{(long long)((unsigned)first / TILES_H), (int)((unsigned)first % TILES_H)};
+
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  Digits warp{threadIdx.x / 32};
+  const int warp_k = warp.next(WARPS_K), warp_n = warp.next(WARPS_N), warp_m = warp.next(WARPS_M), group = warp.rest;
+
+  GradOutputLoader loader(iw0 * STRIDE_W - PADDING_W);
+  Position next_tile = start;
+  const auto fetch_tile = [&](float* tile) {
+    loader.fetch(grad_output + next_tile.image * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH),
+                 group0 * CO_GROUP + co0, next_tile.down * (TILE_H * STRIDE_H) - PADDING_H + kh0 * DILATION_H, tile);
+    next_tile.advance();
+  };
+
+  // The input of one unit: [m tile][row g or g + 8][q]. `corner` is the lane's first element of the tile.
+  const int first_ci = m0 + warp_m * WARP_M;  // of the warp, in its group
+  const int lane_ci = first_ci + LANE_CHANNELS * g;
+  Element ahead[M_TILES][2][4];
+  const int row0 = warp_k / UNITS_ACROSS, column0 = warp_k % UNITS_ACROSS * 16;  // of the warp's first unit
+  Position next_unit = start;
+  const auto corner_of = [&](const Position& at) {
+    return input + at.image * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
+           at_input(0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
+  };
+  const Element* corner = corner_of(start);
+  const auto fetch_unit = [&](int next_index) {
+    const int row = row0 + next_index / WARP_ACROSS * WARP_DOWN;
+    const int column = column0 + next_index % WARP_ACROSS * (16 * WARPS_K);
+    const Element* const from = corner + (next_index / WARP_ACROSS * WARP_DOWN * ROW_STRIDE +
+                                          next_index % WARP_ACROSS * (16 * WARPS_K) * PIXEL_STEP);
+    const bool row_inside = !RAGGED_H || next_unit.down * TILE_H + row < HEIGHT;
+    const int columns = WIDTH - (iw0 + column + INPUT_VECTOR * t);
+    const auto inside = [&](int q, int channel) {
+      return row_inside && (!RAGGED_W || pixel_of(q, 0) < columns) && (!RAGGED_M || lane_ci + channel < CI_GROUP);
+    };
+    if constexpr (NEIGHBOURS) {
+      constexpr int N = LANE_CHANNELS, MOST = 16 / sizeof(Element);
+      constexpr int VECTOR = IN_CHANNELS % N != 0 || CI_GROUP % N != 0 ? 1 : N < MOST ? N : MOST;
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+#pragma unroll
+        for (int c = 0; c < N; c += VECTOR) {
+          const Element* const place = from + (pixel_of(q, 0) * PIXEL_STEP + c);
+          const Pack<VECTOR> pack = inside(q, c) ? *reinterpret_cast<const Pack<VECTOR>*>(place) : Pack<VECTOR>{};
+#pragma unroll
+          for (int i = 0; i < VECTOR; ++i) ahead[(c + i) / 2][(c + i) % 2][q] = pack.elements[i];
+        }
+    } else {
+      constexpr int VECTOR = WIDTH % INPUT_VECTOR == 0 && !CHANNELS_LAST ? INPUT_VECTOR : 1;
+#pragma unroll
+      for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+        for (int half = 0; half < HALVES; ++half)
+#pragma unroll
+          for (int q = 0; q < 4; q += VECTOR) {
+            const int channel = 16 * m + 8 * half;
+            const Element* const place = from + (pixel_of(q, 0) * PIXEL_STEP + channel * CHANNEL_STEP);
+            const Pack<VECTOR> pack =
+                inside(q, channel) ? *reinterpret_cast<const Pack<VECTOR>*>(place) : Pack<VECTOR>{};
+#pragma unroll
+            for (int i = 0; i < VECTOR; ++i) ahead[m][half][q + i] = pack.elements[i];
+          }
+    }
+  };
+
+  if (steps > 0) {
+    fetch_tile(tiles);
+    fetch_unit(0);
+  }
+  if (ASYNC) ptx::commit_copies();
+
+  const int n0 = warp_n * (8 * N_TILES);
+  int taps[N_TILES];
+#pragma unroll
+  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_place(n0 + 8 * n + g) : 0;
+  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * CELL;
+
+  constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
+  const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
+  const int own_columns = tile_w == TILES_W - 1 ? COLUMNS : SHIFT + TILE_W * STRIDE_W;
+  float bias[WITH_BIAS ? CHANNELS : 1] = {};
+
+  float sum[M_TILES][N_TILES][4] = {};
+  int buffer = 0, ih0 = start.down * TILE_H;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    if constexpr (ASYNC) {
+      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE);
+      ptx::commit_copies();
+      ptx::wait_copies<1>();
+      __syncthreads();
+    } else {
+      loader.put(tiles);
+      __syncthreads();
+      if (step + 1 < steps) fetch_tile(nullptr);
+    }
+    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0);
+    const u32 lane_address = ptx::shared_address(whole_tile + lane_place);
+    buffer ^= 1;
+    if (sums_bias) {
+      const int rows = ih0 + TILE_H >= HEIGHT ? ROWS : OWN_ROWS;
+#pragma unroll
+      for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c)
+        for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32)
+          for (int column = SHIFT + lane; column < own_columns; column += 32)
+            bias[c] += whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)];
+    }
+
+#pragma unroll UNROLL
+    for (int u = 0; u < UNITS; ++u) {
+      float x[M_TILES][2][4];
+#pragma unroll
+      for (int i = 0; i < M_TILES * 8; ++i)
+        (&x[0][0][0])[i] = i / 4 % 2 < HALVES ? load_as((&ahead[0][0][0])[i]) : 0.0f;
+      if (u + 1 < UNITS) {
+        fetch_unit(u + 1);
+      } else if (step + 1 < steps) {
+        next_unit.advance();
+        corner = corner_of(next_unit);
+        fetch_unit(0);
+      }
+      const int down = u / WARP_ACROSS * WARP_DOWN, across = u % WARP_ACROSS * (16 * WARPS_K);
+      // Outside of the input x is zero, but the patch may hold an infinity.
+      if (RAGGED_H && ih0 + row0 + down >= HEIGHT) continue;
+      const int columns = WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t);
+      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
+      // Pinned: what follows is then a constant offset of each load.
+      u32 patch[N_TILES];
+#pragma unroll
+      for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::pinned(unit_address + taps[n]);
+      const auto gathered = [&](int n, int q) {
+        const bool inside = !RAGGED_W || pixel_of(q, 0) < columns;
+        return rounded(inside ? __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)) : 0.0f);
+      };
+      const auto factor = [&](int m, int q) {
+        return Factor(x[m][0][q], x[m][1][q], x[m][0][q + 1], x[m][1][q + 1]);
+      };
+      if constexpr (PRECISION == ptx::IEEE) {
+        // Both steps of a unit make one partial sum.
+#pragma unroll
+        for (int n = 0; n < N_TILES; ++n) {
+          const Rounded patches[4] = {gathered(n, 0), gathered(n, 1), gathered(n, 2), gathered(n, 3)};
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+            float part[4];
+            multiply<true>(part, factor(m, 0), patches[0], patches[1]);
+            multiply<false>(part, factor(m, 2), patches[2], patches[3]);
+            add(sum[m][n], part);
+          }
+        }
+      } else {
+#pragma unroll
+        for (int q = 0; q < 4; q += 2) {
+          Rounded patches[N_TILES][2];
+#pragma unroll
+          for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) patches[n][i] = gathered(n, q + i);
+#pragma unroll
+          for (int m = 0; m < M_TILES; ++m) {
+            const Factor a = factor(m, q);
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n) multiply<false>(sum[m][n], a, patches[n][0], patches[n][1]);
+          }
+        }
+      }
+    }
+    ih0 = ih0 + TILE_H < TILES_H * TILE_H ? ih0 + TILE_H : 0;
+    __syncthreads();
+  }
+
+  ptx::let_next_launch_start();
+  // The warps that shared the pixels add up, the upper half to the lower, until one is left.
+  constexpr int SUMS = M_TILES * N_TILES * 4;
+#pragma unroll
+  for (int half = WARPS_K / 2; half > 0; half /= 2) {
+    const int others = threadIdx.x / 32 / WARPS_K;
+    float* const place = tiles + (others * (WARPS_K / 2) + warp_k % half) * (SUMS * 32) + lane;
+    if (ASYNC) ptx::wait_copies<0>();
+    __syncthreads();
+    if (warp_k >= half && warp_k < 2 * half) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) place[i * 32] = (&sum[0][0][0])[i];
+    }
+    __syncthreads();
+    if (warp_k < half) {
+#pragma unroll
+      for (int i = 0; i < SUMS; ++i) (&sum[0][0][0])[i] += place[i * 32];
+    }
+  }
+  if (sums_bias) {
+    if (ASYNC) ptx::wait_copies<0>();
+    __syncthreads();
+#pragma unroll
+    for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c) tiles[c * THREADS + threadIdx.x] = bias[c];
+    __syncthreads();
+    // A warp for each channel.
+    for (int c = threadIdx.x / 32; c < CHANNELS; c += THREADS / 32) {
+      float total = 0.0f;
+#pragma unroll 4
+      for (int i = lane; i < THREADS; i += 32) total += tiles[c * THREADS + i];
+      __syncwarp();
+      tiles[c * THREADS + lane] = total;
+      __syncwarp();
+      if (lane == 0) {
+        for (int i = 1; i < 32; ++i) total += tiles[c * THREADS + i];
+        bias_result[slice * OUT_CHANNELS + group0 * CO_GROUP + co0 + c] = store_as<Out>(total);
+      }
+    }
+  }
+  if (warp_k > 0) return;
+
+  Out* const mine = result + slice * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+    for (int half = 0; half < HALVES; ++half) {
+      const int ci = first_ci + (NEIGHBOURS ? 2 * M_TILES * g + 2 * m + half : 16 * m + 8 * half + g);
+      if (ci >= CI_GROUP) continue;
+#pragma unroll
+      for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          Digits digits{(unsigned)(n0 + 8 * n + 2 * t + i)};
+          const int kw = digits.next(KERNEL_W), kh = digits.next(CHUNK_KH), co = digits.rest;
+          if (co >= CHUNK_CO) continue;
+          mine[at_weight((group0 + group) * CI_GROUP + ci, co0 + co, kh0 + kh, kw)] =
+              store_as<Out>(sum[m][n][2 * half + i]);
+        }
+    }
+}

@@ -1,0 +1,275 @@
+"""Plans of the narrow gradient of the weight: few channels on a side of a group, depthwise, large kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from math import gcd
+
+import torch
+
+from tconv_swap.cuda.gather_tile import (
+    GatherTile,
+    ceil_div,
+    chunks,
+    laid_out,
+    load_width,
+    side_by_side,
+)
+from tconv_swap.cuda.narrow_gradients import (
+    BIAS_CHANNELS,
+    CHUNK_TAPS,
+    FAMILY,
+    MOST_SUMS,
+    REGISTER_MARGIN,
+    REGISTERS,
+    SHARED_BYTES,
+    WORKSPACE_ALIGNMENT,
+    chunk_shapes,
+    claims,
+    common_constants,
+    is_ieee,
+    loadable,
+    loader_registers,
+    nominal_problem,
+    overlapping,
+    powers,
+    resident_blocks,
+    why,
+)
+from tconv_swap.cuda.narrow_gradients_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.cuda.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, int64, output, workspace
+from tconv_swap.geometry import Geometry
+
+
+@dataclass(frozen=True, slots=True)
+class GradWeightTile:
+    """The constants of csrc/kernels/grad_weight_narrow.cu, and what a tile costs."""
+
+    gather: GatherTile
+    m_tiles: int
+    n_tiles: int
+    warps_m: int
+    warps_n: int
+    warps_k: int
+    input_vector: int
+    registers: int
+    shared_bytes: int
+    passes: float
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor runs at a time."""
+        return resident_blocks(self.registers, self.gather, self.shared_bytes)
+
+    @property
+    def constants(self) -> tuple[tuple[str, Constant], ...]:
+        return (
+            *self.gather.constants,
+            ("M_TILES", self.m_tiles),
+            ("N_TILES", self.n_tiles),
+            ("WARPS_M", self.warps_m),
+            ("WARPS_N", self.warps_n),
+            ("WARPS_K", self.warps_k),
+            ("INPUT_VECTOR", self.input_vector),
+            ("MIN_BLOCKS", resident_blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
+        )
+
+
+def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
+    """Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` of the bias. None for
+    what is not the family's own.
+
+    Workspace: at most 64 MiB.
+    """
+    if not claims(problem, device):
+        return None
+    nominal = nominal_problem(problem)
+    candidates = [
+        tile
+        for tile in grad_weight_tiles(nominal, device)
+        if not with_bias or _holds_the_output(problem.geometry, tile.gather)
+    ]
+    if not candidates:
+        return None
+    tile = min(candidates, key=lambda one: expected_microseconds(nominal, one, device))
+    return build_grad_weight(problem, tile, device, with_bias)
+
+
+def _holds_the_output(geometry: Geometry, gather: GatherTile) -> bool:
+    """Whether the tiles hold every pixel of the output, and a block the sums of its channels."""
+    if gather.channels > BIAS_CHANNELS or gather.chunk_kh < geometry.kernel[0]:
+        return False
+    gaps = gather.chunk_kh > 1 and gcd(geometry.stride[0], geometry.dilation[0]) > 1
+    gaps = gaps or (gather.chunk_kh == 1 and geometry.stride[0] > 1)
+    return not gaps and all(
+        dilation * (kernel - 1) + 1 >= stride and output_padding <= padding
+        for kernel, stride, dilation, padding, output_padding in zip(
+            geometry.kernel,
+            geometry.stride,
+            geometry.dilation,
+            geometry.padding,
+            geometry.output_padding,
+            strict=True,
+        )
+    )
+
+
+def build_grad_weight(
+    problem: Problem, tile: GradWeightTile, device: Device, with_bias: bool = False
+) -> Part:
+    """The part that runs ``tile``."""
+    geometry = problem.geometry
+    repeat, slices = slices_of(geometry, tile, device)
+    across = blocks_across(geometry, tile)
+    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+    kernel = Kernel(
+        "grad_weight_narrow.cu",
+        "grad_weight_narrow",
+        (
+            *common_constants(problem),
+            *tile.constants,
+            ("SLICES", min(slices, 2)),
+            ("WITH_BIAS", with_bias),
+        ),
+    )
+    count = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
+    bias_at = ceil_div(4 * count * slices, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    bias = output(1 if with_bias else 0)
+    shared = tile.shared_bytes
+    if with_bias:
+        shared = max(shared, 4 * tile.gather.channels * tile.gather.threads)
+    launch = Launch(
+        kernel,
+        grid=across * ceil_div(down, repeat),
+        block=tile.gather.threads,
+        arguments=(
+            input_(1),
+            input_(0),
+            workspace(0) if slices > 1 else output(0),
+            workspace(bias_at if with_bias else 0) if slices > 1 else bias,
+            int64(geometry.batch),
+            int64(repeat),
+        ),
+        shared_bytes=shared,
+    )
+    if slices == 1:
+        return Part(FAMILY, why(geometry), (launch,))
+    launches = [launch, reduce_slices(problem.dtype, count, slices)]
+    if with_bias:
+        launches.append(reduce_slices(problem.dtype, geometry.out_channels, slices, bias_at, 1))
+    bytes_ = bias_at + 4 * geometry.out_channels * slices if with_bias else 4 * count * slices
+    return Part(FAMILY, why(geometry), overlapping(launches, device), bytes_)
+
+
+def blocks_across(geometry: Geometry, tile: GradWeightTile) -> int:
+    m_blocks = ceil_div(geometry.in_channels_per_group, 16 * tile.m_tiles * tile.warps_m)
+    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
+    return m_blocks * chunks(geometry, tile.gather) * (geometry.groups // tile.gather.block_groups) * tiles_w
+
+
+def slices_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
+    """(tiles that a block walks down, partial sums of the gradient): enough blocks to fill the GPU once."""
+    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+    across = blocks_across(geometry, tile)
+    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
+    count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
+    walks = min(down, max(1, device.multiprocessors * tile.resident // across))
+    walks = max(1, min(walks, WORKSPACE_LIMIT_BYTES // (count * tiles_w)))
+    repeat = ceil_div(down, walks)
+    return repeat, tiles_w * ceil_div(down, repeat)
+
+
+def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTile]:
+    """The tiles worth a thought."""
+    geometry, element_bytes = problem.geometry, problem.dtype.itemsize
+    channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
+    if 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps > WORKSPACE_LIMIT_BYTES:
+        return
+    m_total = ceil_div(geometry.in_channels_per_group, 16)
+    for m_tiles, groups in product(
+        sorted({min(2, m_total), min(4, m_total)}),
+        side_by_side(geometry, channels_last, element_bytes, 8),
+    ):
+        warps_m = min(4, ceil_div(m_total, m_tiles))
+        if groups > 1 and warps_m * m_tiles < m_total:
+            continue
+        for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
+            n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
+            least_n = ceil_div(n_total, MOST_SUMS[is_ieee(problem)] // m_tiles)
+            load = load_width(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
+            for warps_n, warps_k, tile_w, tile_h in product(
+                sorted({least_n, min(2 * least_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
+            ):
+                n_tiles = ceil_div(n_total, warps_n)
+                warps = warps_k * warps_n * warps_m * groups
+                if warps > 16 or (warps > 8 and warps_k > 1) or (warps < 4 and warps_k < 8):
+                    continue
+                if (tile_w > 16 and tile_w >= 2 * geometry.width) or (
+                    tile_h > 1 and tile_h >= 2 * geometry.height
+                ):
+                    continue
+                if tile_h * tile_w // 16 % warps_k:
+                    continue
+                for vector in (1, 2, 4):
+                    gather = GatherTile(
+                        tile_h=tile_h,
+                        tile_w=tile_w,
+                        block_groups=groups,
+                        chunk_co=chunk[0],
+                        chunk_kh=chunk[1],
+                        load=load,
+                        async_=asynchronous,
+                        threads=32 * warps,
+                    )
+                    if geometry.width % vector or not loadable(problem, gather):
+                        continue
+                    gather, passes = laid_out(
+                        geometry, gather, channels_last, [vector * t for t in range(4)], True
+                    )
+                    sums = m_tiles * n_tiles * 4
+                    exchange = warps // warps_k * (warps_k // 2) * sums * 32
+                    shared = 4 * max(gather.shared_words, exchange)
+                    needed = (
+                        (70 if is_ieee(problem) else 45)
+                        + sums
+                        + 16 * m_tiles
+                        + n_tiles * (7 if is_ieee(problem) else 3)
+                        + loader_registers(problem, gather)
+                    )
+                    if shared > min(SHARED_BYTES, device.shared_memory_per_block) or needed > 250:
+                        continue
+                    if needed * gather.threads > REGISTERS:
+                        continue
+                    yield GradWeightTile(
+                        gather, m_tiles, n_tiles, warps_m, warps_n, warps_k, vector, needed, shared, passes
+                    )
+
+
+def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device) -> float:
+    """The expected time on an H200: it ranks tiles."""
+    geometry, gather = problem.geometry, tile.gather
+    repeat, slices = slices_of(geometry, tile, device)
+    down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
+    across = blocks_across(geometry, tile)
+    few_channels = geometry.in_channels_per_group <= 8
+    neighbours = problem.channels_last and gather.block_groups == 1 and not few_channels
+    vector = 2 * tile.m_tiles if neighbours else 1 if problem.channels_last else tile.input_vector
+    steps = gather.threads // 32 * (gather.tile_h * gather.tile_w // 8 // tile.warps_k)
+    count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
+    work, warps = work_of(
+        problem,
+        gather,
+        Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0),
+        device,
+        tiles=across * down,
+        blocks=across * ceil_div(down, repeat),
+        resident=tile.resident,
+        chunks=1,
+        inputs=steps * tile.m_tiles * (2 if few_channels else 4) / vector,
+        partial_bytes=count * slices if slices > 1 else 0,
+    )
+    return microseconds(work, GRAD_WEIGHT, warps)
