@@ -39,6 +39,8 @@ _REDUCE_THREADS = 256
 INT32_LIMIT = 2**31
 #: Of one multiprocessor.
 REGISTERS = 65536
+#: Of a filling thread's registers, those that carry no input.
+FILL_OVERHEAD = 36
 #: Of a thread's registers, for sums and a chunk of input: beyond it the compiler spills (measured).
 FILL_SHARE = 0.815
 
@@ -59,7 +61,7 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
     if not _claims(posed, device):
         return None
     best = next(candidates(posed, device), None)
-    return None if best is None else plan_with_tile(*best)
+    return None if best is None else plan_with_tile(*best, device.multiprocessors)
 
 
 def _claims(problem: TileProblem, device: Device) -> bool:
@@ -88,9 +90,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
         if tile.wgmma:
-            sums = 4 * tile.warp_fragments * posed.phases[0] * posed.phases[1]
-            registers = min(255, REGISTERS // (blocks * tile.threads))
-            if sums + fill_registers(posed, tile) > FILL_SHARE * registers:
+            if fill_registers(posed, tile) > _fill_share(tile) - FILL_OVERHEAD:
                 return False
         return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
@@ -173,21 +173,20 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return
     phases = problem.phases[0] * problem.phases[1]
-    # Sums of 128 registers a thread leave room for one block of two warpgroups, or two of one; of 64, for two.
-    wide, narrow = (2, 1, 128, 1), (1, 2, 128, 1)
-    twice, single = (1, 2, 64, 2), (1, 1, 128, 2)
+    # Sums of 128 registers a thread leave room for one block of two warpgroups that multiply, or two of one.
+    wide, narrow, single = (2, 1, 128, 1), (1, 2, 128, 1), (1, 1, 128, 2)
     wide_enough = channels > 64
     plain_copy = problem.input_channels_last and problem.item == 2
     if problem.flat and (wide_enough or not plain_copy):
         order = [wide, narrow, single]
     elif phases == 1:
-        order = [single, twice, wide, narrow] if geometry.taps <= 9 else [twice, wide, narrow, single]
+        order = [single, wide, narrow]
     elif plain_copy:
-        order = [single, narrow, twice]
+        order = [single, narrow]
     else:
-        order = [narrow, single, twice]
+        order = [narrow, single]
     order = [shape for shape in order if wide_enough or shape != wide]
-    order.append((1, 1, 64, 3))
+    order.append((1, 1, 64, 2))
     # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
     short = geometry.kernel[1] <= 3
     most_rows = 8 if (not problem.output_channels_last if short else problem.stack > 1) else 16
@@ -196,13 +195,13 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     if narrow_map:
         if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1:
             return
-        order, most_rows = [narrow, single, twice], 1
+        order, most_rows = [narrow, single], 1
     for groups_m, groups_n, registers, blocks in order:
         fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
         if fragments < 4:
             continue
         arranged = _arrange(problem, fragments, groups_n, most_rows)
-        run = arranged[5] if problem.flat else arranged[3] if narrow_map else arranged[4]
+        run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
         if run < 4:
             continue
         chunks = (32, 16, 8) if problem.flat and blocks == 1 else (16, 8) if phases > 1 else (8,)
@@ -250,7 +249,24 @@ def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], 
     )
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
+def _fill_share(tile: Tile) -> int:
+    """Registers of a thread of forward_wgmma.cu that fills."""
+    return 88 if tile.threads * tile.blocks_per_multiprocessor <= 512 else 56
+
+
+def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
+    """Blocks of forward_wgmma.cu stay and work on one tile after another, whole clusters of them, as many for each
+    phase group and each part of a split sum."""
+    blocks = block_count(problem, tile)
+    if not tile.wgmma:
+        return blocks
+    kinds = len(group_taps(problem)) * tile.splits
+    pieces = -(-blocks // (kinds * tile.cluster)) * kinds
+    room = multiprocessors * tile.blocks_per_multiprocessor // tile.cluster
+    return min(pieces, max(1, room // kinds) * kinds) * tile.cluster
+
+
+def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
     """The plan that computes the problem with this tile."""
     geometry = problem.geometry
     common = _constants(problem, tile)
@@ -295,11 +311,20 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
                 ("SPLITS", tile.splits),
                 ("SHARED_BYTES", shared),
                 ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
+                *(
+                    (
+                        ("CLUSTER", tile.cluster),
+                        ("FILL_REGISTERS", _fill_share(tile)),
+                        ("FILL_BUDGET", _fill_share(tile) - FILL_OVERHEAD),
+                    )
+                    if tile.wgmma
+                    else ()
+                ),
             ),
-            # Three products need registers of their own; two warpgroups of two blocks leave a thread 128.
-            spills=problem.precision == "IEEE" or tile.threads * tile.blocks_per_multiprocessor >= 512,
+            # Three products need registers of their own.
+            spills=problem.precision == "IEEE",
         ),
-        grid=block_count(problem, tile),
+        grid=_grid(problem, tile, multiprocessors),
         block=tile.threads,
         arguments=(
             input_(0),
