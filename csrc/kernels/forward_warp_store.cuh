@@ -14,9 +14,8 @@ constexpr int PART_BYTES = 4096;
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (16 * 8 * PHASES * static_cast<int>(sizeof(Out))));
 constexpr int LINES = WARP_IMAGES * WARP_ROWS;
-constexpr int PART_COLS = least(WARP_COLS, PART_FRAGMENTS);
-constexpr int PART_LINES = least(LINES, PART_FRAGMENTS / PART_COLS);
-static_assert(LINES % PART_LINES == 0 && WARP_COLS % PART_COLS == 0);
+constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_dividing(WARP_COLS, PART_FRAGMENTS);
+constexpr int PART_LINES = power_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
 
 /// Outputs of one row of a part, and rows of it.
 constexpr int PART_ROW = PART_COLS * FRAGMENT_W * PHASE_COLS;
@@ -145,7 +144,7 @@ constexpr int STORES = 16 * CHANNEL_STORES;
 __device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
 /// With powers of two throughout, the place of store lane + pass * 32 is the sum of two places, of which one is a
 /// constant.
-constexpr bool PLACES_ADD = is_power(PHASE_ROWS) && is_power(PHASE_COLS) && STORES % 32 == 0;
+constexpr bool PLACES_ADD = is_power(PHASE_ROWS) && is_power(PART_ROW) && STORES % 32 == 0;
 
 /// Where the i-th store of a part reads and writes: channel, line, row within the line's cells, column.
 struct StorePlace {

@@ -16,7 +16,7 @@
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
 // stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu. The grid is a multiple of CLUSTER * PHASE_GROUPS * SPLITS.
+// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu. The grid is a multiple of CLUSTER.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -42,11 +42,16 @@ constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_RO
 /// Descriptors count in 16 bytes, which is one pixel of a plane, and one channel of a plane of weights.
 constexpr int WEIGHT_PLANE = 64;
 
+/// Turns of a block that may be handed out before the first of them is over.
+constexpr int QUEUE = 8;
+
 // ---- shared memory, in bytes from its beginning --------------------------------------------------------------
 
 constexpr int STAGED = STAGES * STAGE_WORDS * 4;
 constexpr int BARRIERS = STAGED + WARPS * STAGED_BYTES;
-static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
+constexpr int QUEUE_BARRIERS = BARRIERS + 2 * STAGES * 8;
+constexpr int QUEUE_ENTRIES = QUEUE_BARRIERS + 2 * QUEUE * 8;
+static_assert(SHARED_BYTES == QUEUE_ENTRIES + QUEUE * 4, "the plan and the kernel must agree");
 
 // ---- registers ---------------------------------------------------------------------------------------------------
 
@@ -83,12 +88,11 @@ struct Work {
   int split, phase_group, m_block, group;
   Origin origin;
 
-  /// Piece `index` of all clusters' work, in the cluster's `turn`-th turn.
-  __device__ __forceinline__ Work(int index, int turn) {
+  /// Piece `index` of all clusters' work.
+  __device__ __forceinline__ explicit Work(int index) {
     split = index % SPLITS;
     index /= SPLITS;
-    // Groups of unequal work take turns on a block.
-    phase_group = (index + turn) % PHASE_GROUPS;
+    phase_group = index % PHASE_GROUPS;
     index /= PHASE_GROUPS;
     m_block = index % M_BLOCKS;
     index /= M_BLOCKS;
@@ -104,22 +108,58 @@ struct Work {
   __device__ __forceinline__ int chunks() const { return (split + 1) * CHUNKS / SPLITS - first_chunk(); }
 };
 
+/// The indices of a block's turns, in the order in which all blocks together take them: blocks that stay in step read
+/// the halo that they share, and write the lines that they share, at about the same time, whatever their speed.
+/// The first is the block's own number; the filling thread `leader` fetches the others for all threads of the block.
+/// With clusters every block keeps to each gridDim.x-th index.
+struct Turns {
+  u32 base;
+  int slot = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ explicit Turns(u32 base) : base(base) {}
+  __device__ __forceinline__ static int first() { return blockIdx.x / CLUSTER; }
+  __device__ __forceinline__ u32 full() const { return base + QUEUE_BARRIERS + slot * 8; }
+  __device__ __forceinline__ u32 empty() const { return base + QUEUE_BARRIERS + (QUEUE + slot) * 8; }
+  __device__ __forceinline__ u32 entry() const { return base + QUEUE_ENTRIES + slot * 4; }
+  __device__ __forceinline__ void advance() {
+    if (++slot == QUEUE) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  /// The index after `index`.
+  __device__ __forceinline__ int after(int index) {
+    if constexpr (CLUSTER > 1) {
+      return index + gridDim.x / CLUSTER;
+    } else {
+      ptx::wait_for_phase(full(), parity);
+      const int next = static_cast<int>(ptx::load_shared(entry()));
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::arrive(empty());
+      advance();
+      return next;
+    }
+  }
+};
+
 /// Walks over the chunks of all turns of a block.
 struct Walk {
-  int index, end, turn = 0, chunks_left;
+  Turns turns;
+  int index, chunks_left;
   Work work;
 
-  __device__ __forceinline__ explicit Walk(int batch)
-      : index(blockIdx.x / CLUSTER), end(Work::count(batch)), work(blockIdx.x / CLUSTER, 0) {
+  __device__ __forceinline__ explicit Walk(u32 shared) : turns(shared), index(Turns::first()), work(Turns::first()) {
     chunks_left = work.chunks();
   }
-  __device__ __forceinline__ bool done() const { return index >= end; }
-  /// To the next chunk; true where it is the first one of other work.
-  __device__ __forceinline__ bool next() {
+  /// To the next chunk; true where it is the first one of other work. `before`: called before the next turn is asked for.
+  template <class Before>
+  __device__ __forceinline__ bool next(int end, const Before& before) {
     if (--chunks_left > 0) return false;
-    index += gridDim.x / CLUSTER;
-    if (done()) return false;
-    work = Work(index, ++turn);
+    before();
+    index = turns.after(index);
+    if (index >= end) return false;
+    work = Work(index);
     chunks_left = work.chunks();
     return true;
   }
@@ -158,65 +198,85 @@ struct WeightFill {
 };
 
 struct Filler {
-  Ring ring;
-  Walk ahead, now;  // the chunk that is asked for next, and the one that is put into a stage next
+  Ring asked, come;  // the stage that is asked for next, and the one whose chunk is turned next
+  int under_way = 0;  // chunks between them
+  Walk walk;
   InputFill fill;
   WeightFill weights;
   const Element* input;
-  int batch;
+  u32* counter;     // of turns taken, by all blocks
+  int fetched = 0;  // the leader's: the turn that is handed out next
+  Turns handed_out;
+  int batch, end;
 
-  __device__ __forceinline__ Filler(u32 shared, const Element* input, const u32* packed, int batch)
-      : ring(shared), ahead(batch), now(batch), weights{packed, packed, 0}, input(input), batch(batch) {
+  __device__ __forceinline__ Filler(u32 shared, const Element* input, u32* packed, int batch)
+      : asked(shared), come(shared), walk(shared), weights{packed, packed, 0}, input(input), counter(packed + PACKED_WORDS),
+        handed_out(shared), batch(batch), end(Work::count(batch)) {
     aim();
-    weights.aim(now.work);
   }
+  __device__ __forceinline__ static bool leads() { return threadIdx.x == THREADS; }
   __device__ __forceinline__ void aim() {
-    fill.aim(input, ahead.work.origin, ahead.work.group, ahead.work.first_chunk(), batch);
+    fill.aim(input, walk.work.origin, walk.work.group, walk.work.first_chunk(), batch);
+    weights.aim(walk.work);
   }
-  template <int PASS, int HALF>
-  __device__ __forceinline__ void load() {
-    if (ahead.done()) return;
-    fill.load<PASS, HALF>();
-    if (PASS == PASSES - 1 && ahead.next()) aim();
+  __device__ __forceinline__ void fetch_turn() {
+    if (CLUSTER == 1 && leads()) fetched = atomicAdd(counter, 1) + gridDim.x;
   }
-  /// Weights of the chunk `now`, once the stage is empty.
-  __device__ __forceinline__ void begin_stage() {
-    ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    if (threadIdx.x == THREADS) weights.copy(ring);
+  __device__ __forceinline__ void hand_out_turn() {
+    if (CLUSTER == 1 && leads()) {
+      ptx::wait_for_phase(handed_out.empty(), handed_out.parity ^ 1);
+      const u32 turn[1] = {static_cast<u32>(fetched)};
+      ptx::store_shared<1>(handed_out.entry(), turn);
+      ptx::arrive(handed_out.full());
+      handed_out.advance();
+    }
+    // On its way long before it is needed.
+    fetch_turn();
   }
-  __device__ __forceinline__ void end_stage() {
-    ring.advance();
-    if (now.next()) weights.aim(now.work);
+
+  /// Ask for the next chunk, if there is one.
+  template <int PART, bool FIRST = false>
+  __device__ __forceinline__ void ask() {
+    if (walk.index < end) {
+      ptx::wait_for_phase(asked.empty(), asked.parity ^ 1);
+      fill.template ask<PART>(asked.input());
+      if constexpr (FILL_COPIES) ptx::arrive_after_copies(asked.full());
+      if constexpr (FIRST) {
+        // It packs the weights, and sets the counter.
+        ptx::wait_for_previous_launch();
+        fetch_turn();
+      }
+      if (leads()) weights.copy(asked);
+      asked.advance();
+      ++under_way;
+      if (walk.next(end, [&] { hand_out_turn(); })) aim();
+    }
+    if constexpr (!FILL_COPIES && !THROUGH_REGISTERS) ptx::commit_copies();
+  }
+  template <int PART>
+  __device__ __forceinline__ void turn() {
+    if constexpr (!THROUGH_REGISTERS) ptx::wait_copies<FILL_AHEAD - 1>();
+    fill.template turn<PART>(come.input());
+    ptx::publish_to_multiplies();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::arrive(come.full());
+    come.advance();
+    --under_way;
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (THROUGH_REGISTERS) {
-      load<0, 0>();
-      load<1 % PASSES, 1>();
-      ptx::wait_for_previous_launch();
-      while (!now.done())
-        repeat<0, PASSES % 2 ? 2 * PASSES : PASSES>([&](auto index) {
-          constexpr int STEP = decltype(index)::value, PASS = STEP % PASSES;
-          if (now.done()) return;
-          if (PASS == 0) begin_stage();
-          fill.template store<PASS, STEP % 2>(ring.input());
-          if (PASS == PASSES - 1) {
-            ptx::publish_to_multiplies();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
-            end_stage();
-          }
-          load<(STEP + 2) % PASSES, STEP % 2>();
-        });
+    ask<0, true>();
+    if constexpr (FILL_COPIES) {
+      while (walk.index < end) ask<0>();
     } else {
-      ptx::wait_for_previous_launch();
-      while (!now.done()) {
-        begin_stage();
-        fill.copy(ring.input());
-        ptx::arrive_after_copies(ring.full());
-        end_stage();
-        if (ahead.next()) aim();
-      }
+      constexpr int PARTS = THROUGH_REGISTERS ? FILL_AHEAD : 1;
+      repeat<1, FILL_AHEAD>([&](auto part) { ask<decltype(part)::value % PARTS>(); });
+      while (under_way > 0)
+        repeat<0, PARTS>([&](auto part) {
+          if (under_way == 0) return;
+          turn<decltype(part)::value>();
+          ask<decltype(part)::value>();
+        });
     }
   }
 };
@@ -263,7 +323,7 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
-    if constexpr (!THROUGH_REGISTERS) ptx::publish_to_multiplies();
+    if constexpr (FILL_COPIES) ptx::publish_to_multiplies();
     ptx::fence_sums();
     multiply_chunk<GROUP_ROW, GROUP_COL>(
         sums, ptx::matrix_descriptor(ring.weights() + weights_from, WEIGHT_PLANE * 16, 128),
@@ -286,9 +346,10 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
   Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * STAGED_BYTES);
 
   Ring ring(shared);
+  Turns turns(shared);
   const int end = Work::count(batch);
-  for (int index = blockIdx.x / CLUSTER, turn = 0; index < end; index += gridDim.x / CLUSTER, ++turn) {
-    const Work work(index, turn);
+  for (int index = Turns::first(); index < end; index = turns.after(index)) {
+    const Work work(index);
     Sums sums;
     sums.clear();
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
@@ -308,7 +369,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
 }
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+    forward_wgmma(const Element* __restrict__ input, u32* packed, const Element* __restrict__ bias,
                   Out* __restrict__ output, long long batch) {
   extern __shared__ __align__(128) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
@@ -316,8 +377,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights; with copies, every filling thread says that its own are done.
-      ptx::set_up_barrier(ring.full(), 1 + (THROUGH_REGISTERS ? FILL_WARPS : FILL_THREADS));
+      ptx::set_up_barrier(ring.full(), 1 + (FILL_COPIES ? FILL_THREADS : FILL_WARPS));
       ptx::set_up_barrier(ring.empty(), WARPS * CLUSTER);
+    }
+    Turns turns(shared);
+    for (int slot = 0; slot < QUEUE; ++slot, turns.advance()) {
+      ptx::set_up_barrier(turns.full(), 1);
+      ptx::set_up_barrier(turns.empty(), WARPS + FILL_WARPS);
     }
     ptx::publish_barriers();
   }

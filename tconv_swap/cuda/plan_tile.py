@@ -28,6 +28,7 @@ from tconv_swap.cuda.tile_layout import (
     TileProblem,
     block_count,
     fill_registers,
+    fills_by_registers,
     group_taps,
     make_problem,
     shared_bytes,
@@ -40,7 +41,7 @@ INT32_LIMIT = 2**31
 #: Of one multiprocessor.
 REGISTERS = 65536
 #: Of a filling thread's registers, those that carry no input.
-FILL_OVERHEAD = 36
+FILL_OVERHEAD = 52
 #: Of a thread's registers, for sums and a chunk of input: beyond it the compiler spills (measured).
 FILL_SHARE = 0.815
 
@@ -90,7 +91,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
         if tile.wgmma:
-            if fill_registers(posed, tile) > _fill_share(tile) - FILL_OVERHEAD:
+            if fill_registers(posed, tile) > _fill_share(posed, tile) - FILL_OVERHEAD:
                 return False
         return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
@@ -249,21 +250,19 @@ def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], 
     )
 
 
-def _fill_share(tile: Tile) -> int:
-    """Registers of a thread of forward_wgmma.cu that fills."""
-    return 88 if tile.threads * tile.blocks_per_multiprocessor <= 512 else 56
+def _fill_share(problem: TileProblem, tile: Tile) -> int:
+    """Registers of a thread of forward_wgmma.cu that fills; of what they leave, one that multiplies needs 168."""
+    return 144 if tile.blocks_per_multiprocessor == 1 and fills_by_registers(problem, tile) else 88
 
 
 def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
-    """Blocks of forward_wgmma.cu stay and work on one tile after another, whole clusters of them, as many for each
-    phase group and each part of a split sum."""
+    """Blocks of forward_wgmma.cu, whole clusters of them, stay and work on one tile after another."""
     blocks = block_count(problem, tile)
     if not tile.wgmma:
         return blocks
     kinds = len(group_taps(problem)) * tile.splits
     pieces = -(-blocks // (kinds * tile.cluster)) * kinds
-    room = multiprocessors * tile.blocks_per_multiprocessor // tile.cluster
-    return min(pieces, max(1, room // kinds) * kinds) * tile.cluster
+    return min(pieces, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster) * tile.cluster
 
 
 def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
@@ -285,6 +284,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
         block=_PACK_THREADS,
         arguments=(input_(1), workspace(0)),
     )
+    # A counter of turns follows the weights (forward_tile_taps.cuh).
+    workspace_bytes = packed_bytes + 16
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
     forward = Launch(
@@ -314,8 +315,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
                 *(
                     (
                         ("CLUSTER", tile.cluster),
-                        ("FILL_REGISTERS", _fill_share(tile)),
-                        ("FILL_BUDGET", _fill_share(tile) - FILL_OVERHEAD),
+                        ("FILL_REGISTERS", _fill_share(problem, tile)),
+                        ("FILL_BUDGET", _fill_share(problem, tile) - FILL_OVERHEAD),
                     )
                     if tile.wgmma
                     else ()
@@ -330,7 +331,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             input_(0),
             workspace(0),
             input_(2),
-            output(0) if tile.splits == 1 else workspace(packed_bytes),
+            output(0) if tile.splits == 1 else workspace(workspace_bytes),
             int64(geometry.batch),
         ),
         shared_bytes=shared,
@@ -338,13 +339,13 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     )
     launches = [pack, forward]
     if tile.splits > 1:
-        launches.append(_reduce(problem, tile, packed_bytes, outputs))
+        launches.append(_reduce(problem, tile, workspace_bytes, outputs))
     return Plan(
         "halo tile",
         f"{problem.precision} tensor cores, {tile}",
         outputs=(Output(geometry.output_shape, problem.output_channels_last),),
         launches=tuple(launches),
-        workspace_bytes=packed_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
+        workspace_bytes=workspace_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
     )
 
 

@@ -14,6 +14,8 @@ STEP_WORDS = 8
 TAP_TILE_BYTES = 512
 #: Threads of forward_wgmma.cu that bring the input.
 FILL_THREADS = 128
+#: Bytes for the turns of a block: 8 of them, with two barriers each.
+QUEUE_BYTES = 8 * (2 * 8 + 4)
 #: Bytes of one warp's part of the outputs, before they leave in whole rows (forward_warp_store.cuh).
 PART_BYTES = 4096
 
@@ -266,20 +268,31 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
-    return stages + tile.warps_m * tile.warps_n * _staged_bytes(problem, tile) + 16 * tile.stages
+    return stages + tile.warps_m * tile.warps_n * _staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
 
 
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
-    """About how many registers a thread of forward_wgmma.cu needs to carry a chunk of input (its slots)."""
+    """About how many registers of a filling thread of forward_wgmma.cu hold places and what is on its way there."""
     copy = _copy_elements(problem, tile)
     copy_pixels = 1 if problem.input_channels_last else copy
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
     halo_w = -(-(tile.cols + most_w - least_w) // copy_pixels)
-    places = tile.images * halo_h * halo_w * tile.chunk_words // 4
-    place = 4 if problem.input_channels_last else 16 // problem.item * -(-copy * problem.item // 4)
-    asynchronous = problem.input_channels_last and problem.item == 2
-    return 2 * -(-places // FILL_THREADS) + (0 if asynchronous else 2 * place)
+    slots = -(-tile.images * halo_h * halo_w * tile.chunk_words // 4 // FILL_THREADS)
+    if problem.input_channels_last:
+        place = 4
+    else:
+        place = 16 // problem.item * -(-copy * problem.item // 4)
+    if fills_by_registers(problem, tile):
+        return slots * (2 + place)
+    return 2 * slots + (0 if problem.input_channels_last and problem.item == 2 else place)
+
+
+def fills_by_registers(problem: TileProblem, tile: Tile) -> bool:
+    """Whether the input passes through registers; mirrors forward_planes_fill.cuh."""
+    if problem.input_channels_last and problem.item == 2:
+        return False
+    return tile.fragment[2] < 8 or _copy_elements(problem, tile) * problem.item < 4
 
 
 def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
@@ -291,8 +304,8 @@ def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
     phases = problem.phases
     most = PART_BYTES // (16 * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
-    cols = min(tile.warp_cols, fragments)
-    lines = min(tile.warp_images * tile.warp_rows, fragments // cols)
+    cols = tile.warp_cols if tile.warp_cols <= fragments else _power_dividing(tile.warp_cols, fragments)
+    lines = _power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
     return 16 * _aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
