@@ -1,21 +1,16 @@
 // Copies of one chunk of k of a tile's input into planes of 4 words, [k / 4][pixel][4], for forward_wgmma.cu; by the
 // FILL_THREADS threads that follow those that multiply.
 //
-// NCHW: a thread copies a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane, and transposes them.
-// channels_last: it copies the 16 bytes of one pixel. float32 is rounded to TF32, since the multiplier would truncate.
-// Pixels outside the image are written as zeros.
-//
-// Copies are asynchronous, to where the values will stay: a few pixels are as many bytes before they are transposed as
-// after. Once they have come, each thread turns what it copied itself, so that no thread waits for another. Single
-// 16-bit numbers, and pixels that go to several places (NARROW), pass through registers instead.
+// NCHW: a thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them
+// transposed. channels_last: it copies the 16 bytes of one pixel. float32 is rounded to TF32 on the way, since the
+// multiplier would truncate. Pixels outside the image are written as zeros.
 #pragma once
 
 constexpr int FILL_WARPS = 4;
 constexpr int FILL_THREADS = 32 * FILL_WARPS;
 
-/// channels_last of 16 bits needs no work but the copy.
-constexpr bool FILL_COPIES = INPUT_CHANNELS_LAST && IS_16_BIT;
-constexpr bool THROUGH_REGISTERS = !FILL_COPIES && (NARROW || COPY * ITEM < 4);
+/// channels_last of 16 bits needs no work on the way and goes asynchronously; the rest passes through registers.
+constexpr bool THROUGH_REGISTERS = !(INPUT_CHANNELS_LAST && IS_16_BIT);
 constexpr int PLANE_CHANNELS = 4 * CHANNELS_PER_WORD;
 static_assert(!INPUT_CHANNELS_LAST || COPY == PLANE_CHANNELS, "a pixel's channels must come by 16 bytes");
 
@@ -26,19 +21,19 @@ constexpr int SLOTS = ceil_div(PLACES, FILL_THREADS);
 /// Registers that hold COPY pixels of one channel (NCHW), and all that hold one place.
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
 constexpr int PLACE_REGISTERS = INPUT_CHANNELS_LAST ? 4 : PLANE_CHANNELS * ROW_REGISTERS;
-/// Copies of one place, and bytes of each.
-constexpr int PIECES = INPUT_CHANNELS_LAST ? 1 : PLANE_CHANNELS;
-constexpr int PIECE_BYTES = INPUT_CHANNELS_LAST ? 16 : COPY * ITEM;
-/// Chunks that are asked for before the first of them must have come.
-constexpr int FILL_AHEAD = FILL_COPIES ? 0 : THROUGH_REGISTERS ? (STAGES > 2 && SLOTS * (2 * PLACE_REGISTERS + 2) <= FILL_BUDGET ? 2 : 1)
-                                                             : most(1, STAGES - 1 - STAGES / 4);
+/// A chunk goes through a thread's registers in PASSES; FILL_DEPTH of them are on their way at once.
+constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - 2 * SLOTS) / (2 * PLACE_REGISTERS)));
+constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
+constexpr int FILL_DEPTH = most(2, least(4, (FILL_BUDGET - 2 * SLOTS) / (PASS_SLOTS * PLACE_REGISTERS)) / 2 * 2);
+
+constexpr bool SWAP_PIXELS = !NARROW && COPY_PIXELS == 4 && CHUNK_PLANES == 2;
 
 struct InputFill {
   const char* chunk;  // first channel of the next chunk of the tile's first image
   int next_channel;   // the same, counted in the group
   int from[SLOTS];    // bytes from there, negative outside the image
   u32 to[SLOTS];      // bytes from the beginning of a stage
-  u32 staged[most(1, FILL_AHEAD)][THROUGH_REGISTERS ? SLOTS : 1][PLACE_REGISTERS];
+  u32 staged[FILL_DEPTH][THROUGH_REGISTERS ? PASS_SLOTS : 1][PLACE_REGISTERS];
 
   __device__ __forceinline__ InputFill() {
 #pragma unroll
@@ -80,58 +75,81 @@ struct InputFill {
     }
   }
 
-  /// Ask for the next chunk, which will be in `stage`; on its way it may be in the registers `PART`.
-  template <int PART>
-  __device__ __forceinline__ void ask(u32 stage) {
+  /// Start copying the next chunk to a stage (channels_last, 16 bits).
+  __device__ __forceinline__ void copy(u32 stage) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      if (!exists(s)) continue;
-#pragma unroll
-      for (int c = 0; c < PIECES; ++c) {
-        const bool real = from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP);
-        const char* source = real ? chunk + from[s] + c * CHANNEL_BYTES : chunk;
-        if constexpr (THROUGH_REGISTERS) {
-          load_words<PIECE_BYTES>(staged[PART][s] + c * ROW_REGISTERS, source, real);
-        } else if constexpr (NARROW) {
-          each_copy(s, 0, [&](int offset) { ptx::copy_async_or_zero<16>(stage + to[s] + offset, source, real); });
-        } else {
-          ptx::copy_async_or_zero<PIECE_BYTES>(stage + to[s] + c * PIECE_BYTES, source, real);
-        }
+      if (exists(s)) {
+        const bool real = from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP);
+        each_copy(s, 0, [&](int offset) {
+          ptx::copy_async_or_zero<16>(stage + to[s] + offset, real ? chunk + from[s] : chunk, real);
+        });
       }
     }
-    chunk += CHUNK_BYTES;
-    next_channel += CHUNK_WORDS * CHANNELS_PER_WORD;
+    advance();
   }
 
-  /// Put a chunk that has come into the order that is multiplied from.
-  template <int PART>
-  __device__ __forceinline__ void turn(u32 stage) {
+  /// Start loading one pass of the next chunk into one of the FILL_DEPTH parts of the registers.
+  template <int PASS, int PART>
+  __device__ __forceinline__ void load() {
 #pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
-      if (!exists(s)) continue;
-      u32(&place)[PLACE_REGISTERS] = staged[PART][THROUGH_REGISTERS ? s : 0];
-      if constexpr (!THROUGH_REGISTERS) {
+    for (int i = 0; i < PASS_SLOTS; ++i) {
+      const int s = PASS * PASS_SLOTS + i;
+      if (s >= SLOTS) continue;
+      const char* source = chunk + from[s];
+      if constexpr (INPUT_CHANNELS_LAST) {
+        load_words<16>(staged[PART][i], source, from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP));
+      } else {
 #pragma unroll
-        for (int p = 0; p < COPY_PIXELS; ++p) {
-          const uint4 four = ptx::load_shared_vector(stage + to[s] + p * 16);
-          place[4 * p] = four.x, place[4 * p + 1] = four.y, place[4 * p + 2] = four.z, place[4 * p + 3] = four.w;
-        }
+        for (int c = 0; c < PLANE_CHANNELS; ++c)
+          load_words<COPY_PIXELS * ITEM>(staged[PART][i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
+                                         from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP));
       }
+    }
+    if (PASS == PASSES - 1) advance();
+  }
+
+  /// Store that pass to a stage.
+  template <int PASS, int PART>
+  __device__ __forceinline__ void store(u32 stage) const {
 #pragma unroll
-      for (int p = 0; p < COPY_PIXELS; ++p) {
-        u32 words[4];
+    for (int i = 0; i < PASS_SLOTS; ++i) {
+      const int s = PASS * PASS_SLOTS + i;
+      if (s < SLOTS && exists(s)) {
+        const u32(&place)[PLACE_REGISTERS] = staged[PART][i];
+        u32 pixels[COPY_PIXELS][4];
 #pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          if constexpr (INPUT_CHANNELS_LAST) {
-            words[word] = ptx::round_to_tf32(place[word]);
-          } else if constexpr (IS_16_BIT) {
-            const u32 even = place[2 * word * ROW_REGISTERS + p / 2], odd = place[(2 * word + 1) * ROW_REGISTERS + p / 2];
-            words[word] = p % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
-          } else {
-            words[word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
+        for (int p = 0; p < COPY_PIXELS; ++p)
+#pragma unroll
+          for (int word = 0; word < 4; ++word) {
+            if constexpr (INPUT_CHANNELS_LAST) {
+              pixels[p][word] = ptx::round_to_tf32(place[word]);
+            } else if constexpr (IS_16_BIT) {
+              const u32 even = place[2 * word * ROW_REGISTERS + p / 2], odd = place[(2 * word + 1) * ROW_REGISTERS + p / 2];
+              pixels[p][word] = p % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
+            } else {
+              pixels[p][word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
+            }
           }
+        if constexpr (SWAP_PIXELS) {
+          // Of 8 lanes, 2 planes of 4 places, the later ones store each two pixels in the other order: no bank twice.
+          const bool swap = column(s) / (2 * COPY_PIXELS) % 2;
+#pragma unroll
+          for (int p = 0; p < COPY_PIXELS; p += 2) {
+            u32 first[4], second[4];
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+              first[word] = swap ? pixels[p + 1][word] : pixels[p][word];
+              second[word] = swap ? pixels[p][word] : pixels[p + 1][word];
+            }
+            ptx::store_shared<4>(stage + to[s] + (p + swap) * 16, first);
+            ptx::store_shared<4>(stage + to[s] + (p + 1 - swap) * 16, second);
+          }
+        } else {
+#pragma unroll
+          for (int p = 0; p < COPY_PIXELS; ++p)
+            each_copy(s, p, [&](int offset) { ptx::store_shared<4>(stage + to[s] + offset, pixels[p]); });
         }
-        each_copy(s, p, [&](int offset) { ptx::store_shared<4>(stage + to[s] + offset, words); });
       }
     }
   }
@@ -162,6 +180,11 @@ struct InputFill {
   /// First channel of a place of the next chunk, in the group.
   __device__ __forceinline__ int first_channel(int s) const {
     return next_channel + (thread() + s * FILL_THREADS) % CHUNK_PLANES * PLANE_CHANNELS;
+  }
+
+  __device__ __forceinline__ void advance() {
+    chunk += CHUNK_BYTES;
+    next_channel += CHUNK_WORDS * CHANNELS_PER_WORD;
   }
 
   /// The bytes at `from`, or zeros.

@@ -128,15 +128,17 @@ struct Turns {
       parity ^= 1;
     }
   }
-  /// The index after `index`.
-  __device__ __forceinline__ int after(int index) {
+  /// The index after `index`. `last_use`: this thread's warp will not ask for it again.
+  __device__ __forceinline__ int after(int index, bool last_use) {
     if constexpr (CLUSTER > 1) {
       return index + gridDim.x / CLUSTER;
     } else {
       ptx::wait_for_phase(full(), parity);
       const int next = static_cast<int>(ptx::load_shared(entry()));
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::arrive(empty());
+      if (last_use) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::arrive(empty());
+      }
       advance();
       return next;
     }
@@ -154,10 +156,10 @@ struct Walk {
   }
   /// To the next chunk; true where it is the first one of other work. `before`: called before the next turn is asked for.
   template <class Before>
-  __device__ __forceinline__ bool next(int end, const Before& before) {
+  __device__ __forceinline__ bool next(int end, bool last_use, const Before& before) {
     if (--chunks_left > 0) return false;
     before();
-    index = turns.after(index);
+    index = turns.after(index, last_use);
     if (index >= end) return false;
     work = Work(index);
     chunks_left = work.chunks();
@@ -197,10 +199,15 @@ struct WeightFill {
   }
 };
 
+__device__ constexpr int common_multiple(int a, int b) {
+  int n = a;
+  while (n % b) n += a;
+  return n;
+}
+
 struct Filler {
-  Ring asked, come;  // the stage that is asked for next, and the one whose chunk is turned next
-  int under_way = 0;  // chunks between them
-  Walk walk;
+  Ring ring;
+  Walk ahead, now;  // the chunk that is asked for next, and the one that is put into a stage next
   InputFill fill;
   WeightFill weights;
   const Element* input;
@@ -210,14 +217,14 @@ struct Filler {
   int batch, end;
 
   __device__ __forceinline__ Filler(u32 shared, const Element* input, u32* packed, int batch)
-      : asked(shared), come(shared), walk(shared), weights{packed, packed, 0}, input(input), counter(packed + PACKED_WORDS),
+      : ring(shared), ahead(shared), now(shared), weights{packed, packed, 0}, input(input), counter(packed + PACKED_WORDS),
         handed_out(shared), batch(batch), end(Work::count(batch)) {
     aim();
+    weights.aim(now.work);
   }
   __device__ __forceinline__ static bool leads() { return threadIdx.x == THREADS; }
   __device__ __forceinline__ void aim() {
-    fill.aim(input, walk.work.origin, walk.work.group, walk.work.first_chunk(), batch);
-    weights.aim(walk.work);
+    fill.aim(input, ahead.work.origin, ahead.work.group, ahead.work.first_chunk(), batch);
   }
   __device__ __forceinline__ void fetch_turn() {
     if (CLUSTER == 1 && leads()) fetched = atomicAdd(counter, 1) + gridDim.x;
@@ -233,50 +240,64 @@ struct Filler {
     // On its way long before it is needed.
     fetch_turn();
   }
-
-  /// Ask for the next chunk, if there is one.
-  template <int PART, bool FIRST = false>
-  __device__ __forceinline__ void ask() {
-    if (walk.index < end) {
-      ptx::wait_for_phase(asked.empty(), asked.parity ^ 1);
-      fill.template ask<PART>(asked.input());
-      if constexpr (FILL_COPIES) ptx::arrive_after_copies(asked.full());
-      if constexpr (FIRST) {
-        // It packs the weights, and sets the counter.
-        ptx::wait_for_previous_launch();
-        fetch_turn();
-      }
-      if (leads()) weights.copy(asked);
-      asked.advance();
-      ++under_way;
-      if (walk.next(end, [&] { hand_out_turn(); })) aim();
-    }
-    if constexpr (!FILL_COPIES && !THROUGH_REGISTERS) ptx::commit_copies();
+  __device__ __forceinline__ void ask_ahead() {
+    if (ahead.next(end, false, [&] { hand_out_turn(); })) aim();
   }
-  template <int PART>
-  __device__ __forceinline__ void turn() {
-    if constexpr (!THROUGH_REGISTERS) ptx::wait_copies<FILL_AHEAD - 1>();
-    fill.template turn<PART>(come.input());
-    ptx::publish_to_multiplies();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::arrive(come.full());
-    come.advance();
-    --under_way;
+  template <int PASS, int PART>
+  __device__ __forceinline__ void load() {
+    if (ahead.index >= end) return;
+    fill.load<PASS, PART>();
+    if (PASS == PASSES - 1) ask_ahead();
+  }
+  /// Weights of the chunk `now`, once the stage is empty.
+  __device__ __forceinline__ void begin_stage() {
+    ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+    if (leads()) weights.copy(ring);
+  }
+  __device__ __forceinline__ void end_stage() {
+    ring.advance();
+    if (now.next(end, true, [] {})) weights.aim(now.work);
   }
 
   __device__ __forceinline__ void run() {
-    ask<0, true>();
-    if constexpr (FILL_COPIES) {
-      while (walk.index < end) ask<0>();
-    } else {
-      constexpr int PARTS = THROUGH_REGISTERS ? FILL_AHEAD : 1;
-      repeat<1, FILL_AHEAD>([&](auto part) { ask<decltype(part)::value % PARTS>(); });
-      while (under_way > 0)
-        repeat<0, PARTS>([&](auto part) {
-          if (under_way == 0) return;
-          turn<decltype(part)::value>();
-          ask<decltype(part)::value>();
+    if constexpr (THROUGH_REGISTERS) {
+      // The first pass is asked for before the launch that packs the weights, and sets the counter, is over.
+      fill.load<0, 0>();
+      ptx::wait_for_previous_launch();
+      fetch_turn();
+      if (PASSES == 1) ask_ahead();
+      repeat<1, FILL_DEPTH>([&](auto step) { load<decltype(step)::value % PASSES, decltype(step)::value>(); });
+      while (now.index < end)
+        repeat<0, common_multiple(PASSES, FILL_DEPTH)>([&](auto index) {
+          constexpr int STEP = decltype(index)::value, PASS = STEP % PASSES;
+          if (now.index >= end) return;
+          if (PASS == 0) begin_stage();
+          fill.template store<PASS, STEP % FILL_DEPTH>(ring.input());
+          if (PASS == PASSES - 1) {
+            ptx::publish_to_multiplies();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
+            end_stage();
+          }
+          load<(STEP + FILL_DEPTH) % PASSES, STEP % FILL_DEPTH>();
         });
+    } else {
+      // The first chunk of input, before the launch that packs the weights, and sets the counter, is over.
+      ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+      fill.copy(ring.input());
+      ptx::arrive_after_copies(ring.full());
+      ptx::wait_for_previous_launch();
+      fetch_turn();
+      if (leads()) weights.copy(ring);
+      ask_ahead();
+      end_stage();
+      while (now.index < end) {
+        begin_stage();
+        fill.copy(ring.input());
+        ptx::arrive_after_copies(ring.full());
+        ask_ahead();
+        end_stage();
+      }
     }
   }
 };
@@ -323,7 +344,7 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
-    if constexpr (FILL_COPIES) ptx::publish_to_multiplies();
+    if constexpr (!THROUGH_REGISTERS) ptx::publish_to_multiplies();
     ptx::fence_sums();
     multiply_chunk<GROUP_ROW, GROUP_COL>(
         sums, ptx::matrix_descriptor(ring.weights() + weights_from, WEIGHT_PLANE * 16, 128),
@@ -348,7 +369,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
   Ring ring(shared);
   Turns turns(shared);
   const int end = Work::count(batch);
-  for (int index = Turns::first(); index < end; index = turns.after(index)) {
+  for (int index = Turns::first(); index < end; index = turns.after(index, true)) {
     const Work work(index);
     Sums sums;
     sums.clear();
@@ -377,7 +398,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights; with copies, every filling thread says that its own are done.
-      ptx::set_up_barrier(ring.full(), 1 + (FILL_COPIES ? FILL_THREADS : FILL_WARPS));
+      ptx::set_up_barrier(ring.full(), 1 + (THROUGH_REGISTERS ? FILL_WARPS : FILL_THREADS));
       ptx::set_up_barrier(ring.empty(), WARPS * CLUSTER);
     }
     Turns turns(shared);

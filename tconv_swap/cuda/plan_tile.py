@@ -40,10 +40,6 @@ _REDUCE_THREADS = 256
 INT32_LIMIT = 2**31
 #: Of one multiprocessor.
 REGISTERS = 65536
-#: Of a filling thread's registers, those that carry no input.
-FILL_OVERHEAD = 52
-#: Of a thread's registers, for sums and a chunk of input: beyond it the compiler spills (measured).
-FILL_SHARE = 0.815
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
@@ -91,7 +87,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
         if tile.wgmma:
-            if fill_registers(posed, tile) > _fill_share(posed, tile) - FILL_OVERHEAD:
+            if fill_registers(posed, tile) > _fill_share(posed, tile)[1]:
                 return False
         return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
@@ -250,9 +246,12 @@ def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], 
     )
 
 
-def _fill_share(problem: TileProblem, tile: Tile) -> int:
-    """Registers of a thread of forward_wgmma.cu that fills; of what they leave, one that multiplies needs 168."""
-    return 144 if tile.blocks_per_multiprocessor == 1 and fills_by_registers(problem, tile) else 88
+def _fill_share(problem: TileProblem, tile: Tile) -> tuple[int, int]:
+    """Registers of a thread of forward_wgmma.cu that fills, and how many of them may hold what is on its way. One
+    that multiplies gets what they leave, and needs 168."""
+    if tile.blocks_per_multiprocessor == 1 and fills_by_registers(problem):
+        return 152, 92
+    return 88, 36
 
 
 def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
@@ -262,7 +261,7 @@ def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
         return blocks
     kinds = len(group_taps(problem)) * tile.splits
     pieces = -(-blocks // (kinds * tile.cluster)) * kinds
-    return min(pieces, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster) * tile.cluster
+    return min(pieces, max(1, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster)) * tile.cluster
 
 
 def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
@@ -315,8 +314,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
                 *(
                     (
                         ("CLUSTER", tile.cluster),
-                        ("FILL_REGISTERS", _fill_share(problem, tile)),
-                        ("FILL_BUDGET", _fill_share(problem, tile) - FILL_OVERHEAD),
+                        ("FILL_REGISTERS", _fill_share(problem, tile)[0]),
+                        ("FILL_BUDGET", _fill_share(problem, tile)[1]),
                     )
                     if tile.wgmma
                     else ()

@@ -283,16 +283,13 @@ def fill_registers(problem: TileProblem, tile: Tile) -> int:
         place = 4
     else:
         place = 16 // problem.item * -(-copy * problem.item // 4)
-    if fills_by_registers(problem, tile):
-        return slots * (2 + place)
-    return 2 * slots + (0 if problem.input_channels_last and problem.item == 2 else place)
+    # At least two places are on their way at once.
+    return 2 * slots + (2 * place if fills_by_registers(problem) else 0)
 
 
-def fills_by_registers(problem: TileProblem, tile: Tile) -> bool:
+def fills_by_registers(problem: TileProblem) -> bool:
     """Whether the input passes through registers; mirrors forward_planes_fill.cuh."""
-    if problem.input_channels_last and problem.item == 2:
-        return False
-    return tile.fragment[2] < 8 or _copy_elements(problem, tile) * problem.item < 4
+    return not (problem.input_channels_last and problem.item == 2)
 
 
 def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
