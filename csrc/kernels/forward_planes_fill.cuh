@@ -1,9 +1,13 @@
-// Copies of one chunk of k of a tile's input into planes of 4 words, [k / 4][pixel][4], for forward_wgmma.cu.
+// Copies of one chunk of k of a tile's input into planes of 4 words, [k / 4][pixel][4], for forward_wgmma.cu; by the
+// FILL_THREADS threads that follow those that multiply.
 //
 // NCHW: a thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them
 // transposed. channels_last: it copies the 16 bytes of one pixel. float32 is rounded to TF32 on the way, since the
-// multiplier would truncate. Pixels outside the image are never written: their places are zeroed once.
+// multiplier would truncate. Pixels outside the image are written as zeros.
 #pragma once
+
+constexpr int FILL_WARPS = 4;
+constexpr int FILL_THREADS = 32 * FILL_WARPS;
 
 /// channels_last of 16 bits needs no work on the way and goes asynchronously; the rest passes through registers.
 constexpr bool THROUGH_REGISTERS = !(INPUT_CHANNELS_LAST && IS_16_BIT);
@@ -13,33 +17,48 @@ static_assert(!INPUT_CHANNELS_LAST || COPY == PLANE_CHANNELS, "a pixel's channel
 // A place: the COPY_PIXELS neighbouring pixels of one plane; planes are dealt first, to neighbouring lanes.
 constexpr int PLACES_PER_ROW = HALO_W / COPY_PIXELS * CHUNK_PLANES;
 constexpr int PLACES = TILE_N * HALO_H * PLACES_PER_ROW;
-constexpr int SLOTS = ceil_div(PLACES, THREADS);
+constexpr int SLOTS = ceil_div(PLACES, FILL_THREADS);
 /// Registers that hold COPY pixels of one channel (NCHW), and all that hold one place.
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
 constexpr int PLACE_REGISTERS = INPUT_CHANNELS_LAST ? 4 : PLANE_CHANNELS * ROW_REGISTERS;
+/// A chunk goes through a thread's registers in PASSES; FILL_DEPTH of them are on their way at once.
+constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - 2 * SLOTS) / (2 * PLACE_REGISTERS)));
+constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
+constexpr int FILL_DEPTH = most(2, least(4, (FILL_BUDGET - 2 * SLOTS) / (PASS_SLOTS * PLACE_REGISTERS)) / 2 * 2);
+
+constexpr bool SWAP_PIXELS = !NARROW && COPY_PIXELS == 4 && CHUNK_PLANES == 2;
 
 struct InputFill {
   const char* chunk;  // first channel of the next chunk of the tile's first image
-  int from[SLOTS];    // bytes from there, negative where there is nothing to copy
+  int next_channel;   // the same, counted in the group
+  int from[SLOTS];    // bytes from there, negative outside the image
   u32 to[SLOTS];      // bytes from the beginning of a stage
-  int next_channel;   // first channel of the next chunk, in the group
-  u32 staged[THROUGH_REGISTERS ? SLOTS : 1][PLACE_REGISTERS];
+  u32 staged[FILL_DEPTH][THROUGH_REGISTERS ? PASS_SLOTS : 1][PLACE_REGISTERS];
 
-  __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
-                                       int batch) {
+  __device__ __forceinline__ InputFill() {
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s) {
+      const int place = thread() + s * FILL_THREADS;
+      to[s] = (place % CHUNK_PLANES * PLANE_PITCH + place / PLACES_PER_ROW / HALO_H * IMAGE_PITCH +
+               place / PLACES_PER_ROW % HALO_H * ROW_PITCH + (NARROW ? 0 : column(s))) * 16;
+    }
+  }
+
+  /// The next chunk is the `chunk_index`-th of this tile.
+  __device__ __forceinline__ void aim(const Element* input, const Origin& origin, int group, int chunk_index, int batch) {
     const int first_image = FLAT ? origin.image / PIXELS : origin.image;
     chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
             group * CI_GROUP * CHANNEL_BYTES + chunk_index * CHUNK_BYTES;
     next_channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      const int place = threadIdx.x + s * THREADS;
+      const int place = thread() + s * FILL_THREADS;
       const int plane = place % CHUNK_PLANES;
       const int w = column(s);
       const int h = place / PLACES_PER_ROW % HALO_H;
       const int n = place / PLACES_PER_ROW / HALO_H;
       int image, pixel;
-      bool inside = place < PLACES;
+      bool inside = exists(s);
       if constexpr (FLAT) {
         const unsigned cell = origin.image + w;
         image = static_cast<int>(cell / PIXELS) - first_image;
@@ -53,7 +72,6 @@ struct InputFill {
       }
       const int elements = image * (IN_CHANNELS * PIXELS) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
       from[s] = inside ? elements * ITEM + plane * PLANE_CHANNELS * static_cast<int>(CHANNEL_BYTES) : -1;
-      to[s] = (plane * PLANE_PITCH + n * IMAGE_PITCH + h * ROW_PITCH + (NARROW ? 0 : w)) * 16;
     }
   }
 
@@ -61,8 +79,8 @@ struct InputFill {
   __device__ __forceinline__ void copy(u32 stage) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      if (from[s] >= 0) {
-        const bool real = !RAGGED_K || first_channel(s) < CI_GROUP;
+      if (exists(s)) {
+        const bool real = from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP);
         each_copy(s, 0, [&](int offset) {
           ptx::copy_async_or_zero<16>(stage + to[s] + offset, real ? chunk + from[s] : chunk, real);
         });
@@ -71,52 +89,78 @@ struct InputFill {
     advance();
   }
 
-  /// Start loading the next chunk into registers.
+  /// Start loading one pass of the next chunk into one of the FILL_DEPTH parts of the registers.
+  template <int PASS, int PART>
   __device__ __forceinline__ void load() {
 #pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
+    for (int i = 0; i < PASS_SLOTS; ++i) {
+      const int s = PASS * PASS_SLOTS + i;
+      if (s >= SLOTS) continue;
       const char* source = chunk + from[s];
       if constexpr (INPUT_CHANNELS_LAST) {
-        load_words<16>(staged[s], source, from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP));
+        load_words<16>(staged[PART][i], source, from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP));
       } else {
 #pragma unroll
         for (int c = 0; c < PLANE_CHANNELS; ++c)
-          load_words<COPY_PIXELS * ITEM>(staged[s] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
+          load_words<COPY_PIXELS * ITEM>(staged[PART][i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
                                          from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP));
       }
     }
-    advance();
+    if (PASS == PASSES - 1) advance();
   }
 
-  /// Store the loaded chunk to a stage.
-  __device__ __forceinline__ void store(u32 stage) {
+  /// Store that pass to a stage.
+  template <int PASS, int PART>
+  __device__ __forceinline__ void store(u32 stage) const {
 #pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
-      if (from[s] >= 0) {
+    for (int i = 0; i < PASS_SLOTS; ++i) {
+      const int s = PASS * PASS_SLOTS + i;
+      if (s < SLOTS && exists(s)) {
+        const u32(&place)[PLACE_REGISTERS] = staged[PART][i];
+        u32 pixels[COPY_PIXELS][4];
 #pragma unroll
-        for (int p = 0; p < COPY_PIXELS; ++p) {
-          u32 words[4];
+        for (int p = 0; p < COPY_PIXELS; ++p)
 #pragma unroll
-          for (int i = 0; i < 4; ++i) {
+          for (int word = 0; word < 4; ++word) {
             if constexpr (INPUT_CHANNELS_LAST) {
-              words[i] = ptx::round_to_tf32(staged[s][i]);
+              pixels[p][word] = ptx::round_to_tf32(place[word]);
             } else if constexpr (IS_16_BIT) {
-              const u32 even = staged[s][2 * i * ROW_REGISTERS + p / 2];
-              const u32 odd = staged[s][(2 * i + 1) * ROW_REGISTERS + p / 2];
-              words[i] = p % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
+              const u32 even = place[2 * word * ROW_REGISTERS + p / 2], odd = place[(2 * word + 1) * ROW_REGISTERS + p / 2];
+              pixels[p][word] = p % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
             } else {
-              words[i] = ptx::round_to_tf32(staged[s][i * ROW_REGISTERS + p]);
+              pixels[p][word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
             }
           }
-          each_copy(s, p, [&](int offset) { ptx::store_shared<4>(stage + to[s] + offset, words); });
+        if constexpr (SWAP_PIXELS) {
+          // Of 8 lanes, 2 planes of 4 places, the later ones store each two pixels in the other order: no bank twice.
+          const bool swap = column(s) / (2 * COPY_PIXELS) % 2;
+#pragma unroll
+          for (int p = 0; p < COPY_PIXELS; p += 2) {
+            u32 first[4], second[4];
+#pragma unroll
+            for (int word = 0; word < 4; ++word) {
+              first[word] = swap ? pixels[p + 1][word] : pixels[p][word];
+              second[word] = swap ? pixels[p][word] : pixels[p + 1][word];
+            }
+            ptx::store_shared<4>(stage + to[s] + (p + swap) * 16, first);
+            ptx::store_shared<4>(stage + to[s] + (p + 1 - swap) * 16, second);
+          }
+        } else {
+#pragma unroll
+          for (int p = 0; p < COPY_PIXELS; ++p)
+            each_copy(s, p, [&](int offset) { ptx::store_shared<4>(stage + to[s] + offset, pixels[p]); });
         }
       }
     }
   }
 
  private:
+  __device__ __forceinline__ static int thread() { return threadIdx.x - THREADS; }
+  __device__ __forceinline__ static bool exists(int s) {
+    return (s + 1) * FILL_THREADS <= PLACES || thread() + s * FILL_THREADS < PLACES;
+  }
   __device__ __forceinline__ static int column(int s) {
-    return static_cast<int>(threadIdx.x + s * THREADS) / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
+    return (thread() + s * FILL_THREADS) / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
   }
 
   /// put(bytes from to[s]) for each place that pixel `p` of slot `s` goes to: one, or with NARROW one for each shift.
@@ -135,7 +179,7 @@ struct InputFill {
 
   /// First channel of a place of the next chunk, in the group.
   __device__ __forceinline__ int first_channel(int s) const {
-    return next_channel + static_cast<int>(threadIdx.x + s * THREADS) % CHUNK_PLANES * PLANE_CHANNELS;
+    return next_channel + (thread() + s * FILL_THREADS) % CHUNK_PLANES * PLANE_CHANNELS;
   }
 
   __device__ __forceinline__ void advance() {

@@ -1,40 +1,308 @@
 // Transposed convolution, forward, on Hopper's warpgroup multiply (sm_90a): the implicit GEMM of forward_tile.cu
-// with both operands read from shared memory by the tensor cores, nearly twice as fast as mma.sync.
+// with both operands read from shared memory by the tensor cores.
 //
 //   M = 64 output channels a warpgroup, or fewer of several rows (STACK): the packed weights (pack_weights.cu)
-//   N = WARP_ROWS rows of 8 cells, or with FLAT 8 * WARP_COLS cells in a row, or with NARROW maps 8 cells of each of
-//       WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
+//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells, or with NARROW maps 8 cells of
+//       each of WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
 //   K = input channels, by chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
 // Without swizzle, 8 cells of one plane (forward_planes_fill.cuh) are 128 bytes in one piece wherever they begin, so
-// a tap's shift of the input is only another start address. Multiplies run asynchronously: meanwhile the same
-// threads fill the stage after the next.
+// a tap's shift of the input is only another start address.
+//
+// A block stays and works on one tile after another. Its first THREADS threads multiply and store, the FILL_THREADS
+// after them bring the input, and one of those asks for the weights (one run, by bulk copy); barriers in shared memory
+// say which stages are full and which empty, so that the next tile's chunks come while this one's outputs leave. The
+// CLUSTER blocks of a cluster work on neighbouring tiles in step and share each copy of the weights.
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
 // stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
+// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu. The grid is a multiple of CLUSTER.
 #include "mma.cuh"
 #include "wgmma.cuh"
+#include "pipeline.cuh"
 #include "forward_tile_taps.cuh"
 #include "forward_tile_layout.cuh"
 #include "forward_tile_copy.cuh"
 #include "forward_planes_fill.cuh"
 #include "forward_tile_store.cuh"
-#include "forward_staged_store.cuh"
+#include "forward_warp_store.cuh"
 #include "repeat.cuh"
 
-static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % 4 == 0 && WARP_M_TILES == 1);
-static_assert(SHARED_BYTES == most(STAGES * STAGE_WORDS * 4, STAGED_BYTES), "the plan and the kernel must agree");
+static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % 4 == 0 && WARP_M_TILES == 1 && BLOCK_CHANNELS % 16 == 0);
 
 /// Cells of one multiply, and multiplies for one tap of one image.
-constexpr int MULTIPLY_CELLS = 8 * (FLAT ? WARP_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
+constexpr bool ALONG_ROW = FLAT || (WARP_ROWS == 1 && !NARROW);
+constexpr int MULTIPLY_COLS = ALONG_ROW ? least(WARP_COLS, 16) : 1;
+constexpr int MULTIPLY_CELLS = 8 * (ALONG_ROW ? MULTIPLY_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
 constexpr int MULTIPLY_IMAGES = NARROW ? 1 : WARP_IMAGES;
-constexpr int MULTIPLIES = FLAT ? 1 : NARROW ? WARP_ROWS : WARP_COLS;
+constexpr int MULTIPLIES = NARROW ? WARP_ROWS : WARP_COLS / MULTIPLY_COLS;
 /// Pixels from 8 cells of a multiply to the next 8.
-constexpr int GROUP_PITCH = FLAT ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_ROWS * ROW_PITCH;
+constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_ROWS * ROW_PITCH;
 
 /// Descriptors count in 16 bytes, which is one pixel of a plane, and one channel of a plane of weights.
 constexpr int WEIGHT_PLANE = 64;
+
+/// Turns of a block that may be handed out before the first of them is over.
+constexpr int QUEUE = 8;
+
+// ---- shared memory, in bytes from its beginning --------------------------------------------------------------
+
+constexpr int STAGED = STAGES * STAGE_WORDS * 4;
+constexpr int BARRIERS = STAGED + WARPS * STAGED_BYTES;
+constexpr int QUEUE_BARRIERS = BARRIERS + 2 * STAGES * 8;
+constexpr int QUEUE_ENTRIES = QUEUE_BARRIERS + 2 * QUEUE * 8;
+static_assert(SHARED_BYTES == QUEUE_ENTRIES + QUEUE * 4, "the plan and the kernel must agree");
+
+// ---- registers ---------------------------------------------------------------------------------------------------
+
+/// What the hardware gives each thread at first, in eights.
+constexpr int FIRST_REGISTERS = least(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (THREADS + FILL_THREADS))) / 8 * 8;
+constexpr bool MOVE_REGISTERS = FIRST_REGISTERS < 200;
+constexpr int MULTIPLY_REGISTERS =
+    least(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / THREADS / 8 * 8);
+
+/// One turn of the ring's stages.
+struct Ring {
+  u32 base;
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ explicit Ring(u32 base) : base(base) {}
+  __device__ __forceinline__ u32 input() const { return base + stage * (STAGE_WORDS * 4); }
+  __device__ __forceinline__ u32 weights() const { return input() + round_up(INPUT_WORDS, 4) * 4; }
+  __device__ __forceinline__ u32 full() const { return base + BARRIERS + stage * 8; }
+  __device__ __forceinline__ u32 empty() const { return base + BARRIERS + (STAGES + stage) * 8; }
+  __device__ __forceinline__ u32 empty_before() const {
+    return base + BARRIERS + (STAGES + (stage == 0 ? STAGES - 1 : stage - 1)) * 8;
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// What one turn of a block computes.
+struct Work {
+  int split, phase_group, m_block, group;
+  Origin origin;
+
+  /// Piece `index` of all clusters' work.
+  __device__ __forceinline__ explicit Work(int index) {
+    split = index % SPLITS;
+    index /= SPLITS;
+    phase_group = index % PHASE_GROUPS;
+    index /= PHASE_GROUPS;
+    m_block = index % M_BLOCKS;
+    index /= M_BLOCKS;
+    group = index % GROUPS;
+    const int rank = CLUSTER > 1 ? ptx::cluster_rank() : 0;
+    origin = tile_origin(index / GROUPS * CLUSTER + rank);
+  }
+  __device__ __forceinline__ static int count(int batch) {
+    const int tiles = FLAT ? ceil_div(batch * PIXELS, TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
+    return ceil_div(tiles, CLUSTER) * GROUPS * M_BLOCKS * PHASE_GROUPS * SPLITS;
+  }
+  __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
+  __device__ __forceinline__ int chunks() const { return (split + 1) * CHUNKS / SPLITS - first_chunk(); }
+};
+
+/// The indices of a block's turns, in the order in which all blocks together take them: blocks that stay in step read
+/// the halo that they share, and write the lines that they share, at about the same time, whatever their speed.
+/// The first is the block's own number; the filling thread `leader` fetches the others for all threads of the block.
+/// With clusters every block keeps to each gridDim.x-th index.
+struct Turns {
+  u32 base;
+  int slot = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ explicit Turns(u32 base) : base(base) {}
+  __device__ __forceinline__ static int first() { return blockIdx.x / CLUSTER; }
+  __device__ __forceinline__ u32 full() const { return base + QUEUE_BARRIERS + slot * 8; }
+  __device__ __forceinline__ u32 empty() const { return base + QUEUE_BARRIERS + (QUEUE + slot) * 8; }
+  __device__ __forceinline__ u32 entry() const { return base + QUEUE_ENTRIES + slot * 4; }
+  __device__ __forceinline__ void advance() {
+    if (++slot == QUEUE) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+  /// The index after `index`. `last_use`: this thread's warp will not ask for it again.
+  __device__ __forceinline__ int after(int index, bool last_use) {
+    if constexpr (CLUSTER > 1) {
+      return index + gridDim.x / CLUSTER;
+    } else {
+      ptx::wait_for_phase(full(), parity);
+      const int next = static_cast<int>(ptx::load_shared(entry()));
+      if (last_use) {
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::arrive(empty());
+      }
+      advance();
+      return next;
+    }
+  }
+};
+
+/// Walks over the chunks of all turns of a block.
+struct Walk {
+  Turns turns;
+  int index, chunks_left;
+  Work work;
+
+  __device__ __forceinline__ explicit Walk(u32 shared) : turns(shared), index(Turns::first()), work(Turns::first()) {
+    chunks_left = work.chunks();
+  }
+  /// To the next chunk; true where it is the first one of other work. `before`: called before the next turn is asked for.
+  template <class Before>
+  __device__ __forceinline__ bool next(int end, bool last_use, const Before& before) {
+    if (--chunks_left > 0) return false;
+    before();
+    index = turns.after(index, last_use);
+    if (index >= end) return false;
+    work = Work(index);
+    chunks_left = work.chunks();
+    return true;
+  }
+};
+
+// ---- those that fill -------------------------------------------------------------------------------------------
+
+/// Asks for the weights of one chunk after another.
+struct WeightFill {
+  const u32* packed;
+  const u32* next;
+  u32 bytes;
+
+  __device__ __forceinline__ void aim(const Work& work) {
+    int before = 0, taps = group_taps(0);
+    repeat<1, PHASE_GROUPS>([&](auto index) {
+      constexpr int GROUP = decltype(index)::value;
+      if (work.phase_group == GROUP) before = taps_before(GROUP), taps = group_taps(GROUP);
+    });
+    bytes = CHUNK_STEPS * taps * TAP_WORDS * 4;
+    next = packed + static_cast<long long>(before) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
+           ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + work.first_chunk()) * (bytes / 4);
+  }
+  /// By one thread of each block of a cluster.
+  __device__ __forceinline__ void copy(const Ring& ring) {
+    ptx::arrive_expecting(ring.full(), bytes);
+    if (bytes == 0) return;
+    if constexpr (CLUSTER == 1) {
+      ptx::copy_bulk(ring.weights(), next, bytes, ring.full());
+    } else {
+      const u32 share = bytes / CLUSTER, rank = ptx::cluster_rank();
+      ptx::copy_bulk_to_all(ring.weights() + rank * share, next + rank * share / 4, share, ring.full(), (1 << CLUSTER) - 1);
+    }
+    next += bytes / 4;
+  }
+};
+
+__device__ constexpr int common_multiple(int a, int b) {
+  int n = a;
+  while (n % b) n += a;
+  return n;
+}
+
+struct Filler {
+  Ring ring;
+  Walk ahead, now;  // the chunk that is asked for next, and the one that is put into a stage next
+  InputFill fill;
+  WeightFill weights;
+  const Element* input;
+  u32* counter;     // of turns taken, by all blocks
+  int fetched = 0;  // the leader's: the turn that is handed out next
+  Turns handed_out;
+  int batch, end;
+
+  __device__ __forceinline__ Filler(u32 shared, const Element* input, u32* packed, int batch)
+      : ring(shared), ahead(shared), now(shared), weights{packed, packed, 0}, input(input), counter(packed + PACKED_WORDS),
+        handed_out(shared), batch(batch), end(Work::count(batch)) {
+    aim();
+    weights.aim(now.work);
+  }
+  __device__ __forceinline__ static bool leads() { return threadIdx.x == THREADS; }
+  __device__ __forceinline__ void aim() {
+    fill.aim(input, ahead.work.origin, ahead.work.group, ahead.work.first_chunk(), batch);
+  }
+  __device__ __forceinline__ void fetch_turn() {
+    if (CLUSTER == 1 && leads()) fetched = atomicAdd(counter, 1) + gridDim.x;
+  }
+  __device__ __forceinline__ void hand_out_turn() {
+    if (CLUSTER == 1 && leads()) {
+      ptx::wait_for_phase(handed_out.empty(), handed_out.parity ^ 1);
+      const u32 turn[1] = {static_cast<u32>(fetched)};
+      ptx::store_shared<1>(handed_out.entry(), turn);
+      ptx::arrive(handed_out.full());
+      handed_out.advance();
+    }
+    // On its way long before it is needed.
+    fetch_turn();
+  }
+  __device__ __forceinline__ void ask_ahead() {
+    if (ahead.next(end, false, [&] { hand_out_turn(); })) aim();
+  }
+  template <int PASS, int PART>
+  __device__ __forceinline__ void load() {
+    if (ahead.index >= end) return;
+    fill.load<PASS, PART>();
+    if (PASS == PASSES - 1) ask_ahead();
+  }
+  /// Weights of the chunk `now`, once the stage is empty.
+  __device__ __forceinline__ void begin_stage() {
+    ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+    if (leads()) weights.copy(ring);
+  }
+  __device__ __forceinline__ void end_stage() {
+    ring.advance();
+    if (now.next(end, true, [] {})) weights.aim(now.work);
+  }
+
+  __device__ __forceinline__ void run() {
+    if constexpr (THROUGH_REGISTERS) {
+      // The first pass is asked for before the launch that packs the weights, and sets the counter, is over.
+      fill.load<0, 0>();
+      ptx::wait_for_previous_launch();
+      fetch_turn();
+      if (PASSES == 1) ask_ahead();
+      repeat<1, FILL_DEPTH>([&](auto step) { load<decltype(step)::value % PASSES, decltype(step)::value>(); });
+      while (now.index < end)
+        repeat<0, common_multiple(PASSES, FILL_DEPTH)>([&](auto index) {
+          constexpr int STEP = decltype(index)::value, PASS = STEP % PASSES;
+          if (now.index >= end) return;
+          if (PASS == 0) begin_stage();
+          fill.template store<PASS, STEP % FILL_DEPTH>(ring.input());
+          if (PASS == PASSES - 1) {
+            ptx::publish_to_multiplies();
+            __syncwarp();
+            if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
+            end_stage();
+          }
+          load<(STEP + FILL_DEPTH) % PASSES, STEP % FILL_DEPTH>();
+        });
+    } else {
+      // The first chunk of input, before the launch that packs the weights, and sets the counter, is over.
+      ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+      fill.copy(ring.input());
+      ptx::arrive_after_copies(ring.full());
+      ptx::wait_for_previous_launch();
+      fetch_turn();
+      if (leads()) weights.copy(ring);
+      ask_ahead();
+      end_stage();
+      while (now.index < end) {
+        begin_stage();
+        fill.copy(ring.input());
+        ptx::arrive_after_copies(ring.full());
+        ask_ahead();
+        end_stage();
+      }
+    }
+  }
+};
+
+// ---- those that multiply ---------------------------------------------------------------------------------------
 
 /// Add one chunk. `weights`: the warpgroup's; `input`: at the warpgroup's first cell, all shifts least.
 template <int GROUP_ROW, int GROUP_COL>
@@ -54,128 +322,108 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
 #pragma unroll
           for (int i = 0; i < MULTIPLIES; ++i)
             ptx::multiply<PRECISION, MULTIPLY_CELLS>(
-                NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i, 0), weights + step * STEP_WEIGHTS + RANK * (TAP_WORDS / 4),
-                input + step * (STEP_WORDS / 4) * PLANE_PITCH + SHIFT + image * IMAGE_PITCH + i * 8);
+                NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i * MULTIPLY_COLS, 0), weights + step * STEP_WEIGHTS + RANK * (TAP_WORDS / 4),
+                input + step * (STEP_WORDS / 4) * PLANE_PITCH + SHIFT + image * IMAGE_PITCH + i * (8 * MULTIPLY_COLS));
       }
     });
 }
 
-template <int GROUP_ROW, int GROUP_COL>
-__device__ __forceinline__ void forward_group(const Element* input, const u32* packed, const Element* bias, Out* output,
-                                              int batch, int block, int group_row, int group_col) {
-  constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
-  extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
-  const auto input_stage = [&](int chunk) { return stages + chunk % STAGES * STAGE_WORDS * 4; };
-  const auto weight_stage = [&](int chunk) { return input_stage(chunk) + round_up(INPUT_WORDS, 4) * 4; };
-
-  const int m_block = block % M_BLOCKS;
-  block /= M_BLOCKS;
-  const int group = block % GROUPS;
-  const Origin origin = tile_origin(block / GROUPS);
-  const int split = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
-  const int first_chunk = split * CHUNKS / SPLITS, end_chunk = (split + 1) * CHUNKS / SPLITS;
-  const int chunks = end_chunk - first_chunk;
-
-  InputFill fill(input, origin, group, first_chunk, batch);
-  const int phase_group = group_row * GROUP_COLS + group_col;
-  const long long before =
-      PHASE_GROUPS == 1 ? 0 : static_cast<long long>(taps_before(phase_group)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
-  const u32* weights =
-      packed + before + ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + first_chunk) * CHUNK_WEIGHTS;
-
-  if constexpr (!FLAT && !THROUGH_REGISTERS) {
-#pragma unroll
-    for (int s = 0; s < STAGES; ++s) zero_shared<round_up(INPUT_WORDS, 4)>(input_stage(s));
-    __syncthreads();
-  }
-
-  // Weights are asked for while the first chunk of input is on its way.
-  if constexpr (THROUGH_REGISTERS) {
-    fill.load();
+/// This warp's word that the multiplies of a stage are done, to every block that fills the stage's weights.
+__device__ __forceinline__ void release(u32 empty) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (CLUSTER == 1) {
+    if (lane == 0) ptx::arrive(empty);
   } else {
-#pragma unroll
-    for (int s = 0; s < STAGES - 1; ++s)
-      if (s < chunks) fill.copy(input_stage(s));
+    if (lane < CLUSTER) ptx::arrive_at(empty, lane);
   }
-  ptx::wait_for_previous_launch();
-#pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) {
-    if (s < chunks) copy_weights<CHUNK_WEIGHTS>(weight_stage(s), weights + static_cast<long long>(s) * CHUNK_WEIGHTS);
-    ptx::commit_copies();
-  }
-  if constexpr (!FLAT) {
-    // Pixels outside the image stay zero in every stage: no chunk writes them.
-    if constexpr (THROUGH_REGISTERS) {
-#pragma unroll
-      for (int s = 0; s < STAGES; ++s) zero_shared<round_up(INPUT_WORDS, 4)>(input_stage(s));
-      __syncthreads();
-    }
-  }
-  if constexpr (THROUGH_REGISTERS) {
-    fill.store(input_stage(0));
-    if (chunks > 1) fill.load();
-  }
-  weights += (STAGES - 1LL) * CHUNK_WEIGHTS;
+}
 
+template <int GROUP_ROW, int GROUP_COL>
+__device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, int weights_from, int input_from) {
+  // Unrolled, the compiler would wait between the first multiplies.
+#pragma unroll 1
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    ptx::wait_for_phase(ring.full(), ring.parity);
+    if constexpr (!THROUGH_REGISTERS) ptx::publish_to_multiplies();
+    ptx::fence_sums();
+    multiply_chunk<GROUP_ROW, GROUP_COL>(
+        sums, ptx::matrix_descriptor(ring.weights() + weights_from, WEIGHT_PLANE * 16, 128),
+        ptx::matrix_descriptor(ring.input() + input_from, PLANE_PITCH * 16, GROUP_PITCH * 16));
+    ptx::commit_multiplies();
+    ptx::wait_multiplies<1>();
+    if (chunk > 0) release(ring.empty_before());
+    ring.advance();
+  }
+  ptx::wait_multiplies<0>();
+  release(ring.empty_before());
+}
+
+__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, const Element* bias, Out* output, int batch) {
   const int warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
   const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
   const int first_pixel = warp_image * IMAGE_PITCH + warp_h * CELL_INPUT_ROWS * ROW_PITCH + warp_w + LEAD;
+  Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * STAGED_BYTES);
 
-  Sums sums;
-  sums.clear();
-
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    ptx::wait_copies<STAGES - 2>();
-    ptx::publish_to_multiplies();
-    // The stage that is filled next was read by the multiplies of the chunk before this one.
-    ptx::wait_multiplies<0>();
-    __syncthreads();
-    ptx::fence_sums();
-    multiply_chunk<GROUP_ROW, GROUP_COL>(
-        sums, ptx::matrix_descriptor(weight_stage(chunk) + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
-        ptx::matrix_descriptor(input_stage(chunk) + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
-    ptx::commit_multiplies();
-
-    const int next = chunk + STAGES - 1;
-    if constexpr (THROUGH_REGISTERS) {
-      if (chunk + 1 < chunks) fill.store(input_stage(chunk + 1));
-      if (chunk + 2 < chunks) fill.load();
+  Ring ring(shared);
+  Turns turns(shared);
+  const int end = Work::count(batch);
+  for (int index = Turns::first(); index < end; index = turns.after(index, true)) {
+    const Work work(index);
+    Sums sums;
+    sums.clear();
+    if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
+      add_chunks<0, 0>(sums, ring, work.chunks(), warp_m / 4 * 2048, first_pixel * 16);
     } else {
-      if (next < chunks) fill.copy(input_stage(next));
+      repeat<0, PHASE_GROUPS>([&](auto index) {
+        constexpr int GROUP = decltype(index)::value;
+        if (work.phase_group == GROUP)
+          add_chunks<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(sums, ring, work.chunks(), warp_m / 4 * 2048, first_pixel * 16);
+      });
     }
-    if (next < chunks) copy_weights<CHUNK_WEIGHTS>(weight_stage(next), weights);
-    weights += CHUNK_WEIGHTS;
-    ptx::commit_copies();
+    Out* to = output;
+    if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
+    store_warp(sums, to, bias, staged, work.origin, work.group, work.m_block * BLOCK_CHANNELS, warp_m * 16, warp_image,
+               warp_h, warp_w, work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, batch);
   }
-  ptx::wait_multiplies<0>();
-
-  if constexpr (SPLITS > 1)
-    output += static_cast<long long>(split) * batch * OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH;
-  __syncthreads();
-  Out* staged = reinterpret_cast<Out*>(shared);
-  const int first_channel = m_block * BLOCK_CHANNELS;
-  stage_sums(sums, staged, bias + group * CO_GROUP, first_channel, warp_m * 16, warp_image, warp_h, warp_w);
-  __syncthreads();
-  store_staged(staged, output, origin, group, first_channel, group_row * PHASE_ROWS, group_col * PHASE_COLS, batch);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    forward_wgmma(const Element* __restrict__ input, u32* packed, const Element* __restrict__ bias,
                   Out* __restrict__ output, long long batch) {
-  const int block = blockIdx.x / SPLITS;
-  const int phase_group = block % PHASE_GROUPS, rest = block / PHASE_GROUPS;
-  const int images = static_cast<int>(batch);
-  if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
-    forward_group<0, 0>(input, packed, bias, output, images, rest, phase_group / GROUP_COLS, phase_group % GROUP_COLS);
-  } else {
-    repeat<0, PHASE_GROUPS>([&](auto index) {
-      constexpr int GROUP = decltype(index)::value;
-      if (phase_group == GROUP)
-        forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, bias, output, images, rest,
-                                                              GROUP / GROUP_COLS, GROUP % GROUP_COLS);
-    });
+  extern __shared__ __align__(128) u32 memory[];
+  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  if (threadIdx.x == 0) {
+    Ring ring(shared);
+    for (int s = 0; s < STAGES; ++s, ring.advance()) {
+      // One arrival expects the weights; with copies, every filling thread says that its own are done.
+      ptx::set_up_barrier(ring.full(), 1 + (THROUGH_REGISTERS ? FILL_WARPS : FILL_THREADS));
+      ptx::set_up_barrier(ring.empty(), WARPS * CLUSTER);
+    }
+    Turns turns(shared);
+    for (int slot = 0; slot < QUEUE; ++slot, turns.advance()) {
+      ptx::set_up_barrier(turns.full(), 1);
+      ptx::set_up_barrier(turns.empty(), WARPS + FILL_WARPS);
+    }
+    ptx::publish_barriers();
   }
+  if constexpr (NARROW) {
+    // Cells whose shifted column is outside the map stay zero: nothing writes them.
+    const u32 zeros[4] = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += THREADS + FILL_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
+    ptx::publish_to_multiplies();
+  }
+  __syncthreads();
+  if constexpr (CLUSTER > 1) ptx::wait_for_cluster();
+
+  if (threadIdx.x >= THREADS) {
+    if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
+    Filler(shared, input, packed, static_cast<int>(batch)).run();
+  } else {
+    if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, static_cast<int>(batch));
+  }
+  // Others of the cluster still arrive at this block's barriers.
+  if constexpr (CLUSTER > 1) ptx::wait_for_cluster();
 }

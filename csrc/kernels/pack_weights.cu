@@ -24,6 +24,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     pack_weights(const Element* __restrict__ weight, u32* __restrict__ packed) {
   ptx::let_next_launch_start();
   const int i = blockIdx.x * THREADS + threadIdx.x;
+  if (PLANES && i == 0) packed[PACKED_WORDS] = 0;
   const int unit = WEIGHT_CHANNELS_LAST ? i % UNITS : i / TAPS % UNITS;
   const int tap = WEIGHT_CHANNELS_LAST ? i / UNITS % TAPS : i % TAPS;
   int rest = i / (UNITS * TAPS);

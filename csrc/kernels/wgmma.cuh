@@ -29,12 +29,25 @@ __device__ __forceinline__ void publish_to_multiplies() {
 #define TCONV_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TCONV_R16(i) TCONV_R4(i), TCONV_R4(i + 4), TCONV_R4(i + 8), TCONV_R4(i + 12)
 #define TCONV_R32 TCONV_R16(0), TCONV_R16(16)
-#define TCONV_R64 TCONV_R32, TCONV_R16(32), TCONV_R16(48)
+#define TCONV_R36 TCONV_R32, TCONV_R4(32)
+#define TCONV_R40 TCONV_R36, TCONV_R4(36)
+#define TCONV_R44 TCONV_R40, TCONV_R4(40)
+#define TCONV_R48 TCONV_R44, TCONV_R4(44)
+#define TCONV_R52 TCONV_R48, TCONV_R4(48)
+#define TCONV_R56 TCONV_R52, TCONV_R4(52)
+#define TCONV_R60 TCONV_R56, TCONV_R4(56)
+#define TCONV_R64 TCONV_R60, TCONV_R4(60)
 #define TCONV_R128 TCONV_R64, TCONV_R16(64), TCONV_R16(80), TCONV_R16(96), TCONV_R16(112)
 #define TCONV_O16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TCONV_O32 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-#define TCONV_O64 TCONV_O32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47" \
-  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define TCONV_O36 TCONV_O32 ", %32, %33, %34, %35"
+#define TCONV_O40 TCONV_O36 ", %36, %37, %38, %39"
+#define TCONV_O44 TCONV_O40 ", %40, %41, %42, %43"
+#define TCONV_O48 TCONV_O44 ", %44, %45, %46, %47"
+#define TCONV_O52 TCONV_O48 ", %48, %49, %50, %51"
+#define TCONV_O56 TCONV_O52 ", %52, %53, %54, %55"
+#define TCONV_O60 TCONV_O56 ", %56, %57, %58, %59"
+#define TCONV_O64 TCONV_O60 ", %60, %61, %62, %63"
 #define TCONV_O128 TCONV_O64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
   ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
@@ -55,14 +68,28 @@ __device__ __forceinline__ void publish_to_multiplies() {
 /// d += a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
 template <int PRECISION, int N>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
-  static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+  static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 256);
   if constexpr (N == 32) {
     TCONV_WGMMA(32, TCONV_O16, TCONV_R16(0), "%16", "%17")
   } else if constexpr (N == 64) {
     TCONV_WGMMA(64, TCONV_O32, TCONV_R32, "%32", "%33")
+  } else if constexpr (N == 72) {
+    TCONV_WGMMA(72, TCONV_O36, TCONV_R36, "%36", "%37")
+  } else if constexpr (N == 80) {
+    TCONV_WGMMA(80, TCONV_O40, TCONV_R40, "%40", "%41")
+  } else if constexpr (N == 88) {
+    TCONV_WGMMA(88, TCONV_O44, TCONV_R44, "%44", "%45")
+  } else if constexpr (N == 96) {
+    TCONV_WGMMA(96, TCONV_O48, TCONV_R48, "%48", "%49")
+  } else if constexpr (N == 104) {
+    TCONV_WGMMA(104, TCONV_O52, TCONV_R52, "%52", "%53")
+  } else if constexpr (N == 112) {
+    TCONV_WGMMA(112, TCONV_O56, TCONV_R56, "%56", "%57")
+  } else if constexpr (N == 120) {
+    TCONV_WGMMA(120, TCONV_O60, TCONV_R60, "%60", "%61")
   } else if constexpr (N == 128) {
     TCONV_WGMMA(128, TCONV_O64, TCONV_R64, "%64", "%65")
-  } else {
+  } else if constexpr (N == 256) {
     TCONV_WGMMA(256, TCONV_O128, TCONV_R128, "%128", "%129")
   }
 }
@@ -70,11 +97,25 @@ __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
 #undef TCONV_WGMMA
 #undef TCONV_O16
 #undef TCONV_O32
+#undef TCONV_O36
+#undef TCONV_O40
+#undef TCONV_O44
+#undef TCONV_O48
+#undef TCONV_O52
+#undef TCONV_O56
+#undef TCONV_O60
 #undef TCONV_O64
 #undef TCONV_O128
 #undef TCONV_R4
 #undef TCONV_R16
 #undef TCONV_R32
+#undef TCONV_R36
+#undef TCONV_R40
+#undef TCONV_R44
+#undef TCONV_R48
+#undef TCONV_R52
+#undef TCONV_R56
+#undef TCONV_R60
 #undef TCONV_R64
 #undef TCONV_R128
 

@@ -29,6 +29,7 @@ from tconv_swap.cuda.tile_layout import (
     TileProblem,
     block_count,
     fill_registers,
+    fills_by_registers,
     group_taps,
     make_problem,
     shared_bytes,
@@ -40,8 +41,6 @@ _REDUCE_THREADS = 256
 INT32_LIMIT = 2**31
 #: Of one multiprocessor.
 REGISTERS = 65536
-#: Of a thread's registers, for sums and a chunk of input: beyond it the compiler spills (measured).
-FILL_SHARE = 0.815
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
@@ -65,7 +64,8 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     )
     if not _claims(posed, device):
         return []
-    return [plan_with_tile(*tile) for tile in islice(dict.fromkeys(candidates(posed, device)), count)]
+    tiles = islice(dict.fromkeys(candidates(posed, device)), count)
+    return [plan_with_tile(*tile, device.multiprocessors) for tile in tiles]
 
 
 def _claims(problem: TileProblem, device: Device) -> bool:
@@ -94,9 +94,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
         if tile.wgmma:
-            sums = 4 * tile.warp_fragments * posed.phases[0] * posed.phases[1]
-            registers = min(255, REGISTERS // (blocks * tile.threads))
-            if sums + fill_registers(posed, tile) > FILL_SHARE * registers:
+            if fill_registers(posed, tile) > _fill_share(posed, tile)[1]:
                 return False
         return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
@@ -179,21 +177,20 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return
     phases = problem.phases[0] * problem.phases[1]
-    # Sums of 128 registers a thread leave room for one block of two warpgroups, or two of one; of 64, for two.
-    wide, narrow = (2, 1, 128, 1), (1, 2, 128, 1)
-    twice, single = (1, 2, 64, 2), (1, 1, 128, 2)
+    # Sums of 128 registers a thread leave room for one block of two warpgroups that multiply, or two of one.
+    wide, narrow, single = (2, 1, 128, 1), (1, 2, 128, 1), (1, 1, 128, 2)
     wide_enough = channels > 64
     plain_copy = problem.input_channels_last and problem.item == 2
     if problem.flat and (wide_enough or not plain_copy):
         order = [wide, narrow, single]
     elif phases == 1:
-        order = [single, twice, wide, narrow] if geometry.taps <= 9 else [twice, wide, narrow, single]
+        order = [single, wide, narrow]
     elif plain_copy:
-        order = [single, narrow, twice]
+        order = [single, narrow]
     else:
-        order = [narrow, single, twice]
+        order = [narrow, single]
     order = [shape for shape in order if wide_enough or shape != wide]
-    order.append((1, 1, 64, 3))
+    order.append((1, 1, 64, 2))
     # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
     short = geometry.kernel[1] <= 3
     most_rows = 8 if (not problem.output_channels_last if short else problem.stack > 1) else 16
@@ -202,13 +199,13 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     if narrow_map:
         if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1:
             return
-        order, most_rows = [narrow, single, twice], 1
+        order, most_rows = [narrow, single], 1
     for groups_m, groups_n, registers, blocks in order:
         fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
         if fragments < 4:
             continue
         arranged = _arrange(problem, fragments, groups_n, most_rows)
-        run = arranged[5] if problem.flat else arranged[3] if narrow_map else arranged[4]
+        run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
         if run < 4:
             continue
         chunks = (32, 16, 8) if problem.flat and blocks == 1 else (16, 8) if phases > 1 else (8,)
@@ -256,7 +253,25 @@ def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], 
     )
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
+def _fill_share(problem: TileProblem, tile: Tile) -> tuple[int, int]:
+    """Registers of a thread of forward_wgmma.cu that fills, and how many of them may hold what is on its way. One
+    that multiplies gets what they leave, and needs 168."""
+    if tile.blocks_per_multiprocessor == 1 and fills_by_registers(problem):
+        return 152, 92
+    return 88, 36
+
+
+def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
+    """Blocks of forward_wgmma.cu, whole clusters of them, stay and work on one tile after another."""
+    blocks = block_count(problem, tile)
+    if not tile.wgmma:
+        return blocks
+    kinds = len(group_taps(problem)) * tile.splits
+    pieces = -(-blocks // (kinds * tile.cluster)) * kinds
+    return min(pieces, max(1, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster)) * tile.cluster
+
+
+def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
     """The plan that computes the problem with this tile."""
     geometry = problem.geometry
     common = _constants(problem, tile)
@@ -275,6 +290,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
         block=_PACK_THREADS,
         arguments=(input_(1), workspace(0)),
     )
+    # A counter of turns follows the weights (forward_tile_taps.cuh).
+    workspace_bytes = packed_bytes + 16
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
     forward = Launch(
@@ -301,17 +318,26 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
                 ("SPLITS", tile.splits),
                 ("SHARED_BYTES", shared),
                 ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
+                *(
+                    (
+                        ("CLUSTER", tile.cluster),
+                        ("FILL_REGISTERS", _fill_share(problem, tile)[0]),
+                        ("FILL_BUDGET", _fill_share(problem, tile)[1]),
+                    )
+                    if tile.wgmma
+                    else ()
+                ),
             ),
-            # Three products need registers of their own; two warpgroups of two blocks leave a thread 128.
-            spills=problem.precision == "IEEE" or tile.threads * tile.blocks_per_multiprocessor >= 512,
+            # Three products need registers of their own.
+            spills=problem.precision == "IEEE",
         ),
-        grid=block_count(problem, tile),
+        grid=_grid(problem, tile, multiprocessors),
         block=tile.threads,
         arguments=(
             input_(0),
             workspace(0),
             input_(2),
-            output(0) if tile.splits == 1 else workspace(packed_bytes),
+            output(0) if tile.splits == 1 else workspace(workspace_bytes),
             int64(geometry.batch),
         ),
         shared_bytes=shared,
@@ -319,13 +345,13 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Plan:
     )
     launches = [pack, forward]
     if tile.splits > 1:
-        launches.append(_reduce(problem, tile, packed_bytes, outputs))
+        launches.append(_reduce(problem, tile, workspace_bytes, outputs))
     return Plan(
         "halo tile",
         f"{problem.precision} tensor cores, {tile}",
         outputs=(Output(geometry.output_shape, problem.output_channels_last),),
         launches=tuple(launches),
-        workspace_bytes=packed_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
+        workspace_bytes=workspace_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
     )
 
 

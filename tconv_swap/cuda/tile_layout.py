@@ -12,6 +12,12 @@ from tconv_swap.geometry import Geometry, Pair
 #: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
 STEP_WORDS = 8
 TAP_TILE_BYTES = 512
+#: Threads of forward_wgmma.cu that bring the input.
+FILL_THREADS = 128
+#: Bytes for the turns of a block: 8 of them, with two barriers each.
+QUEUE_BYTES = 8 * (2 * 8 + 4)
+#: Bytes of one warp's part of the outputs, before they leave in whole rows (forward_warp_store.cuh).
+PART_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,8 @@ class Tile:
     splits: int = 1
     #: Multiplied by forward_wgmma.cu (sm_90a), from planes of 16 bytes of k, rather than by forward_tile.cu.
     wgmma: bool = False
+    #: Blocks that share each copy of the weights (wgmma).
+    cluster: int = 1
 
     @property
     def fragment(self) -> tuple[int, int, int]:
@@ -52,7 +60,8 @@ class Tile:
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps_m * self.warps_n
+        """Those that multiply, and with wgmma those that fill."""
+        return 32 * self.warps_m * self.warps_n + (FILL_THREADS if self.wgmma else 0)
 
     @property
     def block_m(self) -> int:
@@ -82,6 +91,8 @@ class TileProblem:
     has_bias: bool
     #: Output rows of a cell that are stacked into the rows of a multiply (few channels; forward_tile_taps.cuh), or 1.
     stack: int = 1
+    #: Phases that one block computes, where not as many as ``phases`` would say: a block of fewer phases has more cells.
+    block_phases: Pair | None = None
 
     @property
     def item(self) -> int:
@@ -99,6 +110,8 @@ class TileProblem:
     @property
     def phases(self) -> Pair:
         """Phases that one block computes."""
+        if self.block_phases is not None:
+            return self.block_phases
         stride = self.geometry.stride
         if self.stack > 1:
             stride = (1, stride[1])
@@ -253,31 +266,46 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     stages = tile.stages * (input_words * 4 + weight_bytes)
-    return max(stages, _staged_bytes(problem, tile)) if tile.wgmma else stages
+    if not tile.wgmma:
+        return stages
+    return stages + tile.warps_m * tile.warps_n * _staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
 
 
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
-    """About how many registers a thread of forward_wgmma.cu needs to carry a chunk of input (its slots)."""
+    """About how many registers of a filling thread of forward_wgmma.cu hold places and what is on its way there."""
     copy = _copy_elements(problem, tile)
     copy_pixels = 1 if problem.input_channels_last else copy
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
     halo_w = -(-(tile.cols + most_w - least_w) // copy_pixels)
-    places = tile.images * halo_h * halo_w * tile.chunk_words // 4
-    asynchronous = problem.input_channels_last and problem.item == 2
-    return -(-places // tile.threads) * (4 + (0 if asynchronous else 4 * copy_pixels))
+    slots = -(-tile.images * halo_h * halo_w * tile.chunk_words // 4 // FILL_THREADS)
+    if problem.input_channels_last:
+        place = 4
+    else:
+        place = 16 // problem.item * -(-copy * problem.item // 4)
+    # At least two places are on their way at once.
+    return 2 * slots + (2 * place if fills_by_registers(problem) else 0)
+
+
+def fills_by_registers(problem: TileProblem) -> bool:
+    """Whether the input passes through registers; mirrors forward_planes_fill.cuh."""
+    return not (problem.input_channels_last and problem.item == 2)
 
 
 def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
-    """Shared memory in which an output tile is turned into whole rows; mirrors forward_staged_store.cuh."""
+    """Shared memory of one warp for a part of its outputs; mirrors forward_warp_store.cuh."""
+    if problem.output_channels_last:
+        return 0
     item = problem.item if tile.splits == 1 else 4
     per_word = 4 // item
     phases = problem.phases
-    pixels = tile.images * tile.rows * phases[0] * tile.cols * phases[1]
-    if problem.output_channels_last:
-        return pixels * _aligned_to(tile.block_m // per_word, 4, 16, 4) * 4
+    most = PART_BYTES // (16 * 8 * phases[0] * phases[1] * item)
+    fragments = 1 << max(1, most).bit_length() - 1
+    cols = tile.warp_cols if tile.warp_cols <= fragments else _power_dividing(tile.warp_cols, fragments)
+    lines = _power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
+    pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
-    return tile.block_m * _aligned_to(pixels // per_word, 4, 32, 4 * run_words % 32) * 4
+    return 16 * _aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
 
 
 def block_count(problem: TileProblem, tile: Tile) -> int:

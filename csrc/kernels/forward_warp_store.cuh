@@ -1,0 +1,249 @@
+// One warp's sums to output, with no other warp: bias added, in runs that fill sectors of 32 bytes.
+//
+// channels_last: straight from the registers; eight lanes hold 16 neighbouring channels of a pixel. NCHW: by way of
+// shared memory of the warp's own, a part of its cells at a time, so that whole pieces of rows leave together.
+#pragma once
+
+constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
+
+// ---- what one part is: PART_COLS fragments of PART_LINES lines; a line is a row of fragments of one image ---------
+
+constexpr int OUT_PER_WORD = 4 / sizeof(Out);
+/// Bytes of shared memory for each warp's part, without what keeps banks apart.
+constexpr int PART_BYTES = 4096;
+__device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
+constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (16 * 8 * PHASES * static_cast<int>(sizeof(Out))));
+constexpr int LINES = WARP_IMAGES * WARP_ROWS;
+constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_dividing(WARP_COLS, PART_FRAGMENTS);
+constexpr int PART_LINES = power_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
+
+/// Outputs of one row of a part, and rows of it.
+constexpr int PART_ROW = PART_COLS * FRAGMENT_W * PHASE_COLS;
+constexpr int PART_ROWS = PART_LINES * FRAGMENT_H * PHASE_ROWS;
+constexpr int PART_PIXELS = PART_ROW * PART_ROWS;
+
+// Pitch of a channel [channel][pixel], in Out, for the banks that the lanes of a warp write: 8 channels (g) of 4
+// neighbouring runs (t).
+constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
+constexpr int CHANNEL_PITCH = aligned_to(ceil_div(PART_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
+constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : 16 * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
+
+__device__ __forceinline__ float with_bias(float sum, float bias) { return HAS_BIAS && SPLITS == 1 ? sum + bias : sum; }
+
+/// COUNT neighbouring Out values to an address aligned to them all, at most 16 bytes.
+template <int COUNT>
+__device__ __forceinline__ void put_vector(Out* to, const float* v) {
+  if constexpr (OUT_16_BIT && COUNT == 1) {
+    *to = store_as<Out>(v[0]);
+  } else {
+    u32 words[COUNT / OUT_PER_WORD];
+#pragma unroll
+    for (int i = 0; i < COUNT / OUT_PER_WORD; ++i)
+      words[i] = OUT_16_BIT ? ptx::pack_pair<PRECISION>(v[2 * i], v[(2 * i + 1) % COUNT]) : __float_as_uint(v[i]);
+    if constexpr (COUNT / OUT_PER_WORD == 4) {
+      *reinterpret_cast<uint4*>(to) = make_uint4(words[0], words[1], words[2], words[3]);
+    } else if constexpr (COUNT / OUT_PER_WORD == 2) {
+      *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+    } else {
+      *reinterpret_cast<u32*>(to) = words[0];
+    }
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void copy_vector(Out* to, const Out* from) {
+  constexpr int BYTES = COUNT * static_cast<int>(sizeof(Out));
+  if constexpr (BYTES == 16) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  } else if constexpr (BYTES == 8) {
+    *reinterpret_cast<uint2*>(to) = *reinterpret_cast<const uint2*>(from);
+  } else if constexpr (BYTES == 4) {
+    *reinterpret_cast<u32*>(to) = *reinterpret_cast<const u32*>(from);
+  } else {
+    *to = *from;
+  }
+}
+
+/// What the sums of one warp belong to.
+struct WarpPlace {
+  Origin origin;                 // of the block's tile
+  int image, row, col;           // first cell of the warp in the tile
+  int stack_row;                 // row of the stacked cell (STACK) that the warp's channels are of
+  int phase_row, phase_col;      // first phase of the block
+  int out_channel;               // first channel of the warp, of all
+  int channels_left;             // channels of the group from there on
+  int batch;
+};
+
+/// First output of a cell that is in the tile at (image, row, col) from the warp's first, and whether it exists.
+struct OutCell {
+  long long pixel;  // counted over all images
+  int rows, cols;   // of output from there to the edge; none where the cell does not exist
+};
+
+__device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int row, int col) {
+  const Cell cell = cell_at(at.origin, at.image + image, at.row + row, at.col + col, at.batch);
+  const int out_row = cell.row * CELL_ROWS + at.stack_row + at.phase_row, out_col = cell.col * STRIDE_W + at.phase_col;
+  return {cell.image * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH + out_col,
+          cell.image < at.batch ? OUT_HEIGHT - out_row : 0, OUT_WIDTH - out_col};
+}
+
+__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  constexpr int VECTOR = power_dividing(CO_GROUP, 2);
+  const int channels = at.channels_left - 2 * g;
+  output += at.out_channel + 2 * g;
+  // Cell 2t of the warp's first fragment; all others lie at distances that are constants, unless cells stand in a row.
+  const int first_row = 2 * t / FRAGMENT_W, first_col = 2 * t % FRAGMENT_W;
+  const OutCell first = out_cell(at, 0, first_row, first_col);
+  const int images = at.batch - at.origin.image - at.image;
+  Out* base = output + first.pixel * OUT_CHANNELS;
+#pragma unroll
+  for (int image = 0; image < WARP_IMAGES; ++image)
+#pragma unroll
+    for (int row = 0; row < WARP_ROWS; ++row)
+#pragma unroll
+      for (int col = 0; col < WARP_COLS; ++col)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          Out* to = base;
+          int rows = first.rows, cols = first.cols, cell_rows = 0, cell_cols = 0;
+          bool inside = image < images;
+          if constexpr (FLAT) {
+            const OutCell cell = out_cell(at, 0, 0, col * FRAGMENT_W + first_col + e);
+            to = output + cell.pixel * OUT_CHANNELS;
+            inside = cell.rows > 0;
+          } else {
+            cell_rows = row * FRAGMENT_H * CELL_ROWS;
+            cell_cols = (col * FRAGMENT_W + e) * STRIDE_W;
+          }
+#pragma unroll
+          for (int a = 0; a < PHASE_ROWS; ++a)
+#pragma unroll
+            for (int b = 0; b < PHASE_COLS; ++b) {
+              const float(&sum)[4] = sums.at(a * PHASE_COLS + b, 0, image, col, row);
+              const float run[2] = {with_bias(sum[e], biases[0]), with_bias(sum[2 + e], biases[1])};
+              const long long distance =
+                  (image * OUT_PIXELS + static_cast<long long>(cell_rows + a) * OUT_WIDTH + cell_cols + b) * OUT_CHANNELS;
+              if (inside && (FLAT || (cell_rows + a < rows && cell_cols + b < cols))) {
+#pragma unroll
+                for (int i = 0; i < 2; i += VECTOR)
+                  if (i < channels) put_vector<VECTOR>(to + distance + i, run + i);
+              }
+            }
+        }
+}
+
+/// Outputs of one store: neighbouring pixels of a row of one channel.
+constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(PART_ROW, STORE_MOST)
+                                                 : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
+constexpr int STORE = power_dividing(OUT_WIDTH, STORE_ROW);
+constexpr int CHANNEL_STORES = PART_PIXELS / STORE;
+constexpr int STORES = 16 * CHANNEL_STORES;
+
+__device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
+/// With powers of two throughout, the place of store lane + pass * 32 is the sum of two places, of which one is a
+/// constant.
+constexpr bool PLACES_ADD = is_power(PHASE_ROWS) && is_power(PART_ROW) && STORES % 32 == 0;
+
+/// Where the i-th store of a part reads and writes: channel, line, row within the line's cells, column.
+struct StorePlace {
+  int from, channel, line, row, col;
+
+  __device__ constexpr explicit StorePlace(int i) : from(0), channel(i / CHANNEL_STORES), line(0), row(0), col(0) {
+    const int part_row = i % CHANNEL_STORES / (PART_ROW / STORE), x = i % (PART_ROW / STORE) * STORE;
+    from = channel * CHANNEL_PITCH + part_row * PART_ROW + x;
+    line = part_row / (FRAGMENT_H * PHASE_ROWS);
+    row = part_row / PHASE_ROWS % FRAGMENT_H * CELL_ROWS + part_row % PHASE_ROWS;
+    col = x / PHASE_COLS * STRIDE_W + x % PHASE_COLS;
+  }
+};
+
+__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at, Out* staged) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const OutCell first = out_cell(at, 0, 0, 0);
+  const int images = at.batch - at.origin.image - at.image;
+  const long long image_distance = OUT_CHANNELS * OUT_PIXELS;
+  output += at.out_channel * OUT_PIXELS;
+  Out* base = output + (at.origin.image + at.image) * image_distance + (first.pixel - (at.origin.image + at.image) * OUT_PIXELS);
+#pragma unroll
+  for (int part = 0; part < LINES / PART_LINES * (WARP_COLS / PART_COLS); ++part) {
+    const int part_line = part / (WARP_COLS / PART_COLS) * PART_LINES, part_col = part % (WARP_COLS / PART_COLS) * PART_COLS;
+    if (part > 0) __syncwarp();
+#pragma unroll
+    for (int line = 0; line < PART_LINES; ++line)
+#pragma unroll
+      for (int col = 0; col < PART_COLS; ++col)
+#pragma unroll
+        for (int a = 0; a < PHASE_ROWS; ++a) {
+          const int pixel = ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * PART_ROW +
+                            (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
+          constexpr int RUN = 2 * PHASE_COLS;
+          constexpr int VECTOR = power_dividing(RUN, STORE_MOST);
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float run[RUN];
+#pragma unroll
+            for (int r = 0; r < RUN; ++r)
+              run[r] = with_bias(sums.at(a * PHASE_COLS + r % PHASE_COLS, 0, (part_line + line) / WARP_ROWS, part_col + col,
+                                         (part_line + line) % WARP_ROWS)[half * 2 + r / PHASE_COLS],
+                                 biases[half]);
+#pragma unroll
+            for (int r = 0; r < RUN; r += VECTOR)
+              put_vector<VECTOR>(staged + (g + half * 8) * CHANNEL_PITCH + pixel + r, run + r);
+          }
+        }
+    __syncwarp();
+    const StorePlace mine(lane);
+#pragma unroll
+    for (int pass = 0; pass < ceil_div(STORES, 32); ++pass) {
+      const StorePlace place(pass * 32 + (PLACES_ADD ? 0 : lane));
+      const int channel = place.channel + (PLACES_ADD ? mine.channel : 0);
+      const int from = place.from + (PLACES_ADD ? mine.from : 0);
+      const int out_col = part_col * FRAGMENT_W * STRIDE_W + place.col + (PLACES_ADD ? mine.col : 0);
+      const int cell_row = place.row + (PLACES_ADD ? mine.row : 0);
+      bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
+      Out* to;
+      if constexpr (FLAT) {
+        const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, at.batch);
+        to = output + cell.image * image_distance + channel * OUT_PIXELS +
+             static_cast<long long>(cell.row * CELL_ROWS + at.stack_row + at.phase_row + cell_row) * OUT_WIDTH +
+             cell.col * STRIDE_W + at.phase_col + out_col % STRIDE_W;
+        inside = inside && cell.inside;
+      } else {
+        // Sums of a constant and of what only the lane decides.
+        const int line = part_line + place.line, lane_line = PLACES_ADD ? mine.line : 0;
+        const int image = PLACES_ADD ? line / WARP_ROWS + lane_line / WARP_ROWS : (line + lane_line) / WARP_ROWS;
+        const int out_row = (PLACES_ADD ? line % WARP_ROWS + lane_line % WARP_ROWS : (line + lane_line) % WARP_ROWS) * FRAGMENT_H * CELL_ROWS + cell_row;
+        to = base + image * image_distance + channel * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH + out_col;
+        inside = inside && image < images && out_row < first.rows && out_col < first.cols;
+      }
+      if (inside) copy_vector<STORE>(to, staged + from);
+    }
+  }
+}
+
+/// `channel`: first of the warp in the block's rows of a multiply; `staged`: shared memory of the warp's own.
+__device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const Element* bias, Out* staged, const Origin& origin,
+                                           int group, int first_channel, int warp_row, int image, int row, int col,
+                                           int phase_row, int phase_col, int batch) {
+  const int g = threadIdx.x % 32 / 4;
+  WarpPlace at{origin, image, row, col, 0, phase_row, phase_col, 0, 0, batch};
+  at.stack_row = STACK > 1 ? warp_row / BLOCK_CHANNELS : 0;
+  first_channel += warp_row % BLOCK_CHANNELS;
+  at.out_channel = group * CO_GROUP + first_channel;
+  at.channels_left = CO_GROUP - first_channel;
+  float biases[2] = {0.f, 0.f};
+  if constexpr (HAS_BIAS && SPLITS == 1) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int channel = channel_of_row(0, g + half * 8);
+      if (channel < at.channels_left) biases[half] = load_as(bias[at.out_channel + channel]);
+    }
+  }
+  if constexpr (OUTPUT_CHANNELS_LAST) {
+    store_channels_last(sums, output, biases, at);
+  } else {
+    store_nchw(sums, output, biases, at, staged);
+  }
+}

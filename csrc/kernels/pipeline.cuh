@@ -1,0 +1,83 @@
+// Barriers in shared memory, bulk copies that complete on them, clusters and register budgets (sm_90a): what a kernel
+// needs in which some warps bring data and others multiply it.
+#pragma once
+
+namespace ptx {
+
+// ---- barriers -------------------------------------------------------------------------------------------------
+//
+// A phase of a barrier ends when the arrivals it was set up for, and all bytes it was told to expect, have come.
+// Phases have alternating parity, the first is 0. To wait for the parity of the phase before the first is to pass.
+
+__device__ __forceinline__ void set_up_barrier(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+/// By the thread that set them up, before a barrier between threads lets others use them.
+__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// At the barrier that block `rank` of the cluster has at the same place. Orders nothing but finished multiplies
+/// (`release.cluster` would wait for all stores under way: half as fast, measured).
+__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
+  asm volatile(
+      "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
+      " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
+      "r"(rank)
+      : "memory");
+}
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+/// An arrival that happens once all asynchronous copies of this thread so far are done.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n .reg .pred done;\nWAIT:\n"
+      " mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      " @done bra DONE;\n bra WAIT;\nDONE:\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// ---- bulk copies: one contiguous run, a multiple of 16 bytes --------------------------------------------------------
+
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+/// To the same place of every block of the cluster that is in `mask`, completing on each one's barrier.
+__device__ __forceinline__ void copy_bulk_to_all(u32 to, const void* from, u32 bytes, u32 barrier, unsigned short mask) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
+      : "memory");
+}
+
+// ---- clusters and registers ---------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// All threads of all blocks of the cluster.
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
+}
+
+/// A whole warpgroup gives back registers, or waits until it has so many.
+template <int REGISTERS>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+}  // namespace ptx
