@@ -56,6 +56,8 @@ class LayerState(nn.Module):
     def _with_packed(self, packed: PackedWeight, operands: Operands) -> Tensor | None:
         """The output from the packed weight; None where the call is to be computed in the ordinary way."""
         input, weight, bias, *arguments = operands
+        if input.shape in packed.unpacked_shapes:
+            return None
         # Somebody else's weight for this one call (functional_call) leaves what is frozen as it is.
         if weight is not packed.weight or input.dim() != 4 or not is_plain_cuda(input, weight, bias):
             return None

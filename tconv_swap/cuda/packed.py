@@ -24,6 +24,8 @@ class PackedWeight:
         self._state = weight._version, weight.data_ptr(), weight.stride()
         #: By kind of call: the handle of a plan that takes the packed weight, and that; None: nothing is packed there.
         self._plans: dict[tuple[Any, ...], tuple[int, Tensor] | None] = {}
+        #: Input shapes for which asking here is not worth the while.
+        self.unpacked_shapes: set[torch.Size] = set()
 
     def is_unchanged(self) -> bool:
         weight = self.weight
@@ -39,6 +41,8 @@ class PackedWeight:
         kind = (input.shape, input.stride(), input.dtype, bias is None, arguments, backend, call.precision())
         if kind not in self._plans and not torch.cuda.is_current_stream_capturing():
             self._plans[kind] = self._pack(input, bias, arguments, backend)
+            if self._plans[kind] is None:
+                self.unpacked_shapes.add(input.shape)
         plan = self._plans.get(kind)
         if plan is None or torch.cuda.is_current_stream_capturing():
             return None
