@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -104,7 +105,8 @@ def remember(
         _routes.clear()
     state = call.precision() if input.dtype == torch.float32 else None
     strides = input.stride(), weight.stride()
-    _routes[key] = Route(made.handle, strides, made.all_native, state, arguments, backend)
+    with suppress(TypeError):  # a list among the arguments cannot be hashed
+        _routes[key] = Route(made.handle, strides, made.all_native, state, arguments, backend)
 
 
 def forget() -> None:
