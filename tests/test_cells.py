@@ -42,6 +42,26 @@ def test_narrow_layers_in_16_bits_go_to_tensor_cores(geometry: Geometry, channel
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_packed_weights_can_be_kept(dtype: torch.dtype) -> None:
+    made = plan.plan_forward(problem(GAPS, dtype), True, H200)
+    assert made.family == "narrow tensor"
+    packing, going_on = made.without_packing(dtype.itemsize)
+    assert [one.kernel.entry for one in packing.launches + going_on.launches] == [
+        "pack_cells",
+        "forward_cells",
+    ]
+    assert going_on.workspace_bytes == 0
+
+
+def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
+    for channels_last in (False, True):
+        for geometry, family in ((GAPS, "narrow tensor"), (RGB, "narrow")):
+            for precision in ("tf32", "ieee"):
+                posed = replace(problem(geometry, torch.float32, channels_last), precision=precision)
+                assert plan.plan_forward(posed, True, H200).family == family
+
+
 def test_depthwise_stays_with_ffma() -> None:
     depthwise = Geometry(2, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1), groups=64)
     assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow"

@@ -76,7 +76,7 @@ __device__ constexpr int m_of_row(int tile, int row) {
 
 /// Shifts by columns that each tile of M takes: `count` from `first` on, counted from the least of all.
 struct Shifts {
-  int first[M_TILES], count[M_TILES], most;
+  int first[M_TILES], count[M_TILES], least, most;
 };
 __device__ constexpr Shifts tile_shifts() {
   const UsedColumns used = used_columns();
@@ -87,6 +87,7 @@ __device__ constexpr Shifts tile_shifts() {
     low[used.at[i]] = high[used.at[i]] - (phase.count - 1) * Horizontal::REACH;
   }
   Shifts shifts{};
+  shifts.least = 1 << 30;
   for (int tile = 0; tile < M_TILES; ++tile) {
     int least = 1 << 30, most = 0;
     for (int m = tile * 16; m < M && m < tile * 16 + 16; ++m) {
@@ -97,6 +98,7 @@ __device__ constexpr Shifts tile_shifts() {
     shifts.first[tile] = least;
     shifts.count[tile] = most - least + 1;
     if (shifts.count[tile] > shifts.most) shifts.most = shifts.count[tile];
+    if (shifts.count[tile] < shifts.least) shifts.least = shifts.count[tile];
   }
   return shifts;
 }
@@ -104,5 +106,7 @@ __constant__ UsedColumns USED_COLUMNS = used_columns();
 __constant__ Shifts SHIFTS = tile_shifts();
 
 constexpr int PAIRS = ceil_div(tile_shifts().most * GROUP_HALVES, 2);
+/// Whether all tiles take equally many.
+constexpr bool EQUAL_SHIFTS = tile_shifts().least == tile_shifts().most;
 constexpr int TILE_FRAGMENTS = PAIRS * V * PARTS;
 constexpr int PASS_FRAGMENTS = GROUPS * M_TILES * TILE_FRAGMENTS;

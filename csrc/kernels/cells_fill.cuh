@@ -40,11 +40,6 @@ constexpr int INPUT_LINES = CHANNELS_LAST ? HALO_H : WORDS;
 constexpr int SHARERS = LINE_COPIES < THREADS ? THREADS / LINE_COPIES : 1;
 constexpr int SLOTS = ceil_div(LINE_COPIES, THREADS);
 
-/// In NCHW of 16 bits, a word joins two channels that lie apart. With AHEAD they are copied as they lie, a line's even
-/// channel to its first half, its odd channel to the second, and joined later.
-constexpr bool JOINS = IS_16_BIT && !CHANNELS_LAST;
-constexpr int ODD_BYTES = K_PITCH * ITEM;
-
 struct InputFill {
   const Element* input;
   int place[SLOTS];    // column of the halo (channels_last), or copy within a line; none: negative
@@ -71,8 +66,8 @@ struct InputFill {
     }
   }
 
-  /// Bring the halo whose first pixel (after LEAD) is (row0, col0) of an image: in the background where copies are of 4
-  /// bytes or more. JOINS: as they lie with AHEAD, else joined.
+  /// Bring the halo whose first pixel (after LEAD) is (row0, col0) of an image: in the background, but for 16 bits in
+  /// NCHW, where a word joins two channels that lie apart, and for copies of 2 bytes.
   __device__ __forceinline__ void copy(u32 shared, long long image, int row0, int col0) const {
     const Element* const from = input + image * (static_cast<long long>(IN_CHANNELS) * PIXELS);
     const int first_line = SHARERS > 1 ? threadIdx.x / LINE_COPIES : 0;
@@ -100,38 +95,15 @@ struct InputFill {
           const Element* const source = pixel + (group * CI_GROUP + channel) * PIXELS;
           const u32 target = shared + line * (K_PITCH * 4) + to[s];
           const bool inside = inside_image && channel < CI_GROUP;
-          if constexpr (!JOINS) {
+          if constexpr (!IS_16_BIT) {
             copy_elements(target, inside ? source : from, inside);
           } else {
-            const bool odd_inside = inside && channel + 1 < CI_GROUP;
-            if constexpr (AHEAD) {
-              copy_elements(target - to[s] / 2, inside ? source : from, inside);
-              copy_elements(target - to[s] / 2 + ODD_BYTES, odd_inside ? source + PIXELS : from, odd_inside);
-            } else {
-              u32 even[COPY_WORDS] = {}, odd[COPY_WORDS] = {};
-              if (inside) ptx::load_global<COPY * ITEM>(even, source);
-              if (odd_inside) ptx::load_global<COPY * ITEM>(odd, source + PIXELS);
-              store_joined(target, even, odd);
-            }
+            u32 even[COPY_WORDS] = {}, odd[COPY_WORDS] = {};
+            if (inside) ptx::load_global<COPY * ITEM>(even, source);
+            if (inside && channel + 1 < CI_GROUP) ptx::load_global<COPY * ITEM>(odd, source + PIXELS);
+            store_joined(target, even, odd);
           }
         }
-      }
-    }
-  }
-
-  /// What this thread has copied as it lies (JOINS, AHEAD), joined.
-  __device__ __forceinline__ void join(u32 shared, u32 as_it_lies) const {
-    const int first_line = SHARERS > 1 ? threadIdx.x / LINE_COPIES : 0;
-#pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
-      if (place[s] < 0) continue;
-#pragma unroll 4
-      for (int line = first_line; line < WORDS; line += SHARERS) {
-        const u32 from = as_it_lies + line * (K_PITCH * 4) + to[s] / 2;
-        u32 even[COPY_WORDS], odd[COPY_WORDS];
-        ptx::load_shared_bytes<COPY * ITEM>(even, from);
-        ptx::load_shared_bytes<COPY * ITEM>(odd, from + ODD_BYTES);
-        store_joined(shared + line * (K_PITCH * 4) + to[s], even, odd);
       }
     }
   }

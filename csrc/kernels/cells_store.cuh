@@ -120,10 +120,16 @@ __device__ __forceinline__ void store_tile(const Element* staged, Element* outpu
 #pragma unroll(ceil_div(STORES, LANES) <= 16 ? ceil_div(STORES, LANES) : 4)
     for (int pass = 0; pass < ceil_div(STORES, LANES); ++pass) {
       const int i = (lane + pass * LANES) * STORE;
-      if (SKEWED && (i < skew || i + STORE > end)) {
-        for (int k = i < skew ? skew : i; k < i + STORE && k < end; ++k) to[k] = from[k];
-      } else if (i < end) {
+      if (SKEWED ? i >= skew && i + STORE <= end : i < end)
         store_run<STORE>(to + i, from + (CELL_PAD ? i + i / CELL * CELL_PAD : i));
+    }
+    if constexpr (SKEWED) {
+      // The two ends, one element a lane.
+      const int tail = end / STORE * STORE;
+#pragma unroll
+      for (int k = lane; k < 2 * STORE; k += LANES) {
+        const int i = k < STORE ? k : tail + k - STORE;
+        if (k < STORE ? skew > 0 && i >= skew && i < end : i < end && (tail > 0 || skew == 0)) to[i] = from[i];
       }
     }
   }

@@ -19,8 +19,6 @@ using ptx::u32;
 #include "cells_fill.cuh"
 #include "cells_store.cuh"
 
-/// With AHEAD the next tile's input is brought while this one's is multiplied, to the other of two buffers.
-constexpr int INPUT_BUFFERS = AHEAD ? 2 : 1;
 constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
 constexpr int WEIGHT_WORDS = RESIDENT ? GROUPS * M_TILES * TILE_FRAGMENTS * FRAGMENT_WORDS : 0;
 
@@ -33,7 +31,7 @@ constexpr int WINDOW = UNIT_ROWS + (V - 1) * V_STEP;  // input rows of a unit
 constexpr int PIXEL_STEP = CHANNELS_LAST ? PIXEL_PITCH : 1;
 constexpr int SHIFT_BYTES = PIXEL_STEP * 4;
 constexpr int HALF_BYTES = HALF_WORDS * (CHANNELS_LAST ? 1 : K_PITCH) * 4;
-static_assert(SHARED_BYTES == (INPUT_BUFFERS * INPUT_WORDS + WEIGHT_WORDS) * 4 + STAGE_BYTES, "the plan and the kernel must agree");
+static_assert(SHARED_BYTES == (INPUT_WORDS + WEIGHT_WORDS) * 4 + STAGE_BYTES, "the plan and the kernel must agree");
 
 struct Sums {
   float of[UNIT_ROWS][UNIT_COLS][4];
@@ -135,7 +133,8 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 a
     }
     return here;
   };
-#pragma unroll(IS_16_BIT ? 2 : 1)
+  if (EQUAL_SHIFTS) halves = tile_shifts().most * GROUP_HALVES;  // a constant: loads of weights go ahead
+#pragma unroll(!IS_16_BIT ? 1 : EQUAL_SHIFTS && PAIRS <= 4 ? PAIRS : 2)
   for (int half = 0; half < halves; half += 2) {
     const bool has_second = half + 1 < halves;
     const u32 first = next_half(), second = has_second ? next_half() : first;
@@ -202,8 +201,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_cells(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
                   Element* __restrict__ output, long long batch, long long walks) {
   extern __shared__ __align__(16) u32 shared[];
-  const u32 input_tiles = ptx::pinned(ptx::shared_address(shared));
-  u32* const weight_tile = shared + INPUT_BUFFERS * INPUT_WORDS;
+  const u32 input_tile = ptx::pinned(ptx::shared_address(shared));
+  u32* const weight_tile = shared + INPUT_WORDS;
   Element* const staged = reinterpret_cast<Element*>(weight_tile + WEIGHT_WORDS);
 
   // Passes of a tile side by side, so that neighbouring output rows are written at about the same time; shifted from
@@ -220,16 +219,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     return OutputTile{tile / (TILES_H * TILES_W), in_image / TILES_W * TILE_H, in_image % TILES_W * TILE_W, pass};
   };
   const InputFill fill(input);
-  const auto bring = [&](long long tile, u32 to) {
+  const auto bring = [&](long long tile) {
     const OutputTile at = tile_at(tile);
-    fill.copy(to, at.image, at.cell_h + row_shift, at.cell_w + Horizontal::LOWEST - LEAD);
+    fill.copy(input_tile, at.image, at.cell_h + row_shift, at.cell_w + Horizontal::LOWEST - LEAD);
   };
-  constexpr u32 BUFFER_BYTES = INPUT_WORDS * 4;
-  const u32 first_buffer = AHEAD && JOINS ? input_tiles + BUFFER_BYTES : input_tiles;
-
   const long long pass_words = static_cast<long long>(PASS_FRAGMENTS) * FRAGMENT_WORDS;
   const u32* const pass_weights = packed + pass * pass_words;
-  if (taps && tile < tiles) bring(tile, first_buffer);
+  if (taps && tile < tiles) bring(tile);
   if (!taps || !ALL_COLUMNS) stage_bias(staged, bias);
   ptx::wait_for_previous_launch();
   if (RESIDENT && taps) {
@@ -243,43 +239,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   constexpr bool NAMES = IS_16_BIT && CHANNELS_LAST;
   const int lane_pixel = NAMES ? lane % 8 + (UNIT_COLS > 1 ? lane / 16 * 8 : 0) : lane / 4;
   const int lane_word = NAMES ? 0 : lane % 4 * (HALF_WORDS / 4);
-  const u32 lane_at = ((LEAD + lane_pixel) * PIXEL_STEP + lane_word * (CHANNELS_LAST ? 1 : K_PITCH)) * 4;
+  const u32 lane_at = input_tile + ((LEAD + lane_pixel) * PIXEL_STEP + lane_word * (CHANNELS_LAST ? 1 : K_PITCH)) * 4;
   const uint4* const lane_weights = reinterpret_cast<const uint4*>(RESIDENT ? weight_tile : pass_weights) + lane;
 
-  u32 buffer = input_tiles;
 #pragma unroll 1
   for (; tile < tiles; tile += walks) {
     const OutputTile at = tile_at(tile);
-    const bool more = taps && tile + walks < tiles;
+    // Then the input is there for all threads, and the tile before is stored.
     ptx::wait_copies<0>();
-    if constexpr (AHEAD && JOINS) {
-      if (taps) fill.join(input_tiles, input_tiles + BUFFER_BYTES);
-    }
-    // The input is there for all threads, and the tile before is stored.
     __syncthreads();
-    if constexpr (AHEAD) {
-      const u32 other = JOINS ? input_tiles + BUFFER_BYTES : input_tiles + (buffer == input_tiles ? BUFFER_BYTES : 0);
-      if (more) bring(tile + walks, other);
-      ptx::commit_copies();
-    }
     if (taps) {
 #pragma unroll 1
       for (int unit = warp; unit < UNITS; unit += WARPS) {
         const int w = unit % UNITS_W * (8 * UNIT_COLS), h = unit / UNITS_W % UNITS_H * UNIT_ROWS;
         const int all_tile = unit / (UNITS_W * UNITS_H), m_tile = all_tile % M_TILES, group = all_tile / M_TILES;
-        const u32 from = buffer + lane_at + (h * HALO_W + w + SHIFTS.first[m_tile]) * SHIFT_BYTES + group * GROUP_HALVES * HALF_BYTES;
+        const u32 from = lane_at + (h * HALO_W + w + SHIFTS.first[m_tile]) * SHIFT_BYTES + group * GROUP_HALVES * HALF_BYTES;
         Sums sums;
         multiply(sums, lane_weights + all_tile * TILE_FRAGMENTS * 32, from, SHIFTS.count[m_tile] * GROUP_HALVES);
         stage_sums(sums, staged, bias, at, group, m_tile, h, w);
       }
     }
     __syncthreads();
-    if constexpr (!AHEAD) {
-      if (more) bring(tile + walks, input_tiles);
-      ptx::commit_copies();
-    } else if constexpr (!JOINS) {
-      buffer = input_tiles + (buffer == input_tiles ? BUFFER_BYTES : 0);
-    }
+    if (taps && tile + walks < tiles) bring(tile + walks);
+    ptx::commit_copies();
     store_tile(staged, output, at);
   }
 }

@@ -1,6 +1,6 @@
 """What a tile of csrc/kernels/forward_cells.cu is expected to take: a sum of its parts, fitted to measurements.
 
-380 tiles of 6 layers in float16 on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 14 % in NCHW, 7 % in
+590 tiles of 6 layers on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 11 to 14 % in NCHW, 7 % in
 channels_last.
 """
 
@@ -41,15 +41,20 @@ class _Rates:
     launch: float
 
 
-_NCHW = _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 4.71e-7, 0.0, 9.7e-7, 5.7)
-_CHANNELS_LAST = _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 1.1e-6, 9.3)
+#: By the bytes of an element, and whether channels come last.
+_RATES = {
+    (2, False): _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 4.71e-7, 0.0, 9.7e-7, 5.7),
+    (2, True): _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 1.1e-6, 9.3),
+    (4, False): _Rates(2.44e-7, 0.0, 1.92e-8, 1.98e-6, 1.72e-6, 1.62e-4, 1.18e-7, 0.0, 0.0, 2.2),
+    (4, True): _Rates(9.3e-8, 1.55e-8, 3.04e-8, 3.27e-6, 4.88e-7, 1.45e-5, 5.9e-8, 9.5e-7, 1.1e-7, 16.9),
+}
 #: Warps on a multiprocessor that hide half of each other's waits.
 HIDING_WARPS = 6
 
 
 def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> float:
     """The expected time on an H200."""
-    rates = _CHANNELS_LAST if channels_last else _NCHW
+    rates = _RATES[item, channels_last]
     p = product(geometry, tile.stacked, tile.columns_fastest)
     vertical, horizontal = axes(geometry)
     tiles = geometry.batch * ceil_div(vertical.cells, tile.tile_h) * ceil_div(horizontal.cells, tile.tile_w)

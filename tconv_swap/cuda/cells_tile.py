@@ -32,7 +32,6 @@ class Tile:
     unit_cols: int
     warps: int
     resident: bool
-    ahead: bool
     blocks_per_multiprocessor: int
 
     @property
@@ -168,5 +167,4 @@ def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)
     if not channels_last:
         staged = _aligned_to(staged // 4, 32, 4) * 4 * geometry.out_channels
-    inputs = halo(geometry, tile, item, channels_last)[2] * (2 if tile.ahead else 1)
-    return inputs + weights + staged
+    return halo(geometry, tile, item, channels_last)[2] + weights + staged

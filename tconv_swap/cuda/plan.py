@@ -50,6 +50,7 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
     """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
     families = (
         plan_tile.plan_candidates(problem, has_bias, device, count),
+        plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_narrow.plan_candidates(problem, has_bias, device, count),
     )
     in_turn = (plan for plans in zip_longest(*families) for plan in plans if plan is not None)

@@ -39,8 +39,9 @@ INT32_LIMIT = 2**31
 _PACK_THREADS = 256
 #: The values are shared with csrc/kernels/mma.cuh.
 _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
-#: Blocks for each one that runs at a time: passes with and without taps take different times.
-BLOCKS_IN_LINE = 4
+#: Blocks for each one that runs at a time, with one pass and with several: those with and without taps take different
+#: times, and even out where there are many.
+BLOCKS_IN_LINE = (2, 12)
 #: Input channels of a group that fill half of what a multiply of 16-bit numbers takes; with fewer FFMA is faster.
 FEWEST_CHANNELS = 8
 #: Float32 takes six products: FFMA is faster where less than this share of them is of use.
@@ -73,7 +74,7 @@ def claims(problem: Problem, device: Device) -> bool:
 def pays(problem: Problem) -> bool:
     """Whether it is expected to be faster than FFMA on what memory bounds."""
     geometry = problem.geometry
-    if geometry.in_channels_per_group < FEWEST_CHANNELS or not plan_narrow.claims(geometry, problem.dtype):
+    if geometry.in_channels_per_group < FEWEST_CHANNELS:
         return False
     return problem.dtype != torch.float32 or useful_share(geometry) >= FLOAT32_SHARE
 
@@ -99,10 +100,15 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
     Inputs: input (16-byte aligned), weight, bias. Output: the output.
     """
-    if not claims(problem, device) or not pays(problem):
-        return None
-    tiles = rank(problem, device)
-    return plan_with_tile(problem, has_bias, tiles[0], device) if tiles else None
+    plans = plan_candidates(problem, has_bias, device, count=1) if pays(problem) else []
+    return plans[0] if plans else None
+
+
+def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """The ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
+    if not claims(problem, device) or not plan_narrow.claims(problem.geometry, problem.dtype):
+        return []
+    return [plan_with_tile(problem, has_bias, tile, device) for tile in rank(problem, device)[:count]]
 
 
 def rank(problem: Problem, device: Device) -> list[Tile]:
@@ -137,7 +143,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
                     for warps in (4, 8):
                         if units < warps > 4:
                             continue
-                        for resident, ahead in ((True, True), (True, False), (False, True), (False, False)):
+                        for resident in (True, False):
                             tile = Tile(
                                 stacked,
                                 columns_fastest,
@@ -147,7 +153,6 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
                                 unit_cols,
                                 warps,
                                 resident,
-                                ahead,
                                 1,
                             )
                             blocks = _blocks(problem, tile, device)
@@ -199,7 +204,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
     )
     vertical, horizontal = axes(geometry)
     tiles = geometry.batch * ceil_div(vertical.cells, tile.tile_h) * ceil_div(horizontal.cells, tile.tile_w)
-    blocks = device.multiprocessors * tile.blocks_per_multiprocessor * BLOCKS_IN_LINE
+    blocks = device.multiprocessors * tile.blocks_per_multiprocessor * BLOCKS_IN_LINE[p.passes > 1]
     walks = min(tiles, ceil_div(blocks, p.passes))
     walks = ceil_div(tiles, ceil_div(tiles, walks))
     forward = Launch(
