@@ -9,32 +9,24 @@
 // partial[slice], a slice being what one column of tiles and one walk add up. Every sum has a fixed order.
 // Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A warp
 // owns M_TILES * 16 channels and N_TILES * 8 taps, and takes units of 16 pixels of a row, two steps of k each. The input
-// goes from memory to registers: INPUT_VECTOR neighbouring pixels at once in NCHW, the channels of a lane in channels_last.
+// goes from memory to registers (grad_weight_narrow_input.cuh): INPUT_VECTOR neighbouring pixels at once in NCHW.
 //
 // WITH_BIAS: the sum of grad_output over batch and pixels beside it, from the tiles that lie in shared memory anyway. A
 // tile adds up the output pixels from its own first to the next tile's first; the plan sees to it that it holds them.
-#include "gather.cuh"
+#include "grad_weight_narrow_input.cuh"
 
-constexpr int WARP_M = 16 * M_TILES, BLOCK_M = WARPS_M * WARP_M;
+constexpr int WARP_M = 16 * M_TILES;
 constexpr int M_BLOCKS = ceil_div(CI_GROUP, BLOCK_M);
 constexpr int UNITS_ACROSS = TILE_W / 16, UNITS = UNITS_ACROSS * TILE_H / WARPS_K;  // of a row, of a warp
 // A warp's units: so many side by side, WARPS_K apart, then so many rows further down.
 constexpr int WARP_ACROSS = UNITS_ACROSS > WARPS_K ? UNITS_ACROSS / WARPS_K : 1;
 constexpr int WARP_DOWN = WARPS_K > UNITS_ACROSS ? WARPS_K / UNITS_ACROSS : 1;
-constexpr int UNROLL = UNITS * M_TILES * N_TILES * (PRECISION == ptx::IEEE ? 2 : 1) <= 64 ? UNITS : 1;
+static_assert(UNITS % DEPTH == 0);
+constexpr int UNROLL = UNITS * M_TILES * N_TILES * (PRECISION == ptx::IEEE ? 2 : 1) <= 64 ? UNITS / DEPTH : 1;
 static_assert(TILE_W % 16 == 0 && UNITS * WARPS_K == UNITS_ACROSS * TILE_H);
 static_assert(THREADS == 32 * WARPS_K * WARPS_N * WARPS_M * BLOCK_GROUPS && WARPS_N * N_TILES * 8 >= CHUNK_TAPS);
 static_assert(BLOCK_GROUPS == 1 || BLOCK_M >= CI_GROUP);
 static_assert((WARPS_K & (WARPS_K - 1)) == 0 && (UNITS_ACROSS & (UNITS_ACROSS - 1)) == 0);
-
-// In channels_last a lane owns rows g and g + 8 of every m tile, where there are more than 8 channels: they are
-// neighbours, read at once.
-constexpr bool NEIGHBOURS = CHANNELS_LAST && BLOCK_GROUPS == 1 && HALVES == 2;
-constexpr int LANE_CHANNELS = NEIGHBOURS ? 2 * M_TILES : 1;
-constexpr bool RAGGED_W = WIDTH % TILE_W != 0, RAGGED_H = HEIGHT % TILE_H != 0, RAGGED_M = CI_GROUP % BLOCK_M != 0;
-// Elements of the input from a pixel to the next, to the one below, and from a channel to the next.
-constexpr Index PIXEL_STEP = CHANNELS_LAST ? IN_CHANNELS : 1, ROW_STRIDE = PIXEL_STEP * WIDTH;
-constexpr Index CHANNEL_STEP = CHANNELS_LAST ? 1 : (Index)HEIGHT * WIDTH;
 
 template <bool SPLIT>
 struct OutOf {
@@ -45,11 +37,6 @@ struct OutOf<true> {
   using type = float;
 };
 using Out = OutOf<(SLICES > 1)>::type;
-
-// Pixel of a unit that is lane t's k = t (q even) or t + 4 (q odd) in step q / 2.
-__device__ __forceinline__ constexpr int pixel_of(int q, int t) {
-  return q / INPUT_VECTOR * (4 * INPUT_VECTOR) + INPUT_VECTOR * t + q % INPUT_VECTOR;
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_weight_narrow(const Element* __restrict__ input, const Element* __restrict__ grad_output,
@@ -80,60 +67,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     next_tile.advance();
   };
 
-  // The input of one unit: [m tile][row g or g + 8][q]. `corner` is the lane's first element of the tile.
   const int first_ci = m0 + warp_m * WARP_M;  // of the warp, in its group
   const int lane_ci = first_ci + LANE_CHANNELS * g;
-  Element ahead[M_TILES][2][4];
   const int row0 = warp_k / UNITS_ACROSS, column0 = warp_k % UNITS_ACROSS * 16;  // of the warp's first unit
+  InputUnit ahead[DEPTH];
   Position next_unit = start;
   const auto corner_of = [&](const Position& at) {
     return input + at.image * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
            at_input(0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
   };
-  const Element* corner = corner_of(start);
-  const auto fetch_unit = [&](int next_index) {
-    const int row = row0 + next_index / WARP_ACROSS * WARP_DOWN;
-    const int column = column0 + next_index % WARP_ACROSS * (16 * WARPS_K);
-    const Element* const from = corner + (next_index / WARP_ACROSS * WARP_DOWN * ROW_STRIDE +
-                                          next_index % WARP_ACROSS * (16 * WARPS_K) * PIXEL_STEP);
-    const bool row_inside = !RAGGED_H || next_unit.down * TILE_H + row < HEIGHT;
-    const int columns = WIDTH - (iw0 + column + INPUT_VECTOR * t);
-    const auto inside = [&](int q, int channel) {
-      return row_inside && (!RAGGED_W || pixel_of(q, 0) < columns) && (!RAGGED_M || lane_ci + channel < CI_GROUP);
-    };
-    if constexpr (NEIGHBOURS) {
-      constexpr int N = LANE_CHANNELS, MOST = 16 / sizeof(Element);
-      constexpr int VECTOR = IN_CHANNELS % N != 0 || CI_GROUP % N != 0 ? 1 : N < MOST ? N : MOST;
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
-#pragma unroll
-        for (int c = 0; c < N; c += VECTOR) {
-          const Element* const place = from + (pixel_of(q, 0) * PIXEL_STEP + c);
-          const Pack<VECTOR> pack = inside(q, c) ? *reinterpret_cast<const Pack<VECTOR>*>(place) : Pack<VECTOR>{};
-#pragma unroll
-          for (int i = 0; i < VECTOR; ++i) ahead[(c + i) / 2][(c + i) % 2][q] = pack.elements[i];
-        }
-    } else {
-      constexpr int VECTOR = WIDTH % INPUT_VECTOR == 0 && !CHANNELS_LAST ? INPUT_VECTOR : 1;
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-        for (int half = 0; half < HALVES; ++half)
-#pragma unroll
-          for (int q = 0; q < 4; q += VECTOR) {
-            const int channel = 16 * m + 8 * half;
-            const Element* const place = from + (pixel_of(q, 0) * PIXEL_STEP + channel * CHANNEL_STEP);
-            const Pack<VECTOR> pack =
-                inside(q, channel) ? *reinterpret_cast<const Pack<VECTOR>*>(place) : Pack<VECTOR>{};
-#pragma unroll
-            for (int i = 0; i < VECTOR; ++i) ahead[m][half][q + i] = pack.elements[i];
-          }
-    }
+  const Element* corner = corner_of(start);  // the lane's first element of the tile
+  const auto fetch_unit = [&](int slot, int u) {
+    const int down = u / WARP_ACROSS * WARP_DOWN, across = u % WARP_ACROSS * (16 * WARPS_K);
+    ahead[slot].fetch(corner + (down * ROW_STRIDE + across * PIXEL_STEP),
+                      !RAGGED_H || next_unit.down * TILE_H + row0 + down < HEIGHT,
+                      WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t), CI_GROUP - lane_ci);
   };
 
   if (steps > 0) {
     fetch_tile(tiles);
-    fetch_unit(0);
+#pragma unroll
+    for (int u = 0; u < DEPTH; ++u) fetch_unit(u, u);
   }
   if (ASYNC) ptx::commit_copies();
 
@@ -175,17 +129,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
 #pragma unroll UNROLL
-    for (int u = 0; u < UNITS; ++u) {
+    for (int first = 0; first < UNITS; first += DEPTH)
+#pragma unroll
+    for (int slot = 0; slot < DEPTH; ++slot) {
+      const int u = first + slot;
       float x[M_TILES][2][4];
 #pragma unroll
-      for (int i = 0; i < M_TILES * 8; ++i)
-        (&x[0][0][0])[i] = i / 4 % 2 < HALVES ? load_as((&ahead[0][0][0])[i]) : 0.0f;
-      if (u + 1 < UNITS) {
-        fetch_unit(u + 1);
+      for (int i = 0; i < M_TILES * 8; ++i) (&x[0][0][0])[i] = ahead[slot].value(i / 8, i / 4 % 2, i % 4);
+      if (first + DEPTH < UNITS) {
+        fetch_unit(slot, u + DEPTH);
       } else if (step + 1 < steps) {
-        next_unit.advance();
-        corner = corner_of(next_unit);
-        fetch_unit(0);
+        if (slot == 0) {
+          next_unit.advance();
+          corner = corner_of(next_unit);
+        }
+        fetch_unit(slot, slot);
       }
       const int down = u / WARP_ACROSS * WARP_DOWN, across = u % WARP_ACROSS * (16 * WARPS_K);
       // Outside of the input x is zero, but the patch may hold an infinity.

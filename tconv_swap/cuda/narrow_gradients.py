@@ -35,6 +35,8 @@ KEPT_PLACES = 12
 AHEAD_BYTES = 64
 #: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
 MOST_SUMS = {False: 24, True: 12}
+#: What a thread of grad_weight may keep of the input that it asked for ahead.
+INPUT_REGISTERS = 32
 REGISTERS = 65536
 MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
 #: What the compiler may use on top of what it needs on average, so that it never spills.

@@ -21,6 +21,7 @@ from tconv_swap.cuda.narrow_gradients import (
     BIAS_CHANNELS,
     CHUNK_TAPS,
     FAMILY,
+    INPUT_REGISTERS,
     MOST_SUMS,
     REGISTER_MARGIN,
     REGISTERS,
@@ -56,6 +57,7 @@ class GradWeightTile:
     warps_n: int
     warps_k: int
     input_vector: int
+    depth: int
     registers: int
     shared_bytes: int
     passes: float
@@ -75,6 +77,7 @@ class GradWeightTile:
             ("WARPS_N", self.warps_n),
             ("WARPS_K", self.warps_k),
             ("INPUT_VECTOR", self.input_vector),
+            ("DEPTH", self.depth),
             ("MIN_BLOCKS", resident_blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
         )
 
@@ -233,10 +236,14 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     sums = m_tiles * n_tiles * 4
                     exchange = warps // warps_k * (warps_k // 2) * sums * 32
                     shared = 4 * max(gather.shared_words, exchange)
+                    words = _input_words(problem, groups, m_tiles, vector)
+                    units = tile_h * tile_w // 16 // warps_k
+                    depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
                     needed = (
                         (70 if is_ieee(problem) else 45)
                         + sums
-                        + 16 * m_tiles
+                        + 8 * m_tiles
+                        + words * depth
                         + n_tiles * (7 if is_ieee(problem) else 3)
                         + loader_registers(problem, gather)
                     )
@@ -245,8 +252,35 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     if needed * gather.threads > REGISTERS:
                         continue
                     yield GradWeightTile(
-                        gather, m_tiles, n_tiles, warps_m, warps_n, warps_k, vector, needed, shared, passes
+                        gather,
+                        m_tiles,
+                        n_tiles,
+                        warps_m,
+                        warps_n,
+                        warps_k,
+                        vector,
+                        depth,
+                        needed,
+                        shared,
+                        passes,
                     )
+
+
+def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
+    """INPUT_LOAD of csrc/kernels/grad_weight_narrow_input.cuh."""
+    geometry, channels = problem.geometry, 2 * m_tiles
+    if not problem.channels_last:
+        return vector
+    if groups > 1 or geometry.in_channels_per_group <= 8 or geometry.in_channels_per_group % channels:
+        return 1
+    return min(channels, 16 // problem.dtype.itemsize)
+
+
+def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
+    """Registers that hold the input of a unit."""
+    load = _input_load(problem, groups, m_tiles, vector)
+    count = m_tiles * (1 if problem.geometry.in_channels_per_group <= 8 else 2) * 4 // load
+    return count * ceil_div(load * problem.dtype.itemsize, 4)
 
 
 def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device) -> float:
@@ -255,9 +289,8 @@ def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device
     repeat, slices = slices_of(geometry, tile, device)
     down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
     across = blocks_across(geometry, tile)
-    few_channels = geometry.in_channels_per_group <= 8
-    neighbours = problem.channels_last and gather.block_groups == 1 and not few_channels
-    vector = 2 * tile.m_tiles if neighbours else 1 if problem.channels_last else tile.input_vector
+    load = _input_load(problem, gather.block_groups, tile.m_tiles, tile.input_vector)
+    rows_of_input = 1 if geometry.in_channels_per_group <= 8 else 2
     steps = gather.threads // 32 * (gather.tile_h * gather.tile_w // 8 // tile.warps_k)
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     work, warps = work_of(
@@ -269,7 +302,7 @@ def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device
         blocks=across * ceil_div(down, repeat),
         resident=tile.resident,
         chunks=1,
-        inputs=steps * tile.m_tiles * (2 if few_channels else 4) / vector,
+        inputs=steps * tile.m_tiles * 2 * rows_of_input / load / tile.depth,
         partial_bytes=count * slices if slices > 1 else 0,
     )
     return microseconds(work, GRAD_WEIGHT, warps)
