@@ -44,6 +44,12 @@ NAMED = {
     "kernel 1, stride 3": dict(x=(3, 7, 5, 6), w=(7, 9, 1, 1), stride=3, output_padding=2),
     "odd width": dict(x=(2, 16, 9, 257), w=(16, 24, 3, 7), padding=(1, 3)),
     "one pixel out": dict(x=(2, 8, 3, 3), w=(8, 8, 3, 3), padding=2, stride=1),
+    "dcgan2": dict(x=(7, 64, 4, 4), w=(64, 40, 4, 4), stride=2, padding=1),
+    "padding beyond the kernel": dict(x=(2, 24, 9, 11), w=(24, 16, 3, 2), padding=(3, 2), stride=(1, 2)),
+    "odd channels": dict(x=(3, 33, 7, 18), w=(33, 19, 3, 3), stride=2, padding=1, output_padding=1),
+    "grouped, odd channels": dict(x=(2, 27, 14, 14), w=(27, 11, 2, 2), stride=2, groups=3),
+    "wide kernel, one row": dict(x=(2, 64, 1, 70), w=(64, 32, 1, 16), stride=(1, 8), padding=(0, 4)),
+    "dilated, 128 channels": dict(x=(2, 128, 10, 17), w=(128, 64, 3, 3), padding=1, dilation=(3, 2)),
     "many images": dict(x=(70001, 3, 1, 2), w=(3, 2, 2, 2), stride=2),
 }
 

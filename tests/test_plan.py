@@ -18,6 +18,7 @@ TURING = plan.Device("sm_75", 30, 64 << 10)
 DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
 DEPTHWISE = Geometry(2, 21, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+KB75 = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), 4)
 HUGE = Geometry(8, 64, 8192, 8192, 64, (3, 3))
 
 
@@ -62,6 +63,41 @@ def test_the_family_chosen(
     assert made.why
     assert made.outputs[0].shape == geometry.output_shape
     assert made.outputs[0].channels_last == channels_last
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "device", "family"),
+    [
+        (DCGAN, torch.float32, H200, "weight tile"),
+        (DCGAN, torch.bfloat16, H200, "weight tile"),
+        (DCGAN, torch.float64, H200, "general"),
+        (DCGAN, torch.float32, TURING, "general"),
+        (DCGAN.with_batch(0), torch.float32, H200, "general"),
+        (KB75, torch.float16, H200, "weight tile"),
+    ],
+    ids=str,
+)
+def test_the_family_chosen_for_the_weight(
+    geometry: Geometry, dtype: torch.dtype, device: plan.Device, family: str, channels_last: bool
+) -> None:
+    problem = plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+    assert plan.plan_backward(problem, (False, True, False), device).family == family
+
+
+@pytest.mark.parametrize(
+    ("geometry", "families"),
+    [
+        (DCGAN, "weight tile"),  # the bias's gradient out of the same pass
+        (KB75, "weight tile, general"),  # rows of grad_output that no tap reads
+    ],
+    ids=str,
+)
+def test_the_bias_comes_with_the_weight_where_the_taps_read_all_of_grad_output(
+    geometry: Geometry, families: str
+) -> None:
+    problem = plan.Problem(geometry, torch.float32, "tf32", False, False)
+    assert plan.plan_backward(problem, (False, True, True), H200).family == families
 
 
 def test_offsets_past_32_bits_are_counted_in_64() -> None:

@@ -127,6 +127,17 @@ __device__ __forceinline__ void load_matrices(u32 (&m)[2], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
 }
 
+/// The same, each matrix transposed: lane 4r + t receives column r of rows 2t and 2t + 1, two numbers of 16 bits.
+__device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address));
+}
+
+__device__ __forceinline__ void load_matrices_transposed(u32 (&m)[2], u32 address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
+}
+
 // ---- loads and asynchronous copies global -> shared -------------------------------------------------------------------
 
 // Both ask the L2 for whole lines of 128 bytes: a chunk reads a part of each, the chunks after it the rest.
@@ -156,11 +167,12 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   }
 }
 
-/// The same; where `inside` is false nothing is read and zeros are written.
-template <int BYTES>
+/// The same; where `inside` is false nothing is read and zeros are written. THROUGH_L1: 16 bytes come by the L1, as
+/// smaller copies always do; without, every place in shared memory costs the L2 a request.
+template <int BYTES, bool THROUGH_L1 = false>
 __device__ __forceinline__ void copy_async_or_zero(u32 to, const void* from, bool inside) {
   const int bytes = inside ? BYTES : 0;
-  if constexpr (BYTES == 16) {
+  if constexpr (BYTES == 16 && !THROUGH_L1) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes));
   } else {
     asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(bytes));

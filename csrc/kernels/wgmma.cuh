@@ -53,21 +53,30 @@ __device__ __forceinline__ void publish_to_multiplies() {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
+#define TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, TYPES, MAJORS)                                            \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" OPERANDS "}, " A ", " B                 \
+               ", 1, 1, 1, " MAJORS ";" : REGISTERS : "l"(a), "l"(b))
 #define TCONV_WGMMA(N, OPERANDS, REGISTERS, A, B)                                                                  \
-  if constexpr (PRECISION == FP16) {                                                                               \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.f16.f16 {" OPERANDS "}, " A ", " B                 \
-                 ", 1, 1, 1, 0, 0;" : REGISTERS : "l"(a), "l"(b));                                                  \
+  if constexpr (PRECISION == FP16 && ACROSS_K) {                                                                   \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "f16.f16", "1, 1");                                           \
+  } else if constexpr (PRECISION == FP16) {                                                                        \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "f16.f16", "0, 0");                                           \
+  } else if constexpr (PRECISION == BF16 && ACROSS_K) {                                                            \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "bf16.bf16", "1, 1");                                         \
   } else if constexpr (PRECISION == BF16) {                                                                        \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" OPERANDS "}, " A ", " B               \
-                 ", 1, 1, 1, 0, 0;" : REGISTERS : "l"(a), "l"(b));                                                  \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "bf16.bf16", "0, 0");                                         \
   } else {                                                                                                         \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, " A ", " B                \
                  ", 1, 1, 1;" : REGISTERS : "l"(a), "l"(b));                                                        \
   }
 
 /// d += a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
-template <int PRECISION, int N>
+///
+/// ACROSS_K (16 bits only): both operands lie as planes of 8 rows (of m, of n), [plane][k][16 bytes]; of a descriptor,
+/// `plane_bytes` is then from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an address.
+template <int PRECISION, int N, bool ACROSS_K = false>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+  static_assert(!ACROSS_K || PRECISION == FP16 || PRECISION == BF16);
   static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 256);
   if constexpr (N == 32) {
     TCONV_WGMMA(32, TCONV_O16, TCONV_R16(0), "%16", "%17")
@@ -94,6 +103,26 @@ __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
   }
 }
 
+/// The same for TF32 with A in registers: a[0..3] = rows (g, g + 8, g, g + 8) of k (t, t, t + 4, t + 4) of warp w's 16.
+template <int N>
+__device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)[4], u64 b) {
+  static_assert(N == 32 || N == 64 || N == 128 || N == 256);
+#define TCONV_WGMMA_REGISTERS(N, OPERANDS, REGISTERS, A, B)                                                        \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, {" A "}, " B ", 1, 1, 1;"   \
+               : REGISTERS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  if constexpr (N == 32) {
+    TCONV_WGMMA_REGISTERS(32, TCONV_O16, TCONV_R16(0), "%16, %17, %18, %19", "%20")
+  } else if constexpr (N == 64) {
+    TCONV_WGMMA_REGISTERS(64, TCONV_O32, TCONV_R32, "%32, %33, %34, %35", "%36")
+  } else if constexpr (N == 128) {
+    TCONV_WGMMA_REGISTERS(128, TCONV_O64, TCONV_R64, "%64, %65, %66, %67", "%68")
+  } else {
+    TCONV_WGMMA_REGISTERS(256, TCONV_O128, TCONV_R128, "%128, %129, %130, %131", "%132")
+  }
+#undef TCONV_WGMMA_REGISTERS
+}
+
+#undef TCONV_WGMMA_16_BIT
 #undef TCONV_WGMMA
 #undef TCONV_O16
 #undef TCONV_O32

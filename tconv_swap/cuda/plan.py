@@ -8,6 +8,7 @@ from itertools import zip_longest
 from tconv_swap.cuda import (
     plan_cells,
     plan_general,
+    plan_grad_weight,
     plan_narrow,
     plan_narrow_grad_input,
     plan_narrow_grad_weight,
@@ -106,14 +107,18 @@ def _grad_input(problem: Problem, device: Device) -> Part:
 
 
 def _grad_weight(problem: Problem, device: Device) -> Part:
-    return plan_narrow_grad_weight.plan_grad_weight(problem, device) or plan_general.plan_grad_weight(
-        problem, device
-    )
+    for family in (plan_narrow_grad_weight.plan_grad_weight, plan_grad_weight.plan_grad_weight):
+        made = family(problem, device)
+        if made is not None:
+            return made
+    return plan_general.plan_grad_weight(problem, device)
 
 
 def _grad_weight_and_bias(problem: Problem, device: Device) -> Part | None:
     """Both from one pass over the output's gradient (outputs: weight, bias), or None where no kernel does that."""
-    return plan_narrow_grad_weight.plan_grad_weight(problem, device, with_bias=True)
+    return plan_narrow_grad_weight.plan_grad_weight(
+        problem, device, with_bias=True
+    ) or plan_grad_weight.plan_grad_weight(problem, device, with_bias=True)
 
 
 def _grad_bias(problem: Problem, device: Device) -> Part:
