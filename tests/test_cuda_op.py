@@ -45,11 +45,31 @@ NAMED = {
     "odd width": dict(x=(2, 16, 9, 257), w=(16, 24, 3, 7), padding=(1, 3)),
     "one pixel out": dict(x=(2, 8, 3, 3), w=(8, 8, 3, 3), padding=2, stride=1),
     "dcgan2": dict(x=(7, 64, 4, 4), w=(64, 40, 4, 4), stride=2, padding=1),
-    "padding beyond the kernel": dict(x=(2, 24, 9, 11), w=(24, 16, 3, 2), padding=(3, 2), stride=(1, 2)),
-    "odd channels": dict(x=(3, 33, 7, 18), w=(33, 19, 3, 3), stride=2, padding=1, output_padding=1),
+    "padding beyond the kernel, one stride of 2": dict(
+        x=(2, 24, 9, 11), w=(24, 16, 3, 2), padding=(3, 2), stride=(1, 2)
+    ),
+    "odd channels, k3": dict(x=(3, 33, 7, 18), w=(33, 19, 3, 3), stride=2, padding=1, output_padding=1),
     "grouped, odd channels": dict(x=(2, 27, 14, 14), w=(27, 11, 2, 2), stride=2, groups=3),
     "wide kernel, one row": dict(x=(2, 64, 1, 70), w=(64, 32, 1, 16), stride=(1, 8), padding=(0, 4)),
     "dilated, 128 channels": dict(x=(2, 128, 10, 17), w=(128, 64, 3, 3), padding=1, dilation=(3, 2)),
+    "stride 1, dilated, output padded": dict(
+        x=(2, 16, 9, 31), w=(16, 40, 3, 3), padding=1, dilation=2, output_padding=1
+    ),
+    "padding beyond the kernel": dict(x=(2, 40, 11, 21), w=(40, 24, 2, 3), padding=(2, 4)),
+    "few channels in, stride 1": dict(x=(2, 24, 20, 33), w=(24, 40, 3, 5), padding=(0, 2)),
+    "odd width, strided": dict(x=(2, 40, 9, 23), w=(40, 24, 3, 5), stride=(2, 3), padding=(1, 2)),
+    "groups, strided and dilated": dict(
+        x=(2, 144, 7, 19), w=(144, 20, 3, 3), stride=2, padding=2, dilation=3, output_padding=2, groups=2
+    ),
+    "stride beyond the kernel": dict(
+        x=(3, 72, 6, 11), w=(72, 16, 2, 1), stride=(3, 4), output_padding=(2, 3)
+    ),
+    "padding beyond the kernel, strided": dict(x=(2, 40, 9, 12), w=(40, 16, 2, 2), stride=2, padding=3),
+    "one pixel, many taps": dict(x=(33, 72, 1, 1), w=(72, 40, 4, 4), stride=2),
+    "4x4 map": dict(x=(5, 136, 4, 4), w=(136, 24, 4, 4), stride=2, padding=1),
+    "one row": dict(x=(2, 136, 1, 70), w=(136, 24, 1, 16), stride=(1, 8), padding=(0, 4)),
+    "whole cells": dict(x=(3, 66, 14, 14), w=(66, 20, 2, 2), stride=2),
+    "odd channels": dict(x=(2, 33, 8, 8), w=(33, 9, 3, 2), stride=2),
     "many images": dict(x=(70001, 3, 1, 2), w=(3, 2, 2, 2), stride=2),
 }
 
@@ -207,7 +227,9 @@ def test_an_infinity_that_no_tap_reaches_stays_out_of_the_gradients(channels, dt
         assert torch.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("name", ["dcgan4", "kb75", "rgb", "unet", "super-resolution", "depthwise", "fcn32s"])
+@pytest.mark.parametrize(
+    "name", ["dcgan4", "kb75", "rgb", "unet", "super-resolution", "depthwise", "fcn32s", "4x4 map"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_same_input_gives_the_same_bits(name: str, dtype: torch.dtype) -> None:
     case = NAMED[name]

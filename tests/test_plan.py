@@ -100,6 +100,49 @@ def test_the_bias_comes_with_the_weight_where_the_taps_read_all_of_grad_output(
     assert plan.plan_backward(problem, (False, True, True), H200).family == families
 
 
+STRIDE_1 = Geometry(8, 32, 64, 64, 48, (3, 5), padding=(1, 4), dilation=(2, 1), groups=2)
+GROUPED = Geometry(16, 96, 64, 128, 128, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4)
+LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
+AMPERE = plan.Device("sm_80", 108, 163 << 10)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "device", "entry"),
+    [
+        (STRIDE_1, torch.float16, H200, "forward_tile"),
+        (DCGAN, torch.float32, H200, "grad_input_wgmma"),
+        (DCGAN, torch.bfloat16, H200, "grad_input_wgmma"),
+        (DCGAN, torch.bfloat16, AMPERE, "grad_input_tile"),
+        (GROUPED, torch.float32, H200, "grad_input_tile"),
+        (LATENT, torch.float16, AMPERE, "grad_input_tile"),
+        (DCGAN, torch.float64, H200, "general_grad_input"),
+        (STRIDE_1, torch.float32, TURING, "general_grad_input"),
+        (DCGAN.with_batch(0), torch.float32, H200, None),
+    ],
+    ids=str,
+)
+def test_the_kernel_chosen_for_grad_input(
+    geometry: Geometry, dtype: torch.dtype, device: plan.Device, entry: str | None, channels_last: bool
+) -> None:
+    problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
+    made = plan.plan_backward(problem, (True, False, False), device)
+    assert made.family == ("general" if entry in (None, "general_grad_input") else "halo tile")
+    assert made.why
+    assert [output.shape for output in made.outputs] == [geometry.input_shape]
+    entries = [one.kernel.entry for one in made.launches]
+    assert (entry in entries) if entry else entries == []
+    read = {a.value for one in made.launches for a in one.arguments if a.kind == ArgumentKind.INPUT}
+    assert read == ({0, 2} if entry else set())  # never the input itself
+
+
+def test_ieee_float32_gradients_of_the_input_are_not_computed_by_tf32_alone() -> None:
+    problem = plan.Problem(DCGAN, torch.float32, "ieee", False, False)
+    made = plan.plan_backward(problem, (True, False, False), H200)
+    assert [one.kernel.entry for one in made.launches] == ["pack_weights", "grad_input_wgmma"]
+    assert all(dict(one.kernel.constants)["PRECISION"] == 3 for one in made.launches)
+
+
 def test_offsets_past_32_bits_are_counted_in_64() -> None:
     def index(geometry: Geometry) -> object:
         made = plan_general.plan_forward(general_problem(geometry), True)
@@ -159,8 +202,9 @@ def test_a_backward_plan_computes_what_is_asked_for_and_no_more(mask: tuple[bool
 )
 def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> None:
     made = plan.plan_backward(general_problem(geometry), (True,) * 3, H200)
-    one_copy = 4 * max(math.prod(geometry.weight_shape), geometry.out_channels)
-    assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES + one_copy
+    # A gradient of the weight has one copy at least; the tensor cores read an IEEE float32 weight in two parts.
+    two_copies = 8 * max(math.prod(geometry.weight_shape), geometry.out_channels)
+    assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES + two_copies
     for launch in made.launches:
         for argument in launch.arguments:
             if argument.kind == ArgumentKind.WORKSPACE:

@@ -68,6 +68,13 @@ struct Sums {
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(all) / sizeof(float)); ++i) flat[i] = 0.f;
   }
+
+  __device__ __forceinline__ void add(const Sums& other) {
+    float* flat = &all[0][0][0][0];
+    const float* others = &other.all[0][0][0][0];
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(all) / sizeof(float)); ++i) flat[i] += others[i];
+  }
 };
 
 /// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
@@ -85,7 +92,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
     }
 
   // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
-  constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || WIDTH % 2 == 0);
+  constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || CELLS_W % 2 == 0);
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
 #pragma unroll

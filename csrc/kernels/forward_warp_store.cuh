@@ -88,6 +88,9 @@ __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int 
           cell.image < at.batch ? OUT_HEIGHT - out_row : 0, OUT_WIDTH - out_col};
 }
 
+/// Cells that stand in a row are outputs that do.
+constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
+
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   constexpr int VECTOR = power_dividing(CO_GROUP, 2);
@@ -97,6 +100,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   const int first_row = 2 * t / FRAGMENT_W, first_col = 2 * t % FRAGMENT_W;
   const OutCell first = out_cell(at, 0, first_row, first_col);
   const int images = at.batch - at.origin.image - at.image;
+  [[maybe_unused]] const int outputs_left = at.batch * static_cast<int>(OUT_PIXELS) - (at.origin.image + at.col + first_col);
   Out* base = output + first.pixel * OUT_CHANNELS;
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
@@ -109,7 +113,10 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
           Out* to = base;
           int rows = first.rows, cols = first.cols, cell_rows = 0, cell_cols = 0;
           bool inside = image < images;
-          if constexpr (FLAT) {
+          if constexpr (DENSE) {
+            cell_cols = col * FRAGMENT_W + e;
+            inside = cell_cols < outputs_left;
+          } else if constexpr (FLAT) {
             const OutCell cell = out_cell(at, 0, 0, col * FRAGMENT_W + first_col + e);
             to = output + cell.pixel * OUT_CHANNELS;
             inside = cell.rows > 0;

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         const int step = i * WARPS_K + warp_k;
 #pragma unroll
         for (int tap = 0; tap < WARP_TAPS; ++tap)
-          ptx::multiply<PRECISION, WARP_N, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
+          ptx::multiply<PRECISION, WARP_N, true, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
                                               b + Out::position(step * STEP) + tap_offset[tap]);
       }
       ptx::commit_multiplies();

@@ -3,6 +3,9 @@
 // before every forward pass, so that packed weights are never stale, and lets the forward kernel start at once (it
 // waits for this one before it reads a weight).
 //
+// OF_GRAD_INPUT: the gradient of the input is a convolution of the output's gradient, so what is read are weights
+// [out, in / groups, KERNEL_H, KERNEL_W] in the names of that convolution, with the taps backwards.
+//
 // One thread writes 16 bytes. Neighbouring threads read neighbouring weights: each weight is read once, in whole
 // runs; each thread's loads are independent, so the kernel takes one trip to memory.
 #include "mma.cuh"
@@ -23,14 +26,15 @@ __device__ __forceinline__ u32 bits_of(BFloat16 x) { return x.bits; }
 extern "C" __global__ void __launch_bounds__(THREADS)
     pack_weights(const Element* __restrict__ weight, u32* __restrict__ packed) {
   ptx::let_next_launch_start();
+  // What neighbours in the weight comes first: its last dimension (channels_last: its channels), then the next.
+  constexpr int INNER = OF_GRAD_INPUT ? PARTS_OF_STEP * STEPS : UNITS, OUTER = OF_GRAD_INPUT ? UNITS : PARTS_OF_STEP * STEPS;
   const int i = blockIdx.x * THREADS + threadIdx.x;
   if (PLANES && i == 0) packed[PACKED_WORDS] = 0;
-  const int unit = WEIGHT_CHANNELS_LAST ? i % UNITS : i / TAPS % UNITS;
-  const int tap = WEIGHT_CHANNELS_LAST ? i / UNITS % TAPS : i % TAPS;
-  int rest = i / (UNITS * TAPS);
-  const int part = rest % PARTS_OF_STEP;
-  rest /= PARTS_OF_STEP;
-  const int step = rest % STEPS, group = rest / STEPS;
+  const int inner = WEIGHT_CHANNELS_LAST ? i % INNER : i / TAPS % INNER;
+  const int tap = WEIGHT_CHANNELS_LAST ? i / INNER % TAPS : i % TAPS;
+  const int outer = i / (INNER * TAPS) % OUTER, group = i / (INNER * TAPS * OUTER);
+  const int unit = OF_GRAD_INPUT ? outer : inner;
+  const int part = (OF_GRAD_INPUT ? inner : outer) % PARTS_OF_STEP, step = (OF_GRAD_INPUT ? inner : outer) / PARTS_OF_STEP;
   if (group >= GROUPS) return;
 
   // The unit's first channel lies in row `row` (below 8 where the unit has two) of a tile of 16.
@@ -47,9 +51,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int kh = STACK > 1 ? stacked_kernel_row(m / BLOCK_CHANNELS, tap_row) : tap_row;
     const auto value = [&](int ci) -> Element {
       if (ci >= CI_GROUP || channel >= CO_GROUP || kh < 0 || kh >= KERNEL_H) return Element{};
-      const long long in_channel = group * CI_GROUP + ci;
-      return weight[WEIGHT_CHANNELS_LAST ? ((in_channel * KERNEL_H + kh) * KERNEL_W + tap_col) * CO_GROUP + channel
-                                         : ((in_channel * CO_GROUP + channel) * KERNEL_H + kh) * KERNEL_W + tap_col];
+      // The weight's first dimension, and its second and how long that is.
+      const long long first = OF_GRAD_INPUT ? group * CO_GROUP + channel : group * CI_GROUP + ci;
+      const int second = OF_GRAD_INPUT ? ci : channel;
+      constexpr int SECOND = OF_GRAD_INPUT ? CI_GROUP : CO_GROUP;
+      const int from_row = OF_GRAD_INPUT ? KERNEL_H - 1 - kh : kh;
+      const int from_col = OF_GRAD_INPUT ? KERNEL_W - 1 - tap_col : tap_col;
+      return weight[WEIGHT_CHANNELS_LAST ? ((first * KERNEL_H + from_row) * KERNEL_W + from_col) * SECOND + second
+                                         : ((first * SECOND + second) * KERNEL_H + from_row) * KERNEL_W + from_col];
     };
     if constexpr (CHANNELS_PER_WORD == 2) {
       high[word] = bits_of(value(k)) | bits_of(value(k + 1)) << 16;

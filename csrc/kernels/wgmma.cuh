@@ -53,53 +53,60 @@ __device__ __forceinline__ void publish_to_multiplies() {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, TYPES, MAJORS)                                            \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" OPERANDS "}, " A ", " B                 \
-               ", 1, 1, 1, " MAJORS ";" : REGISTERS : "l"(a), "l"(b))
-#define TCONV_WGMMA(N, OPERANDS, REGISTERS, A, B)                                                                  \
+#define TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, TYPES, MAJORS)                                       \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" OPERANDS "}, " A ", " B                \
+               ", " ADD ", 1, 1, " MAJORS ";" : REGISTERS : "l"(a), "l"(b))
+#define TCONV_WGMMA(N, OPERANDS, REGISTERS, A, B, ADD)                                                             \
   if constexpr (PRECISION == FP16 && ACROSS_K) {                                                                   \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "f16.f16", "1, 1");                                           \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "f16.f16", "1, 1");                                      \
   } else if constexpr (PRECISION == FP16) {                                                                        \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "f16.f16", "0, 0");                                           \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "f16.f16", "0, 0");                                      \
   } else if constexpr (PRECISION == BF16 && ACROSS_K) {                                                            \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "bf16.bf16", "1, 1");                                         \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "bf16.bf16", "1, 1");                                    \
   } else if constexpr (PRECISION == BF16) {                                                                        \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, "bf16.bf16", "0, 0");                                         \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "bf16.bf16", "0, 0");                                    \
   } else {                                                                                                         \
-    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, " A ", " B                \
-                 ", 1, 1, 1;" : REGISTERS : "l"(a), "l"(b));                                                        \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, " A ", " B               \
+                 ", " ADD ", 1, 1;" : REGISTERS : "l"(a), "l"(b));                                                 \
   }
 
-/// d += a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
+#define TCONV_WGMMAS(ADD)                                                                                          \
+  if constexpr (N == 32) {                                                                                         \
+    TCONV_WGMMA(32, TCONV_O16, TCONV_R16(0), "%16", "%17", ADD)                                                    \
+  } else if constexpr (N == 64) {                                                                                  \
+    TCONV_WGMMA(64, TCONV_O32, TCONV_R32, "%32", "%33", ADD)         \
+  } else if constexpr (N == 72) {                                    \
+    TCONV_WGMMA(72, TCONV_O36, TCONV_R36, "%36", "%37", ADD)         \
+  } else if constexpr (N == 80) {                                    \
+    TCONV_WGMMA(80, TCONV_O40, TCONV_R40, "%40", "%41", ADD)         \
+  } else if constexpr (N == 88) {                                    \
+    TCONV_WGMMA(88, TCONV_O44, TCONV_R44, "%44", "%45", ADD)         \
+  } else if constexpr (N == 96) {                                    \
+    TCONV_WGMMA(96, TCONV_O48, TCONV_R48, "%48", "%49", ADD)         \
+  } else if constexpr (N == 104) {                                   \
+    TCONV_WGMMA(104, TCONV_O52, TCONV_R52, "%52", "%53", ADD)        \
+  } else if constexpr (N == 112) {                                   \
+    TCONV_WGMMA(112, TCONV_O56, TCONV_R56, "%56", "%57", ADD)        \
+  } else if constexpr (N == 120) {                                   \
+    TCONV_WGMMA(120, TCONV_O60, TCONV_R60, "%60", "%61", ADD)        \
+  } else if constexpr (N == 128) {                                   \
+    TCONV_WGMMA(128, TCONV_O64, TCONV_R64, "%64", "%65", ADD)        \
+  } else if constexpr (N == 256) {                                   \
+    TCONV_WGMMA(256, TCONV_O128, TCONV_R128, "%128", "%129", ADD)    \
+  }
+
+/// d += a * b, or d = a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
 ///
 /// ACROSS_K (16 bits only): both operands lie as planes of 8 rows (of m, of n), [plane][k][16 bytes]; of a descriptor,
 /// `plane_bytes` is then from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an address.
-template <int PRECISION, int N, bool ACROSS_K = false>
+template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
   static_assert(!ACROSS_K || PRECISION == FP16 || PRECISION == BF16);
   static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 256);
-  if constexpr (N == 32) {
-    TCONV_WGMMA(32, TCONV_O16, TCONV_R16(0), "%16", "%17")
-  } else if constexpr (N == 64) {
-    TCONV_WGMMA(64, TCONV_O32, TCONV_R32, "%32", "%33")
-  } else if constexpr (N == 72) {
-    TCONV_WGMMA(72, TCONV_O36, TCONV_R36, "%36", "%37")
-  } else if constexpr (N == 80) {
-    TCONV_WGMMA(80, TCONV_O40, TCONV_R40, "%40", "%41")
-  } else if constexpr (N == 88) {
-    TCONV_WGMMA(88, TCONV_O44, TCONV_R44, "%44", "%45")
-  } else if constexpr (N == 96) {
-    TCONV_WGMMA(96, TCONV_O48, TCONV_R48, "%48", "%49")
-  } else if constexpr (N == 104) {
-    TCONV_WGMMA(104, TCONV_O52, TCONV_R52, "%52", "%53")
-  } else if constexpr (N == 112) {
-    TCONV_WGMMA(112, TCONV_O56, TCONV_R56, "%56", "%57")
-  } else if constexpr (N == 120) {
-    TCONV_WGMMA(120, TCONV_O60, TCONV_R60, "%60", "%61")
-  } else if constexpr (N == 128) {
-    TCONV_WGMMA(128, TCONV_O64, TCONV_R64, "%64", "%65")
-  } else if constexpr (N == 256) {
-    TCONV_WGMMA(256, TCONV_O128, TCONV_R128, "%128", "%129")
+  if constexpr (ADD) {
+    TCONV_WGMMAS("1")
+  } else {
+    TCONV_WGMMAS("0")
   }
 }
 
@@ -122,6 +129,7 @@ __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)
 #undef TCONV_WGMMA_REGISTERS
 }
 
+#undef TCONV_WGMMAS
 #undef TCONV_WGMMA_16_BIT
 #undef TCONV_WGMMA
 #undef TCONV_O16

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from tconv_swap.cuda import (
     plan_cells,
     plan_general,
+    plan_grad_input,
     plan_grad_weight,
     plan_narrow,
     plan_narrow_grad_input,
@@ -103,7 +104,11 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 
 def _grad_input(problem: Problem, device: Device) -> Part:
-    return plan_narrow_grad_input.plan_grad_input(problem, device) or plan_general.plan_grad_input(problem)
+    for family in (plan_narrow_grad_input.plan_grad_input, plan_grad_input.plan_grad_input):
+        made = family(problem, device)
+        if made is not None:
+            return made
+    return plan_general.plan_grad_input(problem)
 
 
 def _grad_weight(problem: Problem, device: Device) -> Part:

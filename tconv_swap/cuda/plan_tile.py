@@ -62,13 +62,14 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         problem.weight_channels_last,
         has_bias,
     )
-    if not _claims(posed, device):
+    if not claims(posed, device):
         return []
     tiles = islice(dict.fromkeys(candidates(posed, device)), count)
     return [plan_with_tile(*tile, device.multiprocessors) for tile in tiles]
 
 
-def _claims(problem: TileProblem, device: Device) -> bool:
+def claims(problem: TileProblem, device: Device) -> bool:
+    """Whether the kernels compute the problem, and better than the general ones."""
     geometry = problem.geometry
     if problem.dtype not in _DTYPES or device.compute_capability < 80 or geometry.batch == 0:
         return False
@@ -93,9 +94,8 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
     def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
-        if tile.wgmma:
-            if fill_registers(posed, tile) > _fill_share(posed, tile)[1]:
-                return False
+        if tile.wgmma and fill_registers(posed, tile) > _fill_share(posed, tile)[1]:
+            return False
         return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
     ranked: list[tuple[TileProblem, Tile]] = []
@@ -122,7 +122,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 def _stacked(problem: TileProblem) -> TileProblem:
     """With at most 32 output channels, rows of the output fill up the 64 rows of a multiply."""
     channels, stride = problem.geometry.out_channels_per_group, problem.geometry.stride[0]
-    rows = 64 // max(16, _power_above(channels))
+    rows = 64 // max(16, power_above(channels))
     if rows <= 1 or rows % stride or problem.geometry.dilation[0] != 1:
         return problem
     return replace(problem, stack=rows)
@@ -139,18 +139,18 @@ def _split(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
     return replace(tile, splits=splits)
 
 
-def _power_above(n: int) -> int:
+def power_above(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _arrange(
+def arrange(
     problem: TileProblem, fragments: int, warps: int, most_rows: int
 ) -> tuple[int, int, int, int, int, int]:
     """How the fragments of ``warps`` warps (or warpgroups) tile the map: images, rows, columns of cells of the
     tile; images, rows, columns of fragments of one warp."""
     if problem.flat:
         return 1, 1, 8 * fragments * warps, 1, 1, fragments
-    height, width = (_power_above(cells) for cells in problem.cells)
+    height, width = (power_above(cells) for cells in problem.cells)
     cols = min(8, width)
     rows = min(8 // cols, height)
     images = 8 // (cols * rows)
@@ -204,7 +204,7 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
         fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
         if fragments < 4:
             continue
-        arranged = _arrange(problem, fragments, groups_n, most_rows)
+        arranged = arrange(problem, fragments, groups_n, most_rows)
         run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
         if run < 4:
             continue
@@ -225,14 +225,14 @@ def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
     for warp_m_tiles in (m for m in (4, 2, 1) if m <= most_m):
         fragments = min(16, 1 << max(1, budget // (phases * warp_m_tiles)).bit_length() - 1)
         for warps_m in (1,) if ieee or tiles_of_channels < 2 * warp_m_tiles else (2, 1):
-            arranged = _arrange(problem, fragments, 4 // warps_m, 8)
+            arranged = arrange(problem, fragments, 4 // warps_m, 8)
             if arranged[2] < 2 and not problem.input_channels_last:
                 continue
             for stages in (3, 2):
                 for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
                     yield Tile(warps_m, warp_m_tiles, *arranged, chunk_words, stages, 2)
     # Where every tap of many phases has its weights in shared memory, few blocks fit.
-    yield Tile(1, 1, *_arrange(problem, min(fragments, 4), 4, 8), 8, 2, 1)
+    yield Tile(1, 1, *arrange(problem, min(fragments, 4), 4, 8), 8, 2, 1)
 
 
 def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
@@ -268,13 +268,14 @@ def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
         return blocks
     kinds = len(group_taps(problem)) * tile.splits
     pieces = -(-blocks // (kinds * tile.cluster)) * kinds
-    return min(pieces, max(1, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster)) * tile.cluster
+    return (
+        min(pieces, max(1, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster)) * tile.cluster
+    )
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
-    """The plan that computes the problem with this tile."""
+def pack_launch(problem: TileProblem, tile: Tile) -> tuple[Launch, int]:
+    """The launch that packs the weight, input 1, at the beginning of the workspace, and how many bytes that takes."""
     geometry = problem.geometry
-    common = _constants(problem, tile)
     m_tiles = -(-geometry.out_channels_per_group // problem.block_channels(tile)) * tile.block_m // 16
     steps = -(-problem.words // tile.chunk_words) * tile.chunk_words // STEP_WORDS
     packed_bytes = (
@@ -284,14 +285,50 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
         Kernel(
             "pack_weights.cu",
             "pack_weights",
-            (*common, ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last), ("THREADS", _PACK_THREADS)),
+            (
+                *_constants(problem, tile),
+                ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+                ("OF_GRAD_INPUT", problem.of_grad_input),
+                ("THREADS", _PACK_THREADS),
+            ),
         ),
         grid=-(-packed_bytes // problem.parts // (16 * _PACK_THREADS)),
         block=_PACK_THREADS,
         arguments=(input_(1), workspace(0)),
     )
     # A counter of turns follows the weights (forward_tile_taps.cuh).
-    workspace_bytes = packed_bytes + 16
+    return pack, packed_bytes + 16
+
+
+def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
+    """What a kernel that computes the problem with this tile must know."""
+    geometry = problem.geometry
+    return (
+        *_constants(problem, tile),
+        ("HEIGHT", geometry.height),
+        ("WIDTH", geometry.width),
+        ("OUT_HEIGHT", geometry.out_height),
+        ("OUT_WIDTH", geometry.out_width),
+        ("INPUT_CHANNELS_LAST", problem.input_channels_last),
+        ("HAS_BIAS", problem.has_bias),
+        ("FLAT", problem.flat),
+        ("WARPS_N", tile.warps_n),
+        ("TILE_N", tile.images),
+        ("TILE_H", tile.rows),
+        ("TILE_W", tile.cols),
+        ("WARP_IMAGES", tile.warp_images),
+        ("WARP_ROWS", tile.warp_rows),
+        ("WARP_COLS", tile.warp_cols),
+        ("STAGES", tile.stages),
+        ("SPLITS", tile.splits),
+        ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
+    )
+
+
+def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
+    """The plan that computes the problem with this tile."""
+    geometry = problem.geometry
+    pack, workspace_bytes = pack_launch(problem, tile)
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
     forward = Launch(
@@ -299,25 +336,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             "forward_wgmma.cu" if tile.wgmma else "forward_tile.cu",
             "forward_wgmma" if tile.wgmma else "forward_tile",
             (
-                *common,
-                ("HEIGHT", geometry.height),
-                ("WIDTH", geometry.width),
-                ("OUT_HEIGHT", geometry.out_height),
-                ("OUT_WIDTH", geometry.out_width),
-                ("INPUT_CHANNELS_LAST", problem.input_channels_last),
-                ("HAS_BIAS", problem.has_bias),
-                ("FLAT", problem.flat),
-                ("WARPS_N", tile.warps_n),
-                ("TILE_N", tile.images),
-                ("TILE_H", tile.rows),
-                ("TILE_W", tile.cols),
-                ("WARP_IMAGES", tile.warp_images),
-                ("WARP_ROWS", tile.warp_rows),
-                ("WARP_COLS", tile.warp_cols),
-                ("STAGES", tile.stages),
-                ("SPLITS", tile.splits),
+                *tile_constants(problem, tile),
                 ("SHARED_BYTES", shared),
-                ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
                 *(
                     (
                         ("CLUSTER", tile.cluster),
@@ -345,7 +365,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     )
     launches = [pack, forward]
     if tile.splits > 1:
-        launches.append(_reduce(problem, tile, workspace_bytes, outputs))
+        launches.append(reduce_launch(problem, tile, workspace_bytes, outputs))
     return Plan(
         "halo tile",
         f"{problem.precision} tensor cores, {tile}",
@@ -355,7 +375,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     )
 
 
-def _reduce(problem: TileProblem, tile: Tile, offset: int, count: int) -> Launch:
+def reduce_launch(problem: TileProblem, tile: Tile, offset: int, count: int) -> Launch:
+    """The launch that adds up the ``count`` outputs of every split, which begin ``offset`` bytes into the workspace."""
     vector = 4 if count % 4 == 0 else 1
     kernel = Kernel(
         "forward_tile_reduce.cu",

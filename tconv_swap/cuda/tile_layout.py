@@ -40,6 +40,8 @@ class Tile:
     wgmma: bool = False
     #: Blocks that share each copy of the weights (wgmma).
     cluster: int = 1
+    #: Of ``warps_m``, those that are one warp (grad_input_wgmma.cu): it keeps the sums of each.
+    m_parts: int = 1
 
     @property
     def fragment(self) -> tuple[int, int, int]:
@@ -91,8 +93,10 @@ class TileProblem:
     has_bias: bool
     #: Output rows of a cell that are stacked into the rows of a multiply (few channels; forward_tile_taps.cuh), or 1.
     stack: int = 1
-    #: Phases that one block computes, where not as many as ``phases`` would say: a block of fewer phases has more cells.
+    #: Phases that one block computes, where not as many as ``phases`` would say: of fewer it has more cells.
     block_phases: Pair | None = None
+    #: Computes a gradient of an input: the weight is read with channels exchanged and taps backwards.
+    of_grad_input: bool = False
 
     @property
     def item(self) -> int:
@@ -216,11 +220,13 @@ def group_taps(problem: TileProblem) -> list[int]:
     return [rows * cols for rows in counts[0] for cols in counts[1]]
 
 
-def _power_dividing(n: int, most: int) -> int:
+def power_dividing(n: int, most: int) -> int:
+    """The largest power of two up to ``most``, itself one, that divides ``n``."""
     return mathematics.gcd(n, most)
 
 
-def _aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
+def aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
+    """The smallest multiple of ``of`` from ``start`` on that leaves ``rest`` modulo ``modulus``."""
     n = -(-start // of) * of
     while n % modulus != rest:
         n += of
@@ -233,9 +239,9 @@ def _copy_elements(problem: TileProblem, tile: Tile) -> int:
     if tile.wgmma and not problem.input_channels_last:
         most = 4
     if problem.input_channels_last:
-        return _power_dividing(problem.geometry.in_channels_per_group, most)
+        return power_dividing(problem.geometry.in_channels_per_group, most)
     width = problem.geometry.width * (problem.geometry.height if problem.flat else 1)
-    return _power_dividing(width, _power_dividing(tile.cols, most))
+    return power_dividing(width, power_dividing(tile.cols, most))
 
 
 def shared_bytes(problem: TileProblem, tile: Tile) -> int:
@@ -247,28 +253,28 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     halo_w = -(-(lead + tile.cols + most_w - least_w) // copy_pixels) * copy_pixels
     images, rows, cols = tile.fragment
     narrow = tile.wgmma and cols < 8
-    row_pitch = _aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
+    row_pitch = aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
     image_pitch = halo_h * row_pitch
     if images > 1:
-        image_pitch = _aligned_to(image_pitch, copy_pixels, 8, cols * rows % 8)
+        image_pitch = aligned_to(image_pitch, copy_pixels, 8, cols * rows % 8)
     if narrow:
         image_pitch = (most_w - least_w + 1) * halo_h * tile.cols
     pixels = tile.images * image_pitch
     if tile.wgmma:
         planes = tile.chunk_words // 4
         rest = 8 // planes if problem.input_channels_last else (1 if planes > 2 else 2)
-        input_words = tile.chunk_words * _aligned_to(pixels, 1, 8, rest)
+        input_words = tile.chunk_words * aligned_to(pixels, 1, 8, rest)
     elif problem.input_channels_last:
         input_words = pixels * (tile.chunk_words + 4)
     else:
-        input_words = tile.chunk_words * _aligned_to(pixels, 8, 32, 8)
+        input_words = tile.chunk_words * aligned_to(pixels, 8, 32, 8)
     input_words = -(-input_words // 4) * 4
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
-    return stages + tile.warps_m * tile.warps_n * _staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
+    return stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
 
 
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
@@ -292,7 +298,7 @@ def fills_by_registers(problem: TileProblem) -> bool:
     return not (problem.input_channels_last and problem.item == 2)
 
 
-def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
+def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     """Shared memory of one warp for a part of its outputs; mirrors forward_warp_store.cuh."""
     if problem.output_channels_last:
         return 0
@@ -301,11 +307,11 @@ def _staged_bytes(problem: TileProblem, tile: Tile) -> int:
     phases = problem.phases
     most = PART_BYTES // (16 * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
-    cols = tile.warp_cols if tile.warp_cols <= fragments else _power_dividing(tile.warp_cols, fragments)
-    lines = _power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
+    cols = tile.warp_cols if tile.warp_cols <= fragments else power_dividing(tile.warp_cols, fragments)
+    lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
-    return 16 * _aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
+    return 16 * aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
 
 
 def block_count(problem: TileProblem, tile: Tile) -> int:

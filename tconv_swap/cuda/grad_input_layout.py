@@ -1,0 +1,231 @@
+"""What csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu compute with one tile, and the memory that it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tconv_swap.cuda.problem import Problem
+from tconv_swap.cuda.tile_layout import (
+    FILL_THREADS,
+    STEP_WORDS,
+    TAP_TILE_BYTES,
+    Tile,
+    TileProblem,
+    aligned_to,
+    make_problem,
+    power_dividing,
+    staged_bytes,
+)
+from tconv_swap.geometry import Geometry, Pair
+
+
+@dataclass(frozen=True, slots=True)
+class StridedProblem(TileProblem):
+    """A gradient of the input as the kernels see it: a convolution of grad_output. ``geometry`` has the channels
+    exchanged, grad_output's size as input and grad_input's as output, the layer's padding, and stride 1; what the
+    taps of neighbouring outputs lie apart is ``step``, the layer's stride."""
+
+    step: Pair = (1, 1)
+
+    @property
+    def flat(self) -> bool:
+        """Each input pixel meets one output pixel at most, and none lies outside the input."""
+        return self.geometry.padding == (0, 0) and self.most_shift == (0, 0)
+
+    @property
+    def phases_used(self) -> tuple[list[int], list[int]]:
+        """Of each axis, the phases of grad_output that have taps."""
+        rows, cols = (
+            sorted({k * dilation % step for k in range(kernel)})
+            for kernel, dilation, step in zip(
+                self.geometry.kernel, self.geometry.dilation, self.step, strict=True
+            )
+        )
+        return rows, cols
+
+    @property
+    def reach(self) -> Pair:
+        """Pixels of grad_output from the first tap to the last."""
+        (kh, kw), (dh, dw) = self.geometry.kernel, self.geometry.dilation
+        return (kh - 1) * dh, (kw - 1) * dw
+
+    @property
+    def most_shift(self) -> Pair:
+        return self.reach[0] // self.step[0], self.reach[1] // self.step[1]
+
+
+def as_convolution(problem: Problem) -> StridedProblem:
+    """The gradient of the input, for any stride."""
+    geometry = problem.geometry
+    step = list(geometry.stride)
+    for axis, size in ((0, geometry.height), (1, geometry.width)):
+        # A map of one pixel has no stride; with stride = kernel, every tap is a phase of its own.
+        if size == 1 and (geometry.padding[axis], geometry.dilation[axis]) == (0, 1):
+            step[axis] = geometry.kernel[axis]
+    swapped = Geometry(
+        geometry.batch,
+        geometry.out_channels,
+        geometry.out_height,
+        geometry.out_width,
+        geometry.in_channels,
+        geometry.kernel,
+        padding=geometry.padding,
+        dilation=geometry.dilation,
+        groups=geometry.groups,
+    )
+    # Whatever makes the convolution's output the size of the gradient, by Geometry's formula.
+    missing = (geometry.height - swapped.out_height, geometry.width - swapped.out_width)
+    posed = make_problem(
+        swapped,
+        problem.dtype,
+        problem.precision,
+        problem.channels_last,
+        problem.weight_channels_last,
+        has_bias=False,
+    )
+    return StridedProblem(
+        geometry=replace(swapped, output_padding=missing),
+        dtype=posed.dtype,
+        precision=posed.precision,
+        input_channels_last=posed.input_channels_last,
+        output_channels_last=posed.output_channels_last or geometry.height * geometry.width == 1,
+        weight_channels_last=posed.weight_channels_last,
+        has_bias=False,
+        of_grad_input=True,
+        step=(step[0], step[1]),
+    )
+
+
+def through_registers(problem: StridedProblem, tile: Tile) -> bool:
+    """Whether copies to shared memory pass through registers."""
+    return tile.wgmma or (problem.item == 2 and not problem.input_channels_last)
+
+
+def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
+    """Elements of one copy to shared memory."""
+    if problem.input_channels_last:
+        return power_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
+    if not through_registers(problem, tile):
+        return 1
+    width = problem.geometry.width
+    if problem.flat:
+        return power_dividing(problem.cells[1] * problem.step[1], power_dividing(width, 4))
+    return power_dividing(width, power_dividing(tile.cols * problem.step[1], 4))
+
+
+def slice_taps(problem: StridedProblem) -> list[int]:
+    """Taps of each slice: of one phase of rows, and in channels_last of columns."""
+    counts = []
+    for axis in (0, 1):
+        kernel, dilation = problem.geometry.kernel[axis], problem.geometry.dilation[axis]
+        step = problem.step[axis]
+        if axis == 1 and not problem.input_channels_last:
+            counts.append([kernel])
+            continue
+        counts.append(
+            [
+                sum((kernel - 1 - k) * dilation % step == phase for k in range(kernel))
+                for phase in problem.phases_used[axis]
+            ]
+        )
+    return [rows * cols for rows in counts[0] for cols in counts[1]]
+
+
+def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
+    """Rows of a slice that a tile copies, its columns, and of these those before the first cell's."""
+    step, reach, shift = problem.step[1], problem.reach[1], problem.most_shift
+    rows, cols = tile.rows + shift[0], tile.cols
+    if problem.input_channels_last:
+        return rows, cols + shift[1], 0
+    if tile.wgmma and tile.fragment[2] < 8:
+        return rows, problem.geometry.width, 0
+    if problem.flat:
+        return rows, cols * step, 0
+    copy = _copy_elements(problem, tile)
+    lead = -problem.geometry.padding[1] % copy
+    return rows, -(-(lead + step * (cols - 1) + reach + 1) // copy) * copy, lead
+
+
+def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
+    """Shared memory of one block; mirrors grad_input_layout.cuh, which asserts that they agree."""
+    step, shift = problem.step[1], problem.most_shift
+    copied_rows, copied_cols, lead = _copied(problem, tile)
+    images, rows, cols = tile.fragment
+    narrow = tile.wgmma and cols < 8
+    if narrow or problem.flat:
+        halo_w = tile.cols
+    elif problem.input_channels_last:
+        halo_w = copied_cols
+    else:
+        halo_w = -(-lead // step) + (copied_cols - 1 - lead) // step + 1
+    row_pitch = aligned_to(halo_w, 1, 8, cols) if rows > 1 and not narrow else halo_w
+    image_pitch = copied_rows * row_pitch
+    if narrow:
+        image_pitch *= shift[1] + 1
+    elif images > 1:
+        image_pitch = aligned_to(image_pitch, 1, 8, cols * rows % 8)
+    picture = tile.images * image_pitch
+    pictures = 1 if problem.input_channels_last else len(problem.phases_used[1])
+    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    if tile.wgmma:
+        lanes = 8 // min(8, tile.chunk_words // 4)
+        if pictures > 1:
+            picture = aligned_to(picture, 1, 8, max(1, lanes // pictures) % 8 if copy_pixels == 1 else 1)
+        input_words = (
+            problem.parts
+            * tile.chunk_words
+            * aligned_to(pictures * picture, 1, 8, 1 if copy_pixels >= 2 * step else lanes % 8)
+        )
+    elif problem.input_channels_last:
+        input_words = picture * (tile.chunk_words + 4)
+    else:
+        if pictures > 1:
+            picture = aligned_to(picture, 1, 32, 32 // min(32, pictures) % 32)
+        input_words = tile.chunk_words * aligned_to(pictures * picture, 8, 32, 8)
+    input_words = -(-input_words // 4) * 4
+    steps = tile.chunk_words // STEP_WORDS
+    weight_bytes = steps * max(slice_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
+    stages = tile.stages * (input_words * 4 + weight_bytes)
+    if not tile.wgmma:
+        return stages
+    return stages + multiplying_threads(tile) // 32 * staged_bytes(problem, tile) + 16 * tile.stages
+
+
+def multiplying_threads(tile: Tile) -> int:
+    return 32 * tile.warps_m * tile.warps_n // tile.m_parts
+
+
+def fill_slots(problem: StridedProblem, tile: Tile) -> int:
+    """Places of a slice that each of their threads brings."""
+    rows, cols, _ = _copied(problem, tile)
+    copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
+    places = tile.images * rows * (cols // copy_pixels) * tile.chunk_words // 4
+    return -(-places // FILL_THREADS)
+
+
+def fill_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:
+    """About how many registers one of them needs for its places and what is on its way there, of ``ahead`` slices."""
+    carried = 4
+    if not problem.input_channels_last:
+        carried *= max(_copy_elements(problem, tile), 4 // problem.item)
+    return fill_slots(problem, tile) * (4 + ahead * carried)
+
+
+def tile_registers(problem: StridedProblem, tile: Tile) -> int:
+    """About how many registers of a thread of grad_input_tile.cu hold sums, fragments of the input, and places with
+    what is on its way there."""
+    rows, cols, _ = _copied(problem, tile)
+    copy = _copy_elements(problem, tile)
+    places, sharers = tile.images * rows * cols, 1
+    if problem.input_channels_last:
+        places = places * tile.chunk_words * 4 // (copy * problem.item)
+        staged = 0
+    else:
+        places //= copy
+        while sharers < tile.chunk_words and 2 * sharers * places <= tile.threads:
+            sharers *= 2
+        staged = tile.chunk_words // sharers * 2 * -(-copy // 2) if problem.item == 2 else 0
+    slots = -(-places // (tile.threads // sharers))
+    reach = tile.fragment[1] * (tile.warp_rows - 1) + problem.most_shift[0] + 1
+    fragments = 2 * tile.warp_images * reach * tile.warp_cols * problem.parts
+    return 4 * tile.warp_fragments + fragments + slots * (3 + staged)

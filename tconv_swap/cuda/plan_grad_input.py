@@ -1,0 +1,317 @@
+"""Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
+kernels, else by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu. Pure functions of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tconv_swap.cuda import plan_tile
+from tconv_swap.cuda.grad_input_layout import (
+    StridedProblem,
+    as_convolution,
+    fill_registers,
+    multiplying_threads,
+    shared_bytes,
+    slice_taps,
+    tile_registers,
+)
+from tconv_swap.cuda.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    Argument,
+    Constant,
+    Kernel,
+    Launch,
+    Part,
+    input_,
+    int64,
+    output,
+    workspace,
+)
+from tconv_swap.cuda.tile_layout import FILL_THREADS, Tile, TileProblem, block_count, make_problem
+from tconv_swap.geometry import Geometry
+
+FAMILY = "halo tile"
+#: Of one block: beyond it, one multiply for each tap and step is too much code.
+MOST_TAPS = 64
+#: Of a thread of grad_input_tile.cu, by the count of tile_registers: beyond it the compiler spills.
+MOST_TILE_REGISTERS = 150
+#: Of an axis: a place of the input has a bit for each.
+MOST_PHASES = 16
+#: Of grad_input_wgmma.cu: a place of the input has a bit for each.
+MOST_SLICES = 28
+#: Of a filling thread's registers of grad_input_wgmma.cu, those that carry no input.
+FILL_OVERHEAD = 64
+#: Of a multiplying thread's, those that are no sums.
+SUM_OVERHEAD = 48
+
+
+def plan_grad_input(problem: Problem, device: Device) -> Part | None:
+    """The halo-tile part, or None for what it does not claim.
+
+    Inputs: grad_output (16-byte aligned), input, weight. Output: the gradient of the input. Workspace: the packed
+    weights (IEEE float32: both of their parts), their channels rounded up to whole tiles, and where the sum over
+    channels is split, as many copies of the gradient in float32: for strides at most 64 MiB.
+    """
+    convolution = as_convolution(problem)
+    if convolution.step == (1, 1):
+        posed = as_forward(problem)
+        if not plan_tile.claims(posed, device):
+            return None
+        best = next(plan_tile.candidates(posed, device), None)
+        if best is None:
+            return None
+        made = plan_tile.plan_with_tile(*best, device.multiprocessors)
+        return Part(made.family, made.why, _reading_backward(made.launches), made.workspace_bytes)
+    if not claims(convolution, device):
+        return None
+    tile = next(candidates(convolution, device), None)
+    return None if tile is None else part_with_tile(convolution, tile, device.multiprocessors)
+
+
+def as_forward(problem: Problem) -> TileProblem:
+    """At stride 1 the gradient is itself a transposed convolution: of grad_output, with the weight's channels
+    exchanged and its taps backwards. Its padding may be negative, which the kernels allow."""
+    geometry = problem.geometry
+    padding = tuple(
+        d * (k - 1) - p for d, k, p in zip(geometry.dilation, geometry.kernel, geometry.padding, strict=True)
+    )
+    swapped = Geometry(
+        geometry.batch,
+        geometry.out_channels,
+        geometry.out_height,
+        geometry.out_width,
+        geometry.in_channels,
+        geometry.kernel,
+        padding=(padding[0], padding[1]),
+        # What output_padding added has no part in the gradient.
+        output_padding=(-geometry.output_padding[0], -geometry.output_padding[1]),
+        dilation=geometry.dilation,
+        groups=geometry.groups,
+    )
+    posed = make_problem(
+        swapped,
+        problem.dtype,
+        problem.precision,
+        problem.channels_last,
+        problem.weight_channels_last,
+        has_bias=False,
+    )
+    return replace(posed, of_grad_input=True)
+
+
+def _reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """Launches that read (input, weight, bias), made to read (grad_output, input, weight)."""
+
+    def placed(argument: Argument) -> Argument:
+        # The bias is never read: where a kernel expects it, it gets the weight.
+        return input_(2) if argument == input_(1) else argument
+
+    return tuple(
+        replace(launch, arguments=tuple(placed(argument) for argument in launch.arguments))
+        for launch in launches
+    )
+
+
+def claims(problem: StridedProblem, device: Device) -> bool:
+    """Whether the kernels for strides compute the problem, and better than the general ones."""
+    return (
+        plan_tile.claims(problem, device)
+        and max(len(used) for used in problem.phases_used) <= MOST_PHASES
+        and problem.geometry.taps <= MOST_TAPS
+    )
+
+
+def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
+    """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
+
+    def fits(tile: Tile) -> bool:
+        if tile.wgmma and fill_registers(problem, tile, 1) > fill_share(tile) - FILL_OVERHEAD:
+            return False
+        if not tile.wgmma and tile_registers(problem, tile) > MOST_TILE_REGISTERS:
+            return False
+        blocks = tile.blocks_per_multiprocessor
+        return blocks * (shared_bytes(problem, tile) + 1024) <= device.shared_memory_per_block + 1024
+
+    tiles: list[Tile] = []
+    if device.architecture == "sm_90a":
+        tiles += _wgmma_tiles(problem)
+    tiles += _mma_tiles(problem)
+    tiles = [_split(problem, tile, device.multiprocessors) for tile in tiles]
+    tiles = [tile for tile in tiles if fits(tile)]
+    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all.
+    tiles.sort(key=lambda tile: 4 * block_count(problem, tile) < 3 * device.multiprocessors)
+    yield from dict.fromkeys(tiles)
+
+
+def fill_share(tile: Tile) -> int:
+    """Registers that grad_input_wgmma.cu leaves to a thread that fills: what those that multiply do without."""
+    multiplying = multiplying_threads(tile)
+    registers = plan_tile.REGISTERS // tile.blocks_per_multiprocessor
+    spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + SUM_OVERHEAD)
+    return min(255, registers // (FILL_THREADS + multiplying), max(24, spare // FILL_THREADS)) // 8 * 8
+
+
+def _fill_ahead(problem: StridedProblem, tile: Tile) -> int:
+    """Slices that grad_input_wgmma.cu has on their way: as many as registers hold, and as slices repeat by."""
+    slices, room = len(slice_taps(problem)), fill_share(tile) - FILL_OVERHEAD
+    return max(
+        ahead
+        for ahead in (1, 2, 3, 4)
+        if ahead == 1 or (slices % ahead == 0 and fill_registers(problem, tile, ahead) <= room)
+    )
+
+
+def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
+    """The same tile, with the sum over channels split over several blocks when there are few tiles."""
+    geometry = problem.geometry
+    chunks, blocks = -(-problem.words // tile.chunk_words), block_count(problem, tile)
+    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    most, splits = min(chunks, WORKSPACE_LIMIT_BYTES // (4 * count)), 1
+    if 4 * blocks < 3 * multiprocessors:
+        room = multiprocessors * tile.blocks_per_multiprocessor
+        while 2 * splits * blocks <= room and 2 * splits <= most:
+            splits *= 2
+    return replace(tile, splits=splits)
+
+
+def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
+    geometry = problem.geometry
+    channels = geometry.out_channels_per_group
+    if len(slice_taps(problem)) > MOST_SLICES:
+        return
+    if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
+        return
+    # Warpgroups over channels and over cells, registers of sums for 64 channels, times 64 channels of a warpgroup.
+    broad, wide, tall, long, short = (
+        (4, 1, 64, 2),
+        (2, 1, 128, 1),
+        (2, 1, 64, 1),
+        (1, 2, 128, 1),
+        (1, 2, 64, 1),
+    )
+    order = [wide, tall] if channels > 64 else [long, short]
+    if channels > 128:
+        order.insert(0, broad)
+    if problem.precision == "IEEE":
+        # Each sum has another beside it that collects three products.
+        order = [shape for shape in order if shape[2] * shape[3] == 64]
+    rows: tuple[int, ...] = (16, 8)
+    narrow_map = not problem.flat and problem.cells[1] <= 4
+    if narrow_map:
+        if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8:
+            return
+        rows = (1,)
+    for groups_m, groups_n, registers, m_parts in order:
+        for most_rows in rows:
+            arranged = plan_tile.arrange(problem, registers // 4, groups_n, most_rows)
+            along_row = problem.flat or arranged[4] == 1
+            run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
+            if run < 4:
+                continue
+            for cluster in (1, 2):
+                for chunk_words in (32, 16, 8) if problem.input_channels_last else (16, 8):
+                    if chunk_words > max(8, problem.words):
+                        continue
+                    for stages in (8, 6, 4, 3, 2):
+                        tile = Tile(4 * groups_m, 1, *arranged, chunk_words, stages, 1, wgmma=True)
+                        yield replace(tile, cluster=cluster, m_parts=m_parts)
+
+
+def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
+    tiles_of_channels = -(-problem.geometry.out_channels_per_group // 16)
+    # 32 fragments of sums are 128 registers; three products want some for themselves.
+    ieee = problem.precision == "IEEE"
+    budget = 16 if ieee else 32
+    most_m = min(4, tiles_of_channels)
+    for warp_m_tiles in (m for m in (4, 2, 1) if m <= most_m):
+        fragments = min(16, budget // warp_m_tiles)
+        for warps_m in (4, 2, 1):
+            if warps_m > 1 and tiles_of_channels < 2 * warps_m * warp_m_tiles:
+                continue
+            for cells in (fragments, fragments // 2, fragments // 4, fragments // 8):
+                if cells < 2:
+                    continue
+                arranged = plan_tile.arrange(problem, cells, 4 // warps_m, 4)
+                for chunk_words in (16, 8):
+                    if chunk_words > max(8, problem.words):
+                        continue
+                    for stages, blocks in ((3, 2), (2, 2), (3, 1), (2, 1)):
+                        yield Tile(warps_m, warp_m_tiles, *arranged, chunk_words, stages, blocks)
+
+
+def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
+    """The part that computes the problem with this tile."""
+    geometry = problem.geometry
+    pack, packed_bytes = plan_tile.pack_launch(_as_packed(problem), tile)
+    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    shared = shared_bytes(problem, tile)
+    name = "grad_input_wgmma" if tile.wgmma else "grad_input_tile"
+    constants: tuple[tuple[str, Constant], ...] = (
+        *plan_tile.tile_constants(problem, tile),
+        ("STEP_H", problem.step[0]),
+        ("STEP_W", problem.step[1]),
+        ("SHARED_BYTES", shared),
+    )
+    grid, block = block_count(problem, tile), multiplying_threads(tile)
+    if tile.wgmma:
+        constants += (
+            ("FILL_WARPS", FILL_THREADS // 32),
+            ("FILL_REGISTERS", fill_share(tile)),
+            ("FILL_AHEAD", _fill_ahead(problem, tile)),
+            ("CLUSTER", tile.cluster),
+            ("M_PARTS", tile.m_parts),
+        )
+        # Blocks stay and work on one tile after another, the blocks of a cluster in step.
+        clusters = multiprocessors * tile.blocks_per_multiprocessor // tile.cluster
+        grid = min(-(-grid // tile.cluster), clusters) * tile.cluster
+        block += FILL_THREADS
+    main = Launch(
+        Kernel(f"{name}.cu", name, constants, spills=_spills(problem, tile)),
+        grid=grid,
+        block=block,
+        arguments=(
+            input_(0),
+            workspace(0),
+            output(0) if tile.splits == 1 else workspace(packed_bytes),
+            int64(geometry.batch),
+        ),
+        shared_bytes=shared,
+        overlaps_previous=True,
+    )
+    launches = [pack, main]
+    if tile.splits > 1:
+        launches.append(plan_tile.reduce_launch(problem, tile, packed_bytes, count))
+    return Part(
+        FAMILY,
+        f"{problem.precision} tensor cores, {tile}",
+        _reading_backward(tuple(launches)),
+        packed_bytes + (count * 4 * tile.splits if tile.splits > 1 else 0),
+    )
+
+
+def _spills(problem: StridedProblem, tile: Tile) -> bool:
+    """Three products need registers of their own, and so does rounding fragments to TF32; of a thread's 168 registers
+    in grad_input_wgmma.cu 128 may be sums, or half of them on their way to a stage."""
+    if problem.precision == "IEEE":
+        return True
+    if not tile.wgmma:
+        return problem.precision == "TF32" or tile_registers(problem, tile) > 100
+    carried = fill_registers(problem, tile, _fill_ahead(problem, tile))
+    return 4 * tile.warp_fragments * tile.m_parts >= 128 or carried > 56
+
+
+def _as_packed(problem: StridedProblem) -> TileProblem:
+    """What pack_weights.cu is told: its phase groups are the slices."""
+    return TileProblem(
+        replace(problem.geometry, stride=problem.step, padding=(0, 0)),
+        problem.dtype,
+        problem.precision,
+        problem.input_channels_last,
+        problem.output_channels_last,
+        problem.weight_channels_last,
+        has_bias=False,
+        block_phases=(1, 1 if problem.input_channels_last else problem.step[1]),
+        of_grad_input=True,
+    )
