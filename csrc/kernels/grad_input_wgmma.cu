@@ -11,12 +11,11 @@
 // A block stays and works on one tile after another. Its first MULTIPLYING threads multiply and store, M_PARTS times 64
 // channels a warpgroup; the FILL_THREADS after them bring the input, and one of those asks for the weights (one run, by
 // bulk copy). Barriers in shared memory say which stages are full and which empty, so that the next tile's slices come
-// while this one's outputs leave. The CLUSTER blocks of a cluster work on neighbouring tiles in step and share each copy
-// of the weights: what the L2 delivers is what bounds these kernels.
+// while this one's outputs leave.
 //
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
 // stride, padding, output padding, dilation, groups with at most 16 phases an axis that have taps. Input: 16-byte
-// aligned. SPLITS > 1: as in forward_tile.cu. The grid is a multiple of CLUSTER.
+// aligned. SPLITS > 1: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -78,7 +77,7 @@ struct Ring {
   }
 };
 
-/// What one turn of a block computes: clusters take turns 0, 1, 2, ... in the order of their numbers.
+/// What one turn of a block computes: block b takes turns b, b + gridDim.x, and so on.
 struct Work {
   int split, m_block, group;
   Origin origin;
@@ -89,15 +88,12 @@ struct Work {
     m_block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    // The last tiles of a cluster may not exist: then they lie beyond the last image.
-    origin = tile_origin(index / GROUPS * CLUSTER + (CLUSTER > 1 ? static_cast<int>(ptx::cluster_rank()) : 0));
+    origin = tile_origin(index / GROUPS);
   }
   __device__ __forceinline__ static int count(int batch) {
     const int tiles = FLAT ? ceil_div(batch * (CELLS_H * CELLS_W), TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
-    return ceil_div(tiles, CLUSTER) * GROUPS * M_BLOCKS * SPLITS;
+    return tiles * GROUPS * M_BLOCKS * SPLITS;
   }
-  __device__ __forceinline__ static int first() { return blockIdx.x / CLUSTER; }
-  __device__ __forceinline__ static int step() { return gridDim.x / CLUSTER; }
   __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
   __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
 };
@@ -110,15 +106,8 @@ __device__ __forceinline__ void ask_for_weights(const Ring& ring, const u32* pac
   constexpr int RUN = CHUNK_STEPS * slice_taps(SLICE) * TAP_WORDS;
   const long long before = static_cast<long long>(taps_before_slice(SLICE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
   ptx::arrive_expecting(ring.full(), RUN * 4);
-  const u32* from = packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN;
-  if constexpr (CLUSTER == 1) {
-    ptx::copy_bulk(ring.weights(), from, RUN * 4, ring.full());
-  } else {
-    constexpr int SHARE = RUN / CLUSTER;
-    static_assert(SHARE % 4 == 0);
-    const u32 rank = ptx::cluster_rank();
-    ptx::copy_bulk_to_all(ring.weights() + rank * (SHARE * 4), from + rank * SHARE, SHARE * 4, ring.full(), (1 << CLUSTER) - 1);
-  }
+  ptx::copy_bulk(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN,
+                 RUN * 4, ring.full());
 }
 
 __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, const u32* packed, int batch) {
@@ -126,16 +115,16 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
   InputFill fill(input);
   const int end = Work::count(batch);
   const bool first_thread = threadIdx.x == MULTIPLYING;
-  bool waited = false, more = Work::first() < end;
+  bool waited = false, more = static_cast<int>(blockIdx.x) < end;
   if (more) {
-    const Work work(Work::first());
+    const Work work(static_cast<int>(blockIdx.x));
     fill.aim(work.origin, work.group, work.first_chunk(), batch);
     repeat<0, FILL_AHEAD>([&](auto slice) {
 #pragma unroll
       for (int s = 0; s < SLOTS; ++s) fill.load<decltype(slice)::value>(s);
     });
   }
-  for (int index = Work::first(); index < end; index += Work::step()) {
+  for (int index = blockIdx.x; index < end; index += gridDim.x) {
     const Work work(index);
 #pragma unroll 1
     for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
@@ -151,8 +140,8 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
         if constexpr (NEXT == 0) {
           if (chunk + 1 < work.end_chunk()) {
             fill.next_chunk();
-          } else if (index + Work::step() < end) {
-            const Work next(index + Work::step());
+          } else if (index + static_cast<int>(gridDim.x) < end) {
+            const Work next(index + static_cast<int>(gridDim.x));
             fill.aim(next.origin, next.group, next.first_chunk(), batch);
           } else {
             more = false;
@@ -229,19 +218,14 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
   const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
   const int first_pixel = warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD_CELLS;
   Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * STAGED_BYTES);
-  // This warp's word that the multiplies of a stage are done, to every block that fills its weights.
+  // This warp's word that the multiplies of a stage are done.
   const auto release = [](u32 barrier) {
-    const int lane = threadIdx.x % 32;
-    if constexpr (CLUSTER == 1) {
-      if (lane == 0) ptx::arrive(barrier);
-    } else {
-      if (lane < CLUSTER) ptx::arrive_at(barrier, lane);
-    }
+    if (threadIdx.x % 32 == 0) ptx::arrive(barrier);
   };
 
   Ring ring(shared);
   const int end = Work::count(batch);
-  for (int index = Work::first(); index < end; index += Work::step()) {
+  for (int index = blockIdx.x; index < end; index += gridDim.x) {
     const Work work(index);
     AllSums sums, three;
 #pragma unroll
@@ -277,7 +261,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_wgmma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                      long long batch) {
   extern __shared__ __align__(128) u32 memory[];
@@ -287,7 +271,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MUL
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
       ptx::set_up_barrier(ring.full(), 1 + FILL_WARPS);
-      ptx::set_up_barrier(ring.empty(), MULTIPLYING_WARPS * CLUSTER);
+      ptx::set_up_barrier(ring.empty(), MULTIPLYING_WARPS);
     }
     ptx::publish_barriers();
   }
@@ -298,7 +282,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MUL
     ptx::publish_to_multiplies();
   }
   __syncthreads();
-  if constexpr (CLUSTER > 1) ptx::wait_for_cluster();
 
   if (threadIdx.x >= MULTIPLYING) {
     if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
@@ -307,6 +290,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MUL
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
     multiply_and_store(shared, reinterpret_cast<char*>(memory), grad_input, static_cast<int>(batch));
   }
-  // Others of the cluster still arrive at this block's barriers.
-  if constexpr (CLUSTER > 1) ptx::wait_for_cluster();
 }

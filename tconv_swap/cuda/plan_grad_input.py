@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 
 from tconv_swap.cuda import plan_tile
 from tconv_swap.cuda.grad_input_layout import (
@@ -140,8 +141,15 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     tiles += _mma_tiles(problem)
     tiles = [_split(problem, tile, device.multiprocessors) for tile in tiles]
     tiles = [tile for tile in tiles if fits(tile)]
-    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all.
-    tiles.sort(key=lambda tile: 4 * block_count(problem, tile) < 3 * device.multiprocessors)
+    # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all. Of the others
+    # those first that wgmma multiplies, and that need not be added up.
+    tiles.sort(
+        key=lambda tile: (
+            4 * block_count(problem, tile) < 3 * device.multiprocessors,
+            not tile.wgmma,
+            tile.splits,
+        )
+    )
     yield from dict.fromkeys(tiles)
 
 
@@ -191,9 +199,12 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         (1, 2, 128, 1),
         (1, 2, 64, 1),
     )
-    order = [wide, tall] if channels > 64 else [long, short]
-    if channels > 128:
-        order.insert(0, broad)
+    if channels <= 64:
+        order = [long, short]
+    elif problem.flat:
+        order = [broad, wide, tall] if channels > 128 else [wide, tall]
+    else:
+        order = [tall, wide] if problem.input_channels_last else [wide, tall]
     if problem.precision == "IEEE":
         # Each sum has another beside it that collects three products.
         order = [shape for shape in order if shape[2] * shape[3] == 64]
@@ -203,20 +214,20 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8:
             return
         rows = (1,)
-    for groups_m, groups_n, registers, m_parts in order:
-        for most_rows in rows:
-            arranged = plan_tile.arrange(problem, registers // 4, groups_n, most_rows)
-            along_row = problem.flat or arranged[4] == 1
-            run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
-            if run < 4:
-                continue
-            for cluster in (1, 2):
-                for chunk_words in (32, 16, 8) if problem.input_channels_last else (16, 8):
-                    if chunk_words > max(8, problem.words):
-                        continue
-                    for stages in (8, 6, 4, 3, 2):
-                        tile = Tile(4 * groups_m, 1, *arranged, chunk_words, stages, 1, wgmma=True)
-                        yield replace(tile, cluster=cluster, m_parts=m_parts)
+    for (groups_m, groups_n, registers, m_parts), most_rows in product(order, rows):
+        arranged = plan_tile.arrange(problem, registers // 4, groups_n, most_rows)
+        along_row = problem.flat or arranged[4] == 1
+        run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
+        if run < 4:
+            continue
+        for chunk_words, stages in product((16, 8), (8, 6, 4, 3, 2)):
+            tile = Tile(4 * groups_m, 1, *arranged, chunk_words, stages, 1, wgmma=True, m_parts=m_parts)
+            # Longer runs of channels pay only where two slices can be on their way, and hardly with three products.
+            worth = problem.input_channels_last and problem.flat if problem.precision == "IEEE" else True
+            if chunk_words == 8 or (
+                worth and chunk_words <= problem.words and _fill_ahead(problem, tile) > 1
+            ):
+                yield tile
 
 
 def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
@@ -260,13 +271,10 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
             ("FILL_WARPS", FILL_THREADS // 32),
             ("FILL_REGISTERS", fill_share(tile)),
             ("FILL_AHEAD", _fill_ahead(problem, tile)),
-            ("CLUSTER", tile.cluster),
             ("M_PARTS", tile.m_parts),
         )
-        # Blocks stay and work on one tile after another, the blocks of a cluster in step.
-        clusters = multiprocessors * tile.blocks_per_multiprocessor // tile.cluster
-        grid = min(-(-grid // tile.cluster), clusters) * tile.cluster
-        block += FILL_THREADS
+        # Blocks stay and work on one tile after another.
+        grid, block = min(grid, multiprocessors * tile.blocks_per_multiprocessor), block + FILL_THREADS
     main = Launch(
         Kernel(f"{name}.cu", name, constants, spills=_spills(problem, tile)),
         grid=grid,

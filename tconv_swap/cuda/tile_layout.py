@@ -63,7 +63,7 @@ class Tile:
     @property
     def threads(self) -> int:
         """Those that multiply, and with wgmma those that fill."""
-        return 32 * self.warps_m * self.warps_n + (FILL_THREADS if self.wgmma else 0)
+        return 32 * self.warps_m * self.warps_n // self.m_parts + (FILL_THREADS if self.wgmma else 0)
 
     @property
     def block_m(self) -> int:
