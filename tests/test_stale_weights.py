@@ -301,7 +301,8 @@ def test_changes_that_show() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_plan_without_its_packing(dtype: torch.dtype) -> None:
     splits = 0
-    for geometry in (DCGAN, Geometry(8, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))):
+    narrow = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), (0, 0), (2, 1), 4)
+    for geometry in (DCGAN, narrow, Geometry(8, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))):
         whole = plan.plan_forward(plan.Problem(geometry, dtype, "tf32", False, False), True, H200)
         packing, going_on = whole.without_packing(dtype.itemsize)
         assert [one.kernel for one in (*packing.launches, *going_on.launches)] == [
@@ -326,8 +327,9 @@ def test_a_plan_without_its_packing(dtype: torch.dtype) -> None:
 
 def test_plans_that_do_not_pack_have_nothing_to_keep() -> None:
     rgb = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
-    for dtype in (torch.float32, torch.float64):
-        whole = plan.plan_forward(plan.Problem(rgb, dtype, "ieee", False, False), True, H200)
+    depthwise = Geometry(2, 21, 64, 64, 21, (16, 16), (8, 8), (4, 4), groups=21)
+    for geometry, dtype in ((rgb, torch.float64), (depthwise, torch.float32)):
+        whole = plan.plan_forward(plan.Problem(geometry, dtype, "ieee", False, False), True, H200)
         assert whole.without_packing(dtype.itemsize) is None
 
 

@@ -143,6 +143,25 @@ def test_candidates_are_different_and_the_default_is_the_first() -> None:
     assert {"narrow", "halo tile"} <= {made.family for made in both}
 
 
+def test_candidates_for_gradients() -> None:
+    rgb = plan.Problem(
+        Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1)), torch.float32, "tf32", False, False
+    )
+    for mask in ((True, False, False), (False, True, False), (False, True, True)):
+        found = plan.backward_candidates(rgb, mask, H200, 8)
+        assert found[0] == plan.plan_backward(rgb, mask, H200)
+        assert 1 < len(found) <= 8
+        assert len({made.digest for made in found}) == len(found)
+        assert all(made.outputs == found[0].outputs for made in found)
+        winner = {problem_key(rgb, mask, False): Winner(False, found[3].digest, "tuned")}
+        (step,) = choose_backward(rgb, mask, H200, "auto", winner)
+        assert (step.mask, step.plan) == (mask, found[3])
+    both = (True, True, True)
+    apart = choose_backward(rgb, both, H200, "auto", winner)
+    assert [step.mask for step in apart] == [(True, False, False), (False, True, True)]
+    assert apart[1].plan == found[3]
+
+
 def test_the_winner_among_our_plans_is_used() -> None:
     candidates = plan.forward_candidates(PROBLEM, True, H200, 8)
     winners = {KEY: Winner(False, candidates[2].digest, "tuned: 5 us")}

@@ -51,6 +51,7 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
 def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
     families = (
+        plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_tile.plan_candidates(problem, has_bias, device, count),
         plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_narrow.plan_candidates(problem, has_bias, device, count),
@@ -63,8 +64,22 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
 def backward_candidates(
     problem: Problem, output_mask: tuple[bool, ...], device: Device, count: int
 ) -> list[Plan]:
-    """The same for the gradients of a mask."""
-    return [plan_backward(problem, output_mask, device)][:count]
+    """The same for the gradient of the input, or those of weight and bias; for others the plan that is taken anyway."""
+    geometry = problem.geometry
+    parts: list[Part] = []
+    outputs = [Output(geometry.input_shape, problem.channels_last)]
+    if output_mask == (True, False, False):
+        parts = plan_narrow_grad_input.part_candidates(problem, device, count)
+    elif not output_mask[0] and output_mask[1]:
+        with_bias = output_mask[2]
+        parts = plan_narrow_grad_weight.part_candidates(problem, device, with_bias, count)
+        grad_bias = [Output((geometry.out_channels,))] if with_bias else []
+        outputs = [Output(geometry.weight_shape, problem.weight_channels_last), *grad_bias]
+    plans = [
+        Plan(part.family, part.why, tuple(outputs), part.launches, workspace_bytes=part.workspace_bytes)
+        for part in parts
+    ]
+    return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:

@@ -87,18 +87,22 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
 
     Workspace: at most 64 MiB, where the taps are split.
     """
+    parts = part_candidates(problem, device, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
     if not claims(problem, device):
-        return None
+        return []
     nominal = nominal_problem(problem)
     candidates = [
         tile
         for tile in grad_input_tiles(nominal, device)
         if tile.splits == 1 or input_bytes(problem.geometry) * tile.splits <= WORKSPACE_LIMIT_BYTES
     ]
-    if not candidates:
-        return None
-    tile = min(candidates, key=lambda one: expected_microseconds(nominal, one, device))
-    return build_grad_input(problem, tile, device)
+    tiles = sorted(candidates, key=lambda one: expected_microseconds(nominal, one, device))
+    return [build_grad_input(problem, tile, device) for tile in tiles[:count]]
 
 
 def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> Part:

@@ -89,18 +89,22 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
     Workspace: at most 64 MiB.
     """
+    parts = part_candidates(problem, device, with_bias, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
     if not claims(problem, device) or _fills_wide_tiles(problem.geometry):
-        return None
+        return []
     nominal = nominal_problem(problem)
     candidates = [
         tile
         for tile in grad_weight_tiles(nominal, device)
         if not with_bias or _holds_the_output(problem.geometry, tile.gather)
     ]
-    if not candidates:
-        return None
-    tile = min(candidates, key=lambda one: expected_microseconds(nominal, one, device))
-    return build_grad_weight(problem, tile, device, with_bias)
+    tiles = sorted(candidates, key=lambda one: expected_microseconds(nominal, one, device))
+    return [build_grad_weight(problem, tile, device, with_bias) for tile in tiles[:count]]
 
 
 def _fills_wide_tiles(geometry: Geometry) -> bool:
