@@ -123,6 +123,7 @@ def swap(
     include: options.Include = None,
     exclude: options.Exclude = None,
     backend: options.BackendOption = None,
+    include_1d: options.Include1d = False,
     dry_run: options.DryRun = False,
     no_backward: options.NoBackward = False,
     no_benchmark: options.NoBenchmark = False,
@@ -152,6 +153,7 @@ def swap(
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
         backend=None if backend is None else options.parsed("--backend", check_backend, backend),
+        include_1d=include_1d,
         dry_run=dry_run,
         backward=not no_backward,
         benchmark=not no_benchmark,
@@ -360,7 +362,7 @@ def _print_result(result: Result | TuneReport) -> None:
             typer.echo(printable(line))
         return
     if result.verification is None:
-        for line in str(result.plan).splitlines():
+        for line in (*str(result.plan).splitlines(), *result.facts.warnings):
             typer.echo(printable(line))
         return
     console = make_console()

@@ -68,6 +68,10 @@ BackendOption = Annotated[
         show_default="as in MODEL, auto where newly swapped",
     ),
 ]
+Include1d = Annotated[
+    bool,
+    typer.Option("--include-1d", help="Swap nn.ConvTranspose1d too, as a 2-D problem of height 1."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which layers would be swapped.")]
 NoBackward = Annotated[bool, typer.Option("--no-backward", help="Neither verify nor time gradients.")]
 NoBenchmark = Annotated[bool, typer.Option("--no-benchmark", help="Verify, but do not time.")]

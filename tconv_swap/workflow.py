@@ -20,6 +20,7 @@ from tconv_swap.explanation import explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target, save_model
+from tconv_swap.functional import find_functional_calls
 from tconv_swap.inputs import InferredInputs, Inputs, InputShapeError, infer_inputs, random_inputs, try_modes
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.report import Facts
@@ -56,6 +57,7 @@ class Request:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     backend: Backend | None = None
+    include_1d: bool = False
     dry_run: bool = False
     backward: bool = True
     benchmark: bool = True
@@ -95,14 +97,15 @@ def run(request: Request, progress: Progress) -> Result:
         _check_output(request.out, request.model)
     progress(f"loading {request.model}")
     loaded = load_model(request.model, trust=request.trust, unsafe_pickle=request.unsafe_pickle)
-    include = request.include or None
-    plan = plan_swap(loaded.model, include=include, exclude=request.exclude)
+    plan = _plan(loaded.model, request)
     notes = _notes(loaded)
     if request.dry_run or not plan.swapped:
+        notes += map(str, find_functional_calls(loaded.model))
         return Result(plan, _facts(request, device, "none", "nothing was run", notes))
 
     original, swapped = _pair(loaded.model, request, device)
     found = _inputs_that_run(request, original, progress)
+    notes += map(str, find_functional_calls(original, found.inputs))
     progress(f"verifying on {found.inputs.describe()}")
     verification = verify(
         original,
@@ -153,7 +156,7 @@ def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
     device = _device(request.device)
     progress(f"loading {request.model}")
     loaded = load_model(request.model, trust=request.trust, unsafe_pickle=request.unsafe_pickle)
-    if not plan_swap(loaded.model, include=request.include or None, exclude=request.exclude).swapped:
+    if not _plan(loaded.model, request).swapped:
         return None
     original, swapped = _pair(loaded.model, request, device)
     found = _inputs_that_run(request, original, progress)
@@ -198,12 +201,25 @@ def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.
     return original, swapped
 
 
+def _plan(model: nn.Module, request: Request) -> SwapPlan:
+    return plan_swap(
+        model,
+        include=request.include or None,
+        exclude=request.exclude,
+        include_1d=request.include_1d,
+    )
+
+
 def _swap(model: nn.Module, request: Request) -> nn.Module:
     with warnings.catch_warnings():
         # The plan says the same, and the report shows it.
         warnings.simplefilter("ignore", SwapWarning)
         return swap_layers(
-            model, include=request.include or None, exclude=request.exclude, backend=request.backend
+            model,
+            include=request.include or None,
+            exclude=request.exclude,
+            backend=request.backend,
+            include_1d=request.include_1d,
         )
 
 

@@ -209,8 +209,8 @@ def _allowed(file: TorchFile, trust: Iterable[str], unsafe: bool) -> _Allowed:
 
 
 def _has_swapped_form(found: Any) -> bool:
-    own_forward = getattr(found, "forward", None) is not nn.ConvTranspose2d.forward
-    return isinstance(found, type) and issubclass(found, nn.ConvTranspose2d) and not own_forward
+    plain = (nn.ConvTranspose2d, nn.ConvTranspose1d)
+    return isinstance(found, type) and issubclass(found, plain) and not issubclass(found, layer.SWAPPED)
 
 
 @functools.cache
@@ -239,7 +239,7 @@ def _own_names() -> dict[str, Any]:
         SpectralNorm,
         SpectralNormStateDictHook,
         SpectralNormLoadStateDictPreHook,
-        layer.ConvTranspose2d,
+        *layer.SWAPPED,
         layer._new_swapped_layer,
         container_class,
         *pruning,
