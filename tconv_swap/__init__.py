@@ -6,6 +6,7 @@ timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
 from tconv_swap.explanation import Explanation, explain
+from tconv_swap.files.exported import swap_program, unswap_program
 from tconv_swap.freezing import freeze, unfreeze
 from tconv_swap.functional import FunctionalCall, find_functional_calls
 from tconv_swap.inputs import Inputs
@@ -44,8 +45,10 @@ __all__ = [
     "freeze",
     "plan_swap",
     "swap_layers",
+    "swap_program",
     "tune",
     "unfreeze",
     "unswap_layers",
+    "unswap_program",
     "verify",
 ]

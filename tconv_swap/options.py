@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import typer
@@ -13,7 +13,12 @@ _T = TypeVar("_T")
 
 ModelArgument = Annotated[
     Path,
-    typer.Argument(metavar="MODEL", help="A network saved with torch.save(model, path).", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="A network saved with torch.save(model, path) or torch.export.save; with --model its weights: a "
+        "state_dict, a checkpoint, a safetensors file.",
+        show_default=False,
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -101,10 +106,32 @@ Trust = Annotated[
         "Repeatable.",
     ),
 ]
+UserModule = Annotated[
+    str | None,
+    typer.Option(
+        "--module",
+        metavar="FILE.py",
+        help="Let MODEL use the classes of this Python file, which is executed if MODEL names some.",
+    ),
+]
+Factory = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="MODEL holds weights: this function (or FILE.py:FUNCTION), called without arguments, builds the "
+        "network for them. Its code is executed.",
+    ),
+]
+OutFormat = Annotated[
+    Literal["module", "state_dict"],
+    typer.Option(help="What --out is written as; a state_dict is as it was, since a swap changes no weight."),
+]
 UnsafePickle = Annotated[
     bool,
     typer.Option(
-        "--unsafe-pickle", help="Let MODEL execute whatever it contains. Only for files of your own."
+        "--unsafe-pickle",
+        help="Let MODEL execute whatever it contains. Only for files of your own. A torch.export archive needs it.",
     ),
 ]
 

@@ -27,7 +27,7 @@ class ByOp(nn.Module):
         a = self.layer[0]
         function = torch.ops.tconv_swap.conv_transpose2d.default
         return function(
-            x, self.weight, self.bias, a.stride, a.padding, a.output_padding, a.groups, a.dilation
+            x, self.weight, self.bias, a.stride, a.padding, a.output_padding, a.groups, a.dilation, "auto"
         )
 
 
@@ -150,7 +150,7 @@ def test_what_is_differentiated_stays_differentiable() -> None:
     function = torch.ops.tconv_swap.conv_transpose2d.default
 
     def call(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
-        return function(x, w, b, [2, 1], [0, 1], [0, 0], 2, [1, 1])
+        return function(x, w, b, [2, 1], [0, 1], [0, 0], 2, [1, 1], "auto")
 
     assert torch.autograd.gradcheck(
         call, (x, w, b), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
