@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import tconv_swap
 from tconv_swap import swap_layers, verify
+from tconv_swap.measurement.state import preserved
 
 pytestmark = pytest.mark.gpu
 
@@ -123,3 +125,24 @@ def test_networks_that_share_parameters_need_no_second_copy() -> None:
     report = verify(original, swapped, torch.randn(1, 1 << 14, device="cuda"), reference="original")
     assert report.passed, report.failures
     assert torch.cuda.max_memory_allocated() - before < 1 << 30
+
+
+def test_what_is_kept_goes_to_the_cpu_where_a_gpu_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = pair()
+    before = copy.deepcopy(model.state_dict())
+    monkeypatch.setattr("tconv_swap.measurement.state.free_bytes", lambda device: 1000)
+    allocated = torch.cuda.memory_allocated()
+    with preserved(model):
+        assert torch.cuda.memory_allocated() == allocated
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+    torch.testing.assert_close(dict(model.state_dict()), dict(before), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_explains_one_dimension(dtype: torch.dtype) -> None:
+    layer = tconv_swap.ConvTranspose1d(64, 32, 8, 4, 2, device="cuda", dtype=dtype)
+    x = torch.randn(2, 64, 100, device="cuda", dtype=dtype)
+    text = str(tconv_swap.explain(layer, x))
+    assert "64->32 k1x8 s1x4 p0x2" in text, text

@@ -16,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import tconv_swap
+from tconv_swap import workflow
 from tconv_swap.cli import app
 from tconv_swap.files import exported, weights
 from tconv_swap.files.loading import LoadError, UntrustedError, load_model, load_weights
@@ -491,3 +492,16 @@ def test_devices(tmp_path: Path) -> None:
         assert "is not the name of a Python file" in one_line(
             run(tmp_path / "model.pt", "--module", device), 2
         )
+
+
+def test_the_two_networks_share_their_parameters_and_nothing_that_a_run_changes(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.BatchNorm2d(3))
+    original, swapped = workflow._pair(model, workflow.Request(tmp_path), torch.device("cpu"))
+    assert all(a is b for a, b in zip(original.parameters(), swapped.parameters(), strict=True))
+    assert not any(a is b for a, b in zip(original.buffers(), swapped.buffers(), strict=True))
+    assert not any(a is b for a, b in zip(original.modules(), swapped.modules(), strict=True))
+    assert not any(a is b for a, b in zip(original.parameters(), model.parameters(), strict=True))
+    assert [type(network[0]) for network in (model, original, swapped)] == [
+        *[nn.ConvTranspose2d] * 2,
+        tconv_swap.ConvTranspose2d,
+    ]
