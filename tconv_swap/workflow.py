@@ -251,7 +251,9 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
         )
 
 
-def _inputs_that_run(request: Request, model: nn.Module, exported: Inputs | None, progress: Progress) -> InferredInputs:
+def _inputs_that_run(
+    request: Request, model: nn.Module, exported: Inputs | None, progress: Progress
+) -> InferredInputs:
     progress("finding inputs")
     found = _inputs(request, model, exported)
     trials = try_modes(model, found.inputs)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -146,3 +149,23 @@ def test_explains_one_dimension(dtype: torch.dtype) -> None:
     x = torch.randn(2, 64, 100, device="cuda", dtype=dtype)
     text = str(tconv_swap.explain(layer, x))
     assert "64->32 k1x8 s1x4 p0x2" in text, text
+
+
+def test_the_command_line_in_a_fresh_process(tmp_path: Path) -> None:
+    """A file whose tensors lie on a GPU: CUDA starts while the loader's memory is limited."""
+    theirs, _ = pair()
+    torch.save(theirs, tmp_path / "model.pt")
+    options = ["--out", "fast.pt", "--input-shape", "2,16,9,7", "--no-benchmark"]
+    result = subprocess.run(
+        [sys.executable, "-m", "tconv_swap", "model.pt", *options],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(tconv_swap.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    loaded = torch.load(tmp_path / "fast.pt", weights_only=False)
+    assert loaded[0].weight.is_cuda
+    x = torch.randn(2, 16, 9, 7, device="cuda")
+    torch.testing.assert_close(loaded(x), theirs(x), rtol=1e-4, atol=1e-5)

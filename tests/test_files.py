@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import subprocess
 import sys
 import zipfile
@@ -102,19 +104,12 @@ def one_line(result: Any, code: int) -> str:
 # --- classes in a file of the user's ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("how", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "legacy"])
-@pytest.mark.parametrize("written_as", ["users_net", "__main__", "package.users_net"])
-def test_module_lets_the_classes_of_a_file_be_used(
-    network: nn.Module, source: Path, how: dict[str, Any], written_as: str
-) -> None:
+@pytest.mark.parametrize("written", ["users_net", "__main__", "package.users_net", "legacy"])
+def test_module_lets_the_classes_of_a_file_be_used(network: nn.Module, source: Path, written: str) -> None:
     path, out = source.with_name("model.pt"), source.with_name("fast.pt")
-    torch.save(network, path)
-    if written_as != "users_net":  # the script that defined the classes saved them, or a package did
-        if how:
-            pytest.skip("edited as a zip")
-        rename(path, b"users_net", written_as.encode())
-    elif how:
-        torch.save(network, path, **how)
+    torch.save(network, path, _use_new_zipfile_serialization=written != "legacy")
+    if written != "legacy":  # the script that defined the classes saved them, or a package did
+        rename(path, b"users_net", written.encode())
     sys.modules.pop("users_net")
 
     refused = run(path)
@@ -193,6 +188,12 @@ def test_files_that_cannot_be_imported(tmp_path: Path, name: str, content: str |
         import_file(tmp_path / name)
     assert "\n" not in str(caught.value)
     assert "users_net" not in sys.modules
+
+
+def test_a_pipe_is_no_module(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "users_net.py")
+    with pytest.raises(LoadError, match="is not a regular file"):
+        import_file(tmp_path / "users_net.py")
 
 
 # --- weights without a network ------------------------------------------------------------------------------
@@ -462,6 +463,19 @@ def test_a_file_that_unpacks_to_more_than_the_memory(tmp_path: Path, monkeypatch
     assert "needs more memory than is free" in one_line(run(tmp_path / "big.pt"), 3)
 
 
+HEADS = [b"PK\x03\x04", b"\x80\x02", b"\x80\x02X\xff\xff\xff\x0f", (2).to_bytes(8, "little") + b"{}"]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_a_file_larger_than_any_memory(tmp_path: Path, head: bytes) -> None:
+    path = tmp_path / "model.pt"
+    with path.open("wb") as stream:
+        stream.write(head)
+        stream.truncate(1 << 42)  # of which the disk holds a few bytes
+    assert one_line(run(path), 3)
+    assert one_line(run(path, "--model", "torch.nn:Identity"), 3)
+
+
 def test_names_in_an_archive_that_lead_out_of_it(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "plain.pt")
     with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
@@ -505,3 +519,21 @@ def test_the_two_networks_share_their_parameters_and_nothing_that_a_run_changes(
         *[nn.ConvTranspose2d] * 2,
         tconv_swap.ConvTranspose2d,
     ]
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """The system itself refuses to write more than 4 KiB: exit code 5, and nothing is left behind."""
+    source, out = tmp_path / "model.pt", tmp_path / "fast.pt"
+    torch.save(nn.Sequential(nn.ConvTranspose2d(16, 16, 4)), source)
+    result = subprocess.run(
+        [sys.executable, "-m", "tconv_swap", str(source), "--out", str(out), "--no-benchmark"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 5, result.stderr
+    assert "cannot be written" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.pt"]

@@ -67,6 +67,22 @@ def test_swapped_and_verified(name: str, directory: Path) -> None:
     torch.save(outputs, directory / f"{name}-outputs.pt")
 
 
+@pytest.mark.parametrize("name", ["mask_rcnn", "sam", "hifigan"])
+def test_timed(name: str) -> None:
+    """Lists of images, keyword arguments, arguments that are no tensors, outputs that are losses or dicts."""
+    foreign = FOREIGN[name]
+    for package in foreign.needs:
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    model, inputs = foreign.build(), foreign.inputs()
+    swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=foreign.include_1d)
+    timing = tconv_swap.benchmark(model, swapped, inputs, warmup=0, iters=2)
+    assert {comparison.stage for comparison in timing.network} == {"forward", "backward", "step"}, (
+        timing.notes
+    )
+    assert len({comparison.name for comparison in timing.layers}) == foreign.layers
+
+
 def test_verified_again_in_a_fresh_process(directory: Path) -> None:
     names = [name for name in FOREIGN if (directory / f"{name}-fast.pt").exists()]
     assert "mask_rcnn" in names

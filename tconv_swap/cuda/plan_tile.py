@@ -268,9 +268,7 @@ def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
         return blocks
     kinds = len(group_taps(problem)) * tile.splits
     pieces = -(-blocks // (kinds * tile.cluster)) * kinds
-    return (
-        min(pieces, max(1, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster)) * tile.cluster
-    )
+    return min(pieces, max(1, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster)) * tile.cluster
 
 
 def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:

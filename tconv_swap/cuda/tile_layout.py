@@ -268,9 +268,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
-    return (
-        stages + tile.warps_m * tile.warps_n * _staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
-    )
+    return stages + tile.warps_m * tile.warps_n * _staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
 
 
 def fill_registers(problem: TileProblem, tile: Tile) -> int:

@@ -49,6 +49,8 @@ def import_file(path: Path) -> ModuleType:
         if loaded is not None and _is_file_of(loaded, path):
             return loaded
         raise LoadError(f"{shown} cannot be imported: another module is called {name!r}; rename the file")
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise LoadError(f"{shown} is not a regular file")
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise LoadError(f"{shown} cannot be imported")
