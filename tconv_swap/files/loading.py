@@ -198,6 +198,8 @@ def _exists(location: str) -> bool:
 
 def _load(file: TorchFile, allowed: Allowed, unsafe: bool, map_location: Callable[[Any, str], Any]) -> Any:
     path = file.path
+    if torch.cuda.is_available():
+        _exists("cuda")  # starts CUDA: what it maps does not count as the file's
     try:
         source: Path | IO[bytes] = path
         if file.format == "legacy" and not unsafe:
