@@ -222,7 +222,11 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(7)
     codes = set()
     for number in range(RUNS):
-        arguments = [generator.choice(["model.pt", "model.pt", "hostile.pt", "weights.pt", *VALUES])]
+        command = generator.choice([[], [], [], ["swap"], ["tune"]])
+        arguments = [
+            *command,
+            generator.choice(["model.pt", "model.pt", "hostile.pt", "weights.pt", *VALUES]),
+        ]
         for _ in range(generator.randrange(6)):
             arguments.append(generator.choice(OPTIONS + VALUES[:3]))
             if generator.random() < 0.7:
@@ -237,7 +241,7 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not marker.exists(), shown
         targets = [b for a, b in itertools.pairwise(arguments) if a in ("--json", "--out", "-o")]
         for name, content in sources.items():
-            if name in targets and name != arguments[0]:
+            if name in targets and name != arguments[len(command)]:
                 Path(name).write_bytes(content)  # somebody wanted it overwritten
             assert Path(name).read_bytes() == content, shown
         assert not [path for path in tmp_path.iterdir() if path.name.endswith(".tmp")], shown
