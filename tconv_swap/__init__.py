@@ -6,9 +6,11 @@ timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
 from tconv_swap.explanation import Explanation, explain
+from tconv_swap.files.exported import swap_program, unswap_program
 from tconv_swap.freezing import freeze, unfreeze
+from tconv_swap.functional import FunctionalCall, find_functional_calls
 from tconv_swap.inputs import Inputs
-from tconv_swap.layer import ConvTranspose2d
+from tconv_swap.layer import ConvTranspose1d, ConvTranspose2d
 from tconv_swap.measurement.bench import BenchmarkReport, benchmark
 from tconv_swap.op import conv_transpose2d
 from tconv_swap.surgery import (
@@ -26,8 +28,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BenchmarkReport",
+    "ConvTranspose1d",
     "ConvTranspose2d",
     "Explanation",
+    "FunctionalCall",
     "Inputs",
     "LayerPlan",
     "SwapPlan",
@@ -37,11 +41,14 @@ __all__ = [
     "benchmark",
     "conv_transpose2d",
     "explain",
+    "find_functional_calls",
     "freeze",
     "plan_swap",
     "swap_layers",
+    "swap_program",
     "tune",
     "unfreeze",
     "unswap_layers",
+    "unswap_program",
     "verify",
 ]

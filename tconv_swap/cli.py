@@ -31,6 +31,7 @@ from tconv_swap.cuda.choice import check_backend
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError, parse_trust
 from tconv_swap.files.saving import SaveError, check_target
+from tconv_swap.files.usercode import parse_factory, parse_file
 from tconv_swap.report import SCHEMA_VERSION, make_console, print_report, to_json_dict
 from tconv_swap.tuning import TuneReport
 from tconv_swap.workflow import Request, RequestError, Result
@@ -123,6 +124,7 @@ def swap(
     include: options.Include = None,
     exclude: options.Exclude = None,
     backend: options.BackendOption = None,
+    include_1d: options.Include1d = False,
     dry_run: options.DryRun = False,
     no_backward: options.NoBackward = False,
     no_benchmark: options.NoBenchmark = False,
@@ -135,6 +137,9 @@ def swap(
     quiet: options.Quiet = False,
     trust: options.Trust = None,
     unsafe_pickle: options.UnsafePickle = False,
+    module: options.UserModule = None,
+    factory: options.Factory = None,
+    out_format: options.OutFormat = "module",
 ) -> None:
     """Swap the transposed convolutions of a saved network, verify, time, and write the result."""
     if inputs is not None and input_shape:
@@ -152,6 +157,7 @@ def swap(
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
         backend=None if backend is None else options.parsed("--backend", check_backend, backend),
+        include_1d=include_1d,
         dry_run=dry_run,
         backward=not no_backward,
         benchmark=not no_benchmark,
@@ -162,7 +168,12 @@ def swap(
         iters=iters,
         trust=tuple(trust or ()),
         unsafe_pickle=unsafe_pickle,
+        module=None if module is None else options.parsed("--module", parse_file, module),
+        factory=factory,
+        out_format=out_format,
     )
+    if factory is not None:
+        options.parsed("--model", parse_factory, factory)
     for option in request.trust:
         options.parsed("--trust", parse_trust, option)
     _carry_out(request, json_target, quiet)
@@ -178,12 +189,15 @@ def tune(
     channels_last: options.ChannelsLast = False,
     include: options.Include = None,
     exclude: options.Exclude = None,
+    include_1d: options.Include1d = False,
     no_backward: options.NoBackward = False,
     seed: options.Seed = 0,
     json_target: options.JsonTarget = None,
     quiet: options.Quiet = False,
     trust: options.Trust = None,
     unsafe_pickle: options.UnsafePickle = False,
+    module: options.UserModule = None,
+    factory: options.Factory = None,
 ) -> None:
     """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
     if inputs is not None and input_shape:
@@ -199,11 +213,16 @@ def tune(
         channels_last=channels_last,
         include=tuple(include or ()),
         exclude=tuple(exclude or ()),
+        include_1d=include_1d,
         backward=not no_backward,
         seed=seed,
         trust=tuple(trust or ()),
         unsafe_pickle=unsafe_pickle,
+        module=None if module is None else options.parsed("--module", parse_file, module),
+        factory=factory,
     )
+    if factory is not None:
+        options.parsed("--model", parse_factory, factory)
     for option in request.trust:
         options.parsed("--trust", parse_trust, option)
     outcome = _attempt(request, lambda progress: workflow.tune_layers(request, progress), quiet)
@@ -360,7 +379,7 @@ def _print_result(result: Result | TuneReport) -> None:
             typer.echo(printable(line))
         return
     if result.verification is None:
-        for line in str(result.plan).splitlines():
+        for line in (*str(result.plan).splitlines(), *result.facts.warnings):
             typer.echo(printable(line))
         return
     console = make_console()

@@ -23,19 +23,28 @@ from tconv_swap.cuda.route import Route
 _functorch_level = torch._C._functorch.maybe_current_level
 _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing = torch._C._is_tracing
 
 
 def is_untransformed() -> bool:
-    """Whether a tensor's sizes and strides are those that PyTorch would see: no compiler, no vmap or grad."""
-    return not torch.compiler.is_compiling() and _functorch_level() is None
+    """Whether a tensor's sizes and strides are those that PyTorch would see: no compiler or tracer, no vmap."""
+    return not torch.compiler.is_compiling() and _functorch_level() is None and not _is_tracing()
 
 
 def is_eager() -> bool:
     """Whether there is no compiler, tracer, mode or transform that wants to see a call."""
-    return (
-        is_untransformed() and _dispatch_modes() == 0 and forward_ad._current_level < 0 and not _is_tracing()
-    )
+    return is_untransformed() and _dispatch_modes() == 0 and forward_ad._current_level < 0
+
+
+def is_left_to_pytorch() -> bool:
+    """Whether what follows the call knows PyTorch's operator only.
+
+    A TorchScript trace and an ONNX graph run without us; forward-mode derivatives have no rule for our op.
+    """
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export()
+    return _is_tracing() or forward_ad._current_level >= 0
 
 
 def are_plain(weight: Tensor, bias: Tensor | None) -> bool:
@@ -141,7 +150,7 @@ class TransposedConvolution(torch.autograd.Function):
         route, arguments, backend = ctx.how
         mask = ctx.needs_input_grad[:3]
         # Gradients of gradients are the op's business.
-        if torch.is_grad_enabled() or type(grad_output) is not Tensor or not is_eager():
+        if torch.is_grad_enabled() or not _is_plain_gradient(grad_output):
             backward_op = torch.ops.tconv_swap.conv_transpose2d_backward.default
             gradients = backward_op(grad_output, input, weight, *arguments, mask, backend)
         elif route is not None:
@@ -151,6 +160,11 @@ class TransposedConvolution(torch.autograd.Function):
         if len(gradients) == 3:
             return (*gradients, None)
         return (*spread(gradients, mask), None)
+
+
+def _is_plain_gradient(grad_output: Tensor) -> bool:
+    # autograd.grad(is_grads_batched=True) hands over a batch of gradients that looks like a single one.
+    return type(grad_output) is Tensor and is_eager() and not _is_batched(grad_output)
 
 
 # What Function.apply does before it comes to this is for functorch, which is_eager has ruled out.

@@ -198,9 +198,9 @@ def model_dtype(model: nn.Module | None) -> torch.dtype:
 def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -> InferredInputs:
     """Random inputs that `model` accepts, found by trying what its first parametrised layers allow.
 
-    The first shape is taken that runs in eval and in train mode and reaches every `nn.ConvTranspose2d`; if
-    none does, the one that reaches the most of them. Runs on the model's own device, without gradients. The
-    model and the global random state are left as they were.
+    The first shape is taken that runs in eval and in train mode and reaches every transposed convolution of
+    one or two dimensions; if none does, the one that reaches the most of them. Runs on the model's own
+    device, without gradients. The model and the global random state are left as they were.
 
     Args:
         model: the network.
@@ -216,7 +216,8 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
             f"{type(model).__name__}.forward takes {len(names)} arguments ({', '.join(names)}): "
             "give one --input-shape for each, or --inputs FILE"
         )
-    targets = {module for module in model.modules() if isinstance(module, nn.ConvTranspose2d)}
+    kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d)
+    targets = {module for module in model.modules() if isinstance(module, kinds)}
     deadline = time.monotonic() + time_limit
     ran: list[tuple[tuple[int, bool], InferredInputs]] = []
     tried, error = 0, ""

@@ -1,14 +1,15 @@
 """The swapped layer, and which class a layer takes when it is swapped and when that is undone.
 
-``ConvTranspose2d`` differs from ``nn.ConvTranspose2d`` by its ``forward`` alone: parameters, buffers, state
-and constructor are the same. So giving a layer another class swaps it, and nothing that refers to it notices.
+``ConvTranspose2d`` differs from ``nn.ConvTranspose2d`` by its ``forward`` alone, and ``ConvTranspose1d`` from
+``nn.ConvTranspose1d``: parameters, buffers, state and constructor are the same. So giving a layer another
+class swaps it, and nothing that refers to it notices.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, fx, nn
 
@@ -42,19 +43,16 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
             ValueError: ``output_size`` cannot be had, or ``padding_mode`` is not ``"zeros"``.
             RuntimeError: the shapes, dtypes or devices of ``input`` and the parameters do not fit together.
         """
-        if isinstance(input, fx.Proxy):
-            return self._record(input, output_size)  # type: ignore[no-any-return]
-        if not self._is_ours(input):
+        if isinstance(input, fx.Proxy) and _is_leaf(self, input):
+            return _record(self, input, output_size)  # type: ignore[no-any-return]
+        if isinstance(input, fx.Proxy) or not _is_ours(self, input):
             return super().forward(input, output_size)
         operands = self.operands(input, output_size)
         if self._tconv_packed is not None:
             output = self._with_packed(self._tconv_packed, operands)
             if output is not None:
                 return output
-        # Whoever replaces the operator need know no more than PyTorch's arguments.
-        if self.tconv_backend == "auto":
-            return op.conv_transpose2d(*operands)
-        return op.conv_transpose2d(*operands, self.tconv_backend)
+        return _computed(self, operands)
 
     def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
         """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
@@ -80,72 +78,172 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
             self.dilation,
         )
 
-    def _is_ours(self, input: Tensor) -> bool:
-        """Whether our operator takes this call; PyTorch's takes the others, and raises for a broken layer.
 
-        The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).
+class ConvTranspose1d(LayerState, nn.ConvTranspose1d):
+    """``nn.ConvTranspose1d``, computed as a 2-D transposed convolution of height 1; otherwise as above."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        """Computes the transposed convolution.
+
+        Args:
+            input: ``[batch, in_channels, length]`` or, unbatched, ``[in_channels, length]``.
+            output_size: the length wanted, ``[out_length]``, or with batch and channels in front, out of
+                those that the stride leaves open. None takes ``self.output_padding``.
+
+        Returns:
+            ``[batch, out_channels, out_length]``, unbatched where ``input`` is; contiguous, as PyTorch's.
+
+        Raises:
+            ValueError, RuntimeError: as ``ConvTranspose2d.forward``.
         """
+        if isinstance(input, fx.Proxy) and _is_leaf(self, input):
+            return _record(self, input, output_size)  # type: ignore[no-any-return]
+        if isinstance(input, fx.Proxy) or not _is_ours(self, input) or input.dim() not in (2, 3):
+            return super().forward(input, output_size)
+        return _computed(self, self.operands(input, output_size)).squeeze(-2).contiguous()
+
+    def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
+        """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
+        output_padding = self._output_padding(
+            input,
+            output_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
+            1,
+            self.dilation,  # type: ignore[arg-type]
+        )
+        # As PyTorch does: a transposed signal would otherwise be taken for a channels_last image.
         return (
-            input.dtype in op.SUPPORTED_DTYPES
-            and (input.is_cuda or input.device.type in _DEVICES)
-            and self.padding_mode == "zeros"
-            and isinstance(self.padding, tuple)
+            input.contiguous().unsqueeze(-2),
+            self.weight.contiguous().unsqueeze(-2),
+            self.bias,
+            (1, self.stride[0]),
+            (0, self.padding[0]),
+            (0, output_padding[0]),
+            self.groups,
+            (1, self.dilation[0]),
         )
 
-    def _record(self, input: fx.Proxy, output_size: list[int] | None) -> Any:
-        """Records this layer as a leaf of the graph, as symbolic tracing does by itself for torch.nn's."""
-        tracer = input.tracer
-        if not isinstance(tracer, fx.Tracer) or tracer.root is self:
-            return super().forward(input, output_size)  # type: ignore[arg-type]
-        kwargs = {} if output_size is None else {"output_size": output_size}
-        return tracer.create_proxy("call_module", tracer.path_of_module(self), (input,), kwargs)
+
+#: The layers of ours, and the layer of PyTorch's that each stands for.
+SWAPPED = (ConvTranspose2d, ConvTranspose1d)
+Plain: TypeAlias = nn.ConvTranspose2d | nn.ConvTranspose1d
+Swapped: TypeAlias = ConvTranspose2d | ConvTranspose1d
+_PLAIN: dict[type[Swapped], type[Plain]] = {
+    ConvTranspose2d: nn.ConvTranspose2d,
+    ConvTranspose1d: nn.ConvTranspose1d,
+}
 
 
-class _SwappedSubclass(ConvTranspose2d):
+def _computed(layer: Swapped, operands: Operands) -> Tensor:
+    # Whoever replaces the operator need know no more than PyTorch's arguments.
+    if layer.tconv_backend == "auto":
+        return op.conv_transpose2d(*operands)
+    return op.conv_transpose2d(*operands, layer.tconv_backend)
+
+
+def _is_ours(layer: Plain, input: Tensor) -> bool:
+    """Whether our operator takes this call; PyTorch's takes the others, and raises for a broken layer.
+
+    The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).
+    """
+    return (
+        input.dtype in op.SUPPORTED_DTYPES
+        and (input.is_cuda or input.device.type in _DEVICES)
+        and layer.padding_mode == "zeros"
+        and isinstance(layer.padding, tuple)
+    )
+
+
+def _is_leaf(layer: Plain, input: fx.Proxy) -> bool:
+    """Whether the tracer can record ``layer`` as a call; not where that is what it traces."""
+    return isinstance(input.tracer, fx.Tracer) and input.tracer.root is not layer
+
+
+def _record(layer: Plain, input: fx.Proxy, output_size: list[int] | None) -> Any:
+    """Records ``layer`` as a leaf of the graph, as symbolic tracing does by itself for torch.nn's."""
+    tracer: Any = input.tracer
+    kwargs = {} if output_size is None else {"output_size": output_size}
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), kwargs)
+
+
+class _PickledByFirstBase:
     """The second base of a class made by ``_swapped_subclass``; pickles its layers by their first base.
 
     The made class is in no module, so a pickle cannot name it; it names the user's class and makes it anew.
     """
 
+    __slots__ = ()
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        reduced = super().__reduce_ex__(protocol)
+        reduced: Any = super().__reduce_ex__(protocol)
         return (_new_swapped_layer, (type(self).__bases__[0],), *reduced[2:])
 
 
-def swapped_class(cls: type[nn.ConvTranspose2d]) -> type[ConvTranspose2d]:
-    """The class that takes the place of ``cls``: what ``cls`` is, but with the ``forward`` of ours.
+class _SwappedSubclass(_PickledByFirstBase, ConvTranspose2d):
+    pass
+
+
+class _SwappedSubclass1d(_PickledByFirstBase, ConvTranspose1d):
+    pass
+
+
+def swapped_class(cls: type[Plain]) -> type[Swapped]:
+    """The class that takes the place of ``cls``: what ``cls`` is, but on top of our layer.
+
+    A ``forward`` that ``cls`` has of its own stays; what it reaches by ``super().forward`` is then ours.
 
     Args:
-        cls: ``nn.ConvTranspose2d`` or a subclass that has no ``forward`` of its own.
+        cls: ``nn.ConvTranspose2d``, ``nn.ConvTranspose1d`` or a subclass of one of them.
 
     Raises:
-        TypeError: ``cls`` has its own ``forward``, or cannot be subclassed.
+        TypeError: ``cls`` is something else, is ours already, or cannot be subclassed.
     """
-    if cls is nn.ConvTranspose2d:
-        return ConvTranspose2d
-    if not issubclass(cls, nn.ConvTranspose2d) or cls.forward is not nn.ConvTranspose2d.forward:
-        raise TypeError(f"expected a subclass of nn.ConvTranspose2d that inherits its forward, got {cls}")
+    for ours, plain in _PLAIN.items():
+        if cls is plain:
+            return ours
+    if not issubclass(cls, tuple(_PLAIN.values())) or issubclass(cls, SWAPPED):
+        raise TypeError(f"expected a subclass of nn.ConvTranspose2d or nn.ConvTranspose1d, got {cls}")
     return _swapped_subclass(cls)  # type: ignore[arg-type]  # mypy compares the hash of the instances
 
 
-def original_class(cls: type[ConvTranspose2d]) -> type[nn.ConvTranspose2d]:
+def original_class(cls: type[Swapped]) -> type[Plain]:
     """The inverse of ``swapped_class``; a class that somebody derived from ours is returned as it is."""
-    if cls is ConvTranspose2d:
-        return nn.ConvTranspose2d
-    return cls.__bases__[0] if _SwappedSubclass in cls.__bases__ else cls
+    if cls in _PLAIN:
+        return _PLAIN[cls]
+    first, last = cls.__bases__[0], cls.__bases__[-1]
+    if last in (_SwappedSubclass, _SwappedSubclass1d):
+        return first
+    if first.__name__ == "FSDPModule" and issubclass(last, SWAPPED):  # made by FSDP2's fully_shard
+        namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
+        return type(cls.__name__, (first, original_class(last)), namespace)
+    return cls
+
+
+def plain_class(layer: Plain) -> type[Plain]:
+    """``nn.ConvTranspose1d`` or ``nn.ConvTranspose2d``, whichever ``layer`` is."""
+    return nn.ConvTranspose1d if isinstance(layer, nn.ConvTranspose1d) else nn.ConvTranspose2d
+
+
+def has_own_forward(cls: type[nn.Module]) -> bool:
+    """Whether a subclass of PyTorch's or our layer computes something else than these."""
+    inherited = [base.forward for base in (*_PLAIN, *_PLAIN.values())]
+    return getattr(cls, "forward", None) not in inherited
 
 
 @functools.cache
-def _swapped_subclass(cls: type[nn.ConvTranspose2d]) -> type[ConvTranspose2d]:
-    # In this order the user's methods come before ours, and ours before those of nn.ConvTranspose2d.
+def _swapped_subclass(cls: type[Plain]) -> type[Swapped]:
+    second = _SwappedSubclass1d if issubclass(cls, nn.ConvTranspose1d) else _SwappedSubclass
+    # In this order the user's methods come before ours, and ours before those of PyTorch's layer.
     return types.new_class(
         cls.__name__,
-        (cls, _SwappedSubclass),
+        (cls, second),
         exec_body=lambda namespace: namespace.update(__module__=__name__, __doc__=cls.__doc__),
     )
 
 
-def _new_swapped_layer(cls: type[nn.ConvTranspose2d]) -> ConvTranspose2d:
+def _new_swapped_layer(cls: type[Plain]) -> Swapped:
     """A layer without state, for the unpickler to fill. Pickles name this function: it must stay here."""
     swapped = swapped_class(cls)
     return swapped.__new__(swapped)

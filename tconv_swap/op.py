@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
 from tconv_swap.cpu.forward import is_plain
@@ -23,6 +25,7 @@ from tconv_swap.eager import (
     cast,
     first,
     is_eager,
+    is_left_to_pytorch,
     is_untransformed,
     spread,
 )
@@ -115,6 +118,8 @@ def conv_transpose2d(
         )
     if plain and input.device.type in DIRECT and is_eager() and are_plain(weight, bias):
         return first(key, *autocast(input, weight, bias), arguments, backend)
+    if is_left_to_pytorch():
+        return torch.nn.functional.conv_transpose2d(input, weight, bias, *arguments)
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
@@ -228,14 +233,44 @@ def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any
     return (grad_grad_output, grad_input, grad_weight, *[None] * (len(ctx.arguments) + 2))
 
 
-torch.library.register_autograd(
-    "tconv_swap::conv_transpose2d", _differentiate_forward, setup_context=_save_forward, lib=_library
-)
-torch.library.register_autograd(
-    "tconv_swap::conv_transpose2d_backward",
-    _differentiate_backward,
-    setup_context=_save_backward,
-    lib=_library,
+def _forward_by_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+    *arguments, _ = given
+    return torch.nn.functional.conv_transpose2d(input, weight, bias, *arguments)
+
+
+def _backward_by_pytorch(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
+    stride, padding, output_padding, groups, dilation, mask, _ = arguments
+    gradients = torch.ops.aten.convolution_backward(
+        *(grad_output, input, weight, [weight.shape[1] * groups]),
+        *(stride, padding, dilation, True, output_padding, groups, mask),
+    )
+    return [gradient for gradient, wanted in zip(gradients, mask, strict=True) if wanted]
+
+
+def _register_derivatives(
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None],
+    by_pytorch: Callable[..., Any],
+) -> None:
+    # What torch.library.register_autograd registers; alone it would give a silent zero for a forward-mode tangent.
+    in_reverse = make_autograd_impl(
+        getattr(torch.ops.tconv_swap, name).default, Info(backward, setup_context)
+    )
+
+    def autograd(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        # Inside a level of forward-mode derivatives, the op is PyTorch's convolution, which has every rule ...
+        return by_pytorch(*arguments) if forward_ad._current_level >= 0 else in_reverse(keyset, *arguments)
+
+    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    # ... and so it is in vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
+    for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+        _library.impl(name, by_pytorch, key)
+
+
+_register_derivatives("conv_transpose2d", _differentiate_forward, _save_forward, _forward_by_pytorch)
+_register_derivatives(
+    "conv_transpose2d_backward", _differentiate_backward, _save_backward, _backward_by_pytorch
 )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import torch
 import typer
@@ -13,7 +13,12 @@ _T = TypeVar("_T")
 
 ModelArgument = Annotated[
     Path,
-    typer.Argument(metavar="MODEL", help="A network saved with torch.save(model, path).", show_default=False),
+    typer.Argument(
+        metavar="MODEL",
+        help="A network saved with torch.save(model, path) or torch.export.save; with --model its weights: a "
+        "state_dict, a checkpoint, a safetensors file.",
+        show_default=False,
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -68,6 +73,10 @@ BackendOption = Annotated[
         show_default="as in MODEL, auto where newly swapped",
     ),
 ]
+Include1d = Annotated[
+    bool,
+    typer.Option("--include-1d", help="Swap nn.ConvTranspose1d too, as a 2-D problem of height 1."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which layers would be swapped.")]
 NoBackward = Annotated[bool, typer.Option("--no-backward", help="Neither verify nor time gradients.")]
 NoBenchmark = Annotated[bool, typer.Option("--no-benchmark", help="Verify, but do not time.")]
@@ -97,10 +106,32 @@ Trust = Annotated[
         "Repeatable.",
     ),
 ]
+UserModule = Annotated[
+    str | None,
+    typer.Option(
+        "--module",
+        metavar="FILE.py",
+        help="Let MODEL use the classes of this Python file, which is executed if MODEL names some.",
+    ),
+]
+Factory = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="MODEL holds weights: this function (or FILE.py:FUNCTION), called without arguments, builds the "
+        "network for them. Its code is executed.",
+    ),
+]
+OutFormat = Annotated[
+    Literal["module", "state_dict"],
+    typer.Option(help="What --out is written as; a state_dict is as it was, since a swap changes no weight."),
+]
 UnsafePickle = Annotated[
     bool,
     typer.Option(
-        "--unsafe-pickle", help="Let MODEL execute whatever it contains. Only for files of your own."
+        "--unsafe-pickle",
+        help="Let MODEL execute whatever it contains. Only for files of your own. A torch.export archive needs it.",
     ),
 ]
 

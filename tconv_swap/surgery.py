@@ -20,13 +20,14 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from tconv_swap import op
 from tconv_swap.cuda.choice import Backend, check_backend
-from tconv_swap.layer import ConvTranspose2d, original_class, swapped_class
+from tconv_swap.layer import SWAPPED, Plain, has_own_forward, original_class, swapped_class
 from tconv_swap.layer_state import LayerState
 
 Patterns: TypeAlias = str | Iterable[str] | None
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
 _LIKE_OURS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_CHANGE = "_tconv_swap_changes_class"
 _LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
 
 
@@ -120,6 +121,7 @@ def plan_swap(
     include: Patterns = None,
     exclude: Patterns = None,
     filter_fn: FilterFn | None = None,
+    include_1d: bool = False,
 ) -> SwapPlan:
     """Says what ``swap_layers`` would do with the same arguments; changes nothing.
 
@@ -132,12 +134,15 @@ def plan_swap(
             A single string is one pattern. A shared layer is matched by any of its names.
         exclude: patterns, none of which may match any of a layer's names.
         filter_fn: called with a module and each of its names for every layer that could be swapped and that
-            the patterns let through, until it returns true; it is left where it never does.
+            the patterns let through, until it returns true; it is left where it never does. A subclass with
+            a ``forward`` of its own is swapped only where a filter_fn insists: its ``forward`` stays, and
+            what that reaches by ``super().forward`` becomes ours.
+        include_1d: swap ``nn.ConvTranspose1d`` too, as a 2-D problem of height 1.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
     """
-    return _plan(model, include, exclude, filter_fn)
+    return _plan(model, include, exclude, filter_fn, include_1d)
 
 
 def swap_layers(
@@ -147,16 +152,19 @@ def swap_layers(
     exclude: Patterns = None,
     filter_fn: FilterFn | None = None,
     backend: Backend | None = None,
+    include_1d: bool = False,
     inplace: bool = True,
 ) -> nn.Module:
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
+
+    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``.
 
     Parameters, buffers, hooks, names, attributes and modes stay the very same objects; so optimizers, tied
     weights and references to a layer go on working. Layers that are ours already stay so. ``plan_swap`` tells
     which layers are left, and why.
 
     Args:
-        model, include, exclude, filter_fn: as in ``plan_swap``.
+        model, include, exclude, filter_fn, include_1d: as in ``plan_swap``.
         backend: what computes the layers that are ours after the swap: ``"auto"``, ``"kernel"`` or ``"native"``
             (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
@@ -173,7 +181,7 @@ def swap_layers(
     """
     if backend is not None:
         check_backend(backend)
-    plan = _plan(model, include, exclude, filter_fn)
+    plan = _plan(model, include, exclude, filter_fn, include_1d)
     for pattern in plan.unused_patterns:
         warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
     if not plan.swapped:
@@ -191,8 +199,8 @@ def swap_layers(
 def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """Undoes ``swap_layers``: every layer of ours becomes what it was, all else stays as it is.
 
-    A ``tconv_swap.ConvTranspose2d`` built as such becomes an ``nn.ConvTranspose2d``; a class that somebody
-    derived from ours has no original and is left.
+    A ``tconv_swap.ConvTranspose2d`` built as such becomes an ``nn.ConvTranspose2d`` (1d likewise); a class
+    that somebody derived from ours has no original and is left.
 
     Args:
         model: the network; may itself be the layer.
@@ -206,7 +214,7 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """
     _check_model(model)
     target = model if inplace else copy.deepcopy(model)
-    layers = [module for module in target.modules() if isinstance(module, ConvTranspose2d)]
+    layers = [module for module in target.modules() if isinstance(module, SWAPPED)]
     originals = [(layer, original_class(type_before_parametrizations(layer))) for layer in layers]
     for layer, original in originals:
         if not issubclass(original, LayerState):
@@ -215,17 +223,21 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     return target
 
 
-def _plan(model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: FilterFn | None) -> SwapPlan:
+def _plan(
+    model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: FilterFn | None, include_1d: bool
+) -> SwapPlan:
     _check_model(model)
     included = None if include is None else _as_patterns(include, "include")
     excluded = _as_patterns(exclude, "exclude")
     found = _transposed_convolutions(model)
     layers = []
     for module, names in found:
-        already = isinstance(module, ConvTranspose2d)
+        already = isinstance(module, SWAPPED)
         reason = ""
         if not already:
-            reason = _why_unfit(module) or _why_unwanted(module, names, included, excluded, filter_fn)
+            reason = _why_unfit(module, include_1d) or _why_unwanted(
+                module, names, included, excluded, filter_fn
+            )
         layers.append(
             LayerPlan(
                 names=names,
@@ -269,21 +281,21 @@ def _is_scripted(module: nn.Module) -> bool:
     return isinstance(module, torch.jit.ScriptModule) and _kind(module) in _LIKE_OURS_NAMES
 
 
-def _why_unfit(module: nn.Module) -> str:
+def _why_unfit(module: nn.Module, include_1d: bool) -> str:
     """Why ``module`` cannot be swapped, or ``""``."""
     kind = _kind(module)
     if _is_scripted(module):
         return "compiled by TorchScript, which has fixed its code"
     if _is_quantized(module):
         return f"quantized ({type(module).__module__})"
-    if not isinstance(module, nn.ConvTranspose2d):
-        return f"{'1-D' if isinstance(module, nn.ConvTranspose1d) else '3-D'}; only 2-D layers are swapped"
+    if isinstance(module, nn.ConvTranspose3d):
+        return "3-D; only 2-D layers are swapped"
+    if isinstance(module, nn.ConvTranspose1d) and not include_1d:
+        return "1-D; only 2-D layers are swapped unless include_1d (--include-1d) asks for it"
     if isinstance(module, LazyModuleMixin):
         return "lazy and not initialised; run the model once, then swap"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if type(module).forward is not nn.ConvTranspose2d.forward:
-        return f"{kind} has a forward of its own"
     if _pickles_itself(type(module)):
         return f"{kind} has its own way of being pickled"
     dtypes = {parameter.dtype for parameter in module.parameters()}
@@ -313,8 +325,10 @@ def _why_unwanted(
     for pattern in excluded:
         if _matches_any(pattern, names):
             return f"excluded by '{pattern}'"
-    if filter_fn is not None and not any(filter_fn(module, name) for name in names):
-        return "filter_fn does not want it"
+    if filter_fn is not None:
+        return "" if any(filter_fn(module, name) for name in names) else "filter_fn does not want it"
+    if has_own_forward(type(module)):
+        return f"{_kind(module)} has a forward of its own"
     return ""
 
 
@@ -359,13 +373,17 @@ def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
 
 
-def _set_classes(classes: Sequence[tuple[nn.Module, type[nn.ConvTranspose2d]]]) -> None:
+def _set_classes(classes: Sequence[tuple[nn.Module, type[Plain]]]) -> None:
     """Gives each layer its class; all classes are made before the first is assigned."""
     for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
         object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise
+        # torch.compile skips its guards, that on the class too, while no dictionary of the network has
+        # changed: an assignment makes a network that is compiled already see its new layer.
+        vars(layer)[_CHANGE] = None
+        del vars(layer)[_CHANGE]
 
 
-def _parametrized_like(layer: nn.Module, cls: type[nn.ConvTranspose2d]) -> type[nn.Module]:
+def _parametrized_like(layer: nn.Module, cls: type[Plain]) -> type[nn.Module]:
     """``cls`` with the properties that ``torch.nn.utils.parametrize`` has put into the class of ``layer``.
 
     A new class, as deep copies of a layer share theirs; with ``cls`` as its first base, which is where

@@ -10,17 +10,27 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
+from tconv_swap import output
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.explanation import explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
-from tconv_swap.files.saving import SaveError, check_target, save_model
-from tconv_swap.inputs import InferredInputs, Inputs, InputShapeError, infer_inputs, random_inputs, try_modes
+from tconv_swap.files.saving import SaveError, check_target
+from tconv_swap.functional import find_functional_calls
+from tconv_swap.inputs import (
+    InferredInputs,
+    Inputs,
+    InputShapeError,
+    infer_inputs,
+    model_device,
+    random_inputs,
+    try_modes,
+)
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.report import Facts
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
@@ -56,6 +66,7 @@ class Request:
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     backend: Backend | None = None
+    include_1d: bool = False
     dry_run: bool = False
     backward: bool = True
     benchmark: bool = True
@@ -66,6 +77,9 @@ class Request:
     iters: int | None = None
     trust: tuple[str, ...] = ()
     unsafe_pickle: bool = False
+    module: Path | None = None
+    factory: str | None = None
+    out_format: Literal["module", "state_dict"] = "module"
 
 
 @dataclass(frozen=True)
@@ -94,15 +108,16 @@ def run(request: Request, progress: Progress) -> Result:
     if request.out is not None:
         _check_output(request.out, request.model)
     progress(f"loading {request.model}")
-    loaded = load_model(request.model, trust=request.trust, unsafe_pickle=request.unsafe_pickle)
-    include = request.include or None
-    plan = plan_swap(loaded.model, include=include, exclude=request.exclude)
+    loaded = _load(request)
+    plan = _plan(loaded.model, request)
     notes = _notes(loaded)
     if request.dry_run or not plan.swapped:
+        notes += map(str, find_functional_calls(loaded.model))
         return Result(plan, _facts(request, device, "none", "nothing was run", notes))
 
     original, swapped = _pair(loaded.model, request, device)
-    found = _inputs_that_run(request, original, progress)
+    found = _inputs_that_run(request, original, loaded.inputs, progress)
+    notes += map(str, find_functional_calls(original, found.inputs))
     progress(f"verifying on {found.inputs.describe()}")
     verification = verify(
         original,
@@ -126,12 +141,13 @@ def run(request: Request, progress: Progress) -> Result:
         )
     # On the CPU everything is made of PyTorch's operators.
     native = explain(swapped, found.inputs, backward=request.backward).native if device.type == "cuda" else ()
-    written = None
+    written = ""
     if request.out is not None and verification.passed:
         del original, swapped
         progress(f"writing {request.out}")
-        _save(loaded.model, request)
-        written = request.out
+        names = [name for layer in plan.swapped for name in layer.names]
+        notes += output.write(loaded, _swap(loaded.model, request), names, request)
+        written = output.load_snippet(loaded, request)
     elif verification.passed:
         notes.append("nothing was written: --out FILE writes the swapped network")
     else:
@@ -152,13 +168,26 @@ def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
     """
     device = _device(request.device)
     progress(f"loading {request.model}")
-    loaded = load_model(request.model, trust=request.trust, unsafe_pickle=request.unsafe_pickle)
-    if not plan_swap(loaded.model, include=request.include or None, exclude=request.exclude).swapped:
+    loaded = _load(request)
+    if not _plan(loaded.model, request).swapped:
         return None
     original, swapped = _pair(loaded.model, request, device)
-    found = _inputs_that_run(request, original, progress)
+    found = _inputs_that_run(request, original, loaded.inputs, progress)
     progress(f"tuning on {found.inputs.describe()}")
     return tune(swapped, found.inputs, backward=None if request.backward else False)
+
+
+def _load(request: Request) -> LoadedModel:
+    loaded = load_model(
+        request.model,
+        trust=request.trust,
+        unsafe_pickle=request.unsafe_pickle,
+        module=request.module,
+        factory=request.factory,
+    )
+    if loaded.program is not None and request.out_format != "module":
+        raise RequestError("--out-format state_dict: a torch.export archive is written as one")
+    return loaded
 
 
 def _device(wanted: torch.device | None) -> torch.device:
@@ -181,21 +210,32 @@ def _check_output(out: Path, source: Path) -> None:
 
 
 def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The original and the swapped network, two copies on `device`; a file may be swapped already."""
-    original = unswap_layers(copy.deepcopy(model))
-    swapped = _swap(copy.deepcopy(model), request)
+    """The original and the swapped network on `device`, with the same parameters; a file may be swapped already.
+
+    So the weights are twice in memory, in the file's network and here, and once on another device.
+    """
+    original = copy.deepcopy(model)
     try:
-        for network in (original, swapped):
-            network.to(device=device, dtype=request.dtype)
-            if request.channels_last:
-                network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        original.to(device=device, dtype=request.dtype)
+        if request.channels_last:
+            original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     except (
         RuntimeError,
         NotImplementedError,
         TypeError,
     ) as error:  # no memory; the meta device; integer dtypes
         raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
-    return original, swapped
+    swapped = _swap(copy.deepcopy(original, {id(p): p for p in original.parameters()}), request)
+    return unswap_layers(original), swapped
+
+
+def _plan(model: nn.Module, request: Request) -> SwapPlan:
+    return plan_swap(
+        model,
+        include=request.include or None,
+        exclude=request.exclude,
+        include_1d=request.include_1d,
+    )
 
 
 def _swap(model: nn.Module, request: Request) -> nn.Module:
@@ -203,13 +243,19 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
         # The plan says the same, and the report shows it.
         warnings.simplefilter("ignore", SwapWarning)
         return swap_layers(
-            model, include=request.include or None, exclude=request.exclude, backend=request.backend
+            model,
+            include=request.include or None,
+            exclude=request.exclude,
+            backend=request.backend,
+            include_1d=request.include_1d,
         )
 
 
-def _inputs_that_run(request: Request, model: nn.Module, progress: Progress) -> InferredInputs:
+def _inputs_that_run(
+    request: Request, model: nn.Module, exported: Inputs | None, progress: Progress
+) -> InferredInputs:
     progress("finding inputs")
-    found = _inputs(request, model)
+    found = _inputs(request, model, exported)
     trials = try_modes(model, found.inputs)
     if all(trial.error for trial in trials):
         raise RequestError(
@@ -219,16 +265,18 @@ def _inputs_that_run(request: Request, model: nn.Module, progress: Progress) -> 
     return found
 
 
-def _inputs(request: Request, model: nn.Module) -> InferredInputs:
+def _inputs(request: Request, model: nn.Module, exported: Inputs | None) -> InferredInputs:
+    device = model_device(model)
     if request.inputs is not None:
         given = load_inputs(request.inputs)
-        device = torch.device(next((p.device for p in model.parameters()), "cpu"))
         found = InferredInputs(given.to(device, request.dtype), f"read from {request.inputs}")
     elif request.input_shapes:
         found = InferredInputs(
             random_inputs(request.input_shapes, model, seed=request.seed),
             f"--input-shape, random with seed {request.seed}",
         )
+    elif exported is not None:
+        found = InferredInputs(exported.to(device, request.dtype), "those the program was exported with")
     else:
         try:
             found = infer_inputs(model, seed=request.seed)
@@ -240,33 +288,14 @@ def _inputs(request: Request, model: nn.Module) -> InferredInputs:
     return InferredInputs(inputs, f"{found.how}, channels_last")
 
 
-def _save(model: nn.Module, request: Request) -> None:
-    """Swap the network as it was loaded, never moved or run, and write it where asked."""
-    assert request.out is not None
-    swapped = _swap(model, request)
-    expected = _structure(swapped)
-
-    def check(temporary: Path) -> None:
-        again = load_model(temporary, trust=request.trust, unsafe_pickle=request.unsafe_pickle).model
-        if _structure(again) != expected:
-            raise SaveError(f"{request.out} was not written: read back, the network is not the same")
-
-    save_model(swapped, request.out, check=check)
-
-
-def _structure(model: nn.Module) -> list[tuple[str, object]]:
-    layers: list[tuple[str, object]] = [(name, type(m).__name__) for name, m in model.named_modules()]
-    tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
-    return layers + [(name, (tensor.shape, tensor.dtype)) for name, tensor in tensors.items()]
-
-
 def _notes(loaded: LoadedModel) -> list[str]:
-    if not loaded.missing_devices:
-        return []
-    missing = ", ".join(loaded.missing_devices)
-    return [
-        f"the file's tensors were on {missing}, which is not here: they are on the CPU, also in the output"
-    ]
+    notes = list(loaded.notes)
+    if loaded.missing_devices:
+        missing = ", ".join(loaded.missing_devices)
+        notes.append(
+            f"the file's tensors were on {missing}, which is not here: they are on the CPU, also in the output"
+        )
+    return notes
 
 
 def _facts(
@@ -275,18 +304,15 @@ def _facts(
     inputs: str,
     origin: str,
     notes: list[str],
-    out: Path | None = None,
+    snippet: str = "",
     native: tuple[str, ...] = (),
 ) -> Facts:
-    snippet = ""
-    if out is not None:
-        snippet = f"import torch, tconv_swap\nmodel = torch.load({str(out)!r}, weights_only=False)"
     return Facts(
         model=str(request.model),
         inputs=inputs,
         inputs_origin=origin,
         device=str(device),
-        output=None if out is None else str(out),
+        output=str(request.out) if snippet else None,
         load_snippet=snippet,
         warnings=tuple(notes),
         native=native,

@@ -248,7 +248,11 @@ def reference_quantized() -> nn.Module:
             "lazy and not initialised; run the model once, then swap",
         ),
         (lambda: up(dtype=torch.complex64), "ConvTranspose2d", "unsupported dtype torch.complex64"),
-        (lambda: nn.ConvTranspose1d(4, 4, 2), "ConvTranspose1d", "1-D; only 2-D layers are swapped"),
+        (
+            lambda: nn.ConvTranspose1d(4, 4, 2),
+            "ConvTranspose1d",
+            "1-D; only 2-D layers are swapped unless include_1d (--include-1d) asks for it",
+        ),
         (lambda: nn.ConvTranspose3d(4, 4, 2), "ConvTranspose3d", "3-D; only 2-D layers are swapped"),
         (
             reference_quantized,

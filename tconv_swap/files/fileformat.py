@@ -20,6 +20,8 @@ from typing import IO, Literal, NamedTuple
 
 import torch
 
+from tconv_swap.memory import within_free_memory
+
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGIC = b"\x80"
 # torch.serialization.MAGIC_NUMBER, the first object of a legacy file.
@@ -50,11 +52,15 @@ class GlobalName(NamedTuple):
 
 @dataclass(frozen=True)
 class TorchFile:
-    """A file of `torch.save`, unread so far, and everything that reading it would import."""
+    """A file, unread so far, and everything that reading it would import.
+
+    `format`: what `torch.save` writes now and wrote before PyTorch 1.6, a safetensors file, or what
+    `torch.export.save` writes (of which nobody can say what reading it imports).
+    """
 
     path: Path
-    format: Literal["zip", "legacy"]
-    globals: frozenset[GlobalName]
+    format: Literal["zip", "legacy", "safetensors", "pt2"]
+    globals: frozenset[GlobalName] = frozenset()
 
 
 def printable(text: object) -> str:
@@ -82,7 +88,7 @@ def examine(path: Path) -> TorchFile:
             raise LoadError(f"{shown} is a directory, not a file")
         if not stat.S_ISREG(mode):
             raise LoadError(f"{shown} is not a regular file")
-        with open(path, "rb") as stream:
+        with open(path, "rb") as stream, within_free_memory():
             return _examine_stream(path, stream)
     except FileNotFoundError:
         raise LoadError(f"{shown}: no such file") from None
@@ -103,12 +109,12 @@ def _examine_stream(path: Path, stream: IO[bytes]) -> TorchFile:
         return _examine_zip(path)
     if head.startswith(PICKLE_MAGIC):
         return _examine_pickles(path, stream)
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
+        return TorchFile(path, "safetensors")
     raise LoadError(f"{printable(path)} is {_guess(head)}, not a network saved with torch.save(model, path)")
 
 
 def _guess(head: bytes) -> str:
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 2**40:
-        return "a safetensors file (weights without the network)"
     if head.startswith(b"\x89HDF"):
         return "an HDF5 file"
     if head.startswith(b"GGUF"):
@@ -134,16 +140,13 @@ def _examine_zip(path: Path) -> TorchFile:
             "save the network itself with torch.save(model, path)"
         )
     if "archive_format" in records or any(name.endswith("exported_program.json") for name in records):
-        raise LoadError(
-            f"{shown} is a torch.export archive (.pt2): a graph without layers to swap; "
-            "save the network itself with torch.save(model, path)"
-        )
+        return TorchFile(path, "pt2")
     if "data.pkl" not in records:
         raise LoadError(f"{shown} is a zip archive, but not one that torch.save wrote")
     try:
         pickle = bytes(reader.get_record("data.pkl"))
         return TorchFile(path, "zip", frozenset(_globals_of(BytesIO(pickle))))
-    except (RuntimeError, ValueError, EOFError) as error:
+    except (RuntimeError, ValueError, EOFError, OverflowError, MemoryError) as error:
         raise LoadError(f"{shown} is truncated or damaged ({_reason(error)})") from None
 
 
@@ -157,7 +160,7 @@ def _examine_pickles(path: Path, stream: IO[bytes]) -> TorchFile:
             would = f"; loading it would import {printable(', '.join(names))}" if names else ""
             raise LoadError(f"{shown} is a plain pickle, not a file written by torch.save{would}")
         names_in_order = [name for _ in range(LEGACY_PICKLES) for name in _globals_of(stream)]
-    except (ValueError, EOFError, IndexError, UnicodeDecodeError) as error:
+    except (ValueError, EOFError, IndexError, OverflowError, MemoryError) as error:
         raise LoadError(f"{shown} is truncated or damaged, or not a pickle ({first_line(error)})") from None
     return TorchFile(path, "legacy", frozenset(names_in_order))
 

@@ -1,87 +1,73 @@
 """Loads networks and inputs out of files without executing what the files say.
 
-A pickle can call anything it can name. So a file is read by `torch.load(weights_only=True)`, which looks
-every name up in an allow-list: PyTorch's own layer classes and ours, and what the user trusts by name. A
-trusted name is imported, and thereby the code of its module executed; nothing else is.
+A file is read by `torch.load(weights_only=True)`, which looks every name up in an allow-list (`trust`). What
+is executed: the modules of names that are trusted, and what the user names as code of his own.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import torch
-import torch.nn.functional as F
-from torch import _weights_only_unpickler, nn
-from torch.nn.parallel import DataParallel
-from torch.nn.utils import prune
-from torch.nn.utils.spectral_norm import (
-    SpectralNorm,
-    SpectralNormLoadStateDictPreHook,
-    SpectralNormStateDictHook,
-)
-from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
+from torch.export import ExportedProgram
 
-from tconv_swap import layer
-from tconv_swap.files.fileformat import GlobalName, LoadError, TorchFile, examine, first_line, printable
-from tconv_swap.files.legacy import container_class, readable_by_safe_loader
+from tconv_swap.files import exported, weights
+from tconv_swap.files.fileformat import LoadError, TorchFile, examine, first_line, printable
+from tconv_swap.files.legacy import readable_by_safe_loader
+from tconv_swap.files.trust import Allowed, UntrustedError, allowed_names, parse_trust, torch_allows
+from tconv_swap.files.usercode import build_network
 from tconv_swap.inputs import Inputs
+from tconv_swap.memory import CPU, free_bytes, within_free_memory
 
-__all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model"]
-
-# Functions of a tensor alone, kept as attributes by PyTorch's own transformer layers and by many networks.
-_ACTIVATIONS = (
-    F.celu, F.elu, F.gelu, F.glu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.logsigmoid, F.mish,
-    F.relu, F.relu6, F.selu, F.sigmoid, F.silu, F.softplus, F.softsign, F.tanh, F.tanhshrink,
-)  # fmt: skip
-# With one of these a pickle can do anything: trusting it by name would be --unsafe-pickle in disguise.
-_UNRESTRAINED_MODULES = (
-    "builtins", "code", "codeop", "ctypes", "importlib", "io", "_io", "marshal", "multiprocessing", "nt",
-    "operator", "os", "_pickle", "pickle", "posix", "pty", "runpy", "shutil", "socket", "subprocess", "sys",
-    "threading", "torch.hub", "torch.utils.cpp_extension", "webbrowser",
-)  # fmt: skip
-_HARMLESS_BUILTINS = (bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple)
-_MOST_NAMES_SHOWN = 50
-
-_Allowed: TypeAlias = list[Callable[..., Any] | tuple[Callable[..., Any], str]]
-
-
-class UntrustedError(LoadError):
-    """The file imports names that nobody has trusted; `names` are all of them. Nothing was executed."""
-
-    def __init__(self, path: Path, names: Iterable[GlobalName]) -> None:
-        self.names = tuple(sorted(names))
-        super().__init__(_refusal(path, self.names))
+__all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model", "parse_trust"]
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A network as it lies in its file.
 
-    `missing_devices` are the devices its tensors were saved from that this machine lacks ("cuda:0"); those
-    tensors are on the CPU now.
+    Attributes:
+        missing_devices: the devices its tensors were saved from that this machine lacks ("cuda:0"); those
+            tensors are on the CPU now.
+        notes: what a user should know about how it was loaded, in lines.
+        keys: where the file holds weights, its keys, each with the network's own for the same tensor.
+        program: the exported program that the network was made from.
+        inputs: those that the program was exported with.
     """
 
     model: nn.Module
     missing_devices: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    keys: Mapping[str, str] | None = None
+    program: ExportedProgram | None = None
+    inputs: Inputs | None = None
 
 
-def load_model(path: Path | str, *, trust: Iterable[str] = (), unsafe_pickle: bool = False) -> LoadedModel:
-    """The network in a file that `torch.save(model, path)` wrote, on the devices it was saved from.
+def load_model(
+    path: Path | str,
+    *,
+    trust: Iterable[str] = (),
+    unsafe_pickle: bool = False,
+    module: Path | None = None,
+    factory: str | None = None,
+) -> LoadedModel:
+    """The network in a file, on the devices it was saved from.
 
     Args:
-        path: the file.
+        path: what `torch.save(model, path)` wrote, or `torch.export.save`; with `factory` a state_dict, a
+            checkpoint that holds one, or a safetensors file.
         trust: names, as `module:Class`, that the file may import besides PyTorch's layers. Only those that
             the file does name are imported; importing executes the module's code.
         unsafe_pickle: let the file import and call anything.
+        module: a Python file whose classes the file may use. It is executed if the file does name some.
+        factory: `package.module:function` or `path.py:function`; executed to build the network, which then
+            gets the weights in the file, strictly.
 
     Raises:
         LoadError: the file is not a saved network, or is damaged.
@@ -89,13 +75,79 @@ def load_model(path: Path | str, *, trust: Iterable[str] = (), unsafe_pickle: bo
     """
     path = Path(path)
     file = examine(path)
-    allowed = _allowed(file, trust, unsafe_pickle)
+    if file.format == "pt2":
+        return _load_program(file, unsafe_pickle, factory)
+    if file.format == "safetensors" and factory is None:
+        raise LoadError(
+            f"{printable(path)} is a safetensors file (weights without the network): "
+            "--model module:factory builds the network"
+        )
+    content, devices = _read(file, trust, unsafe_pickle, module)
+    if factory is not None:
+        return _fitted(file, content, devices, factory)
+    if not isinstance(content, nn.Module):
+        raise LoadError(f"{printable(path)} {_other_content(content)}")
+    _check_whole(path, content)
+    return LoadedModel(content, tuple(sorted(devices.missing)))
+
+
+def _read(file: TorchFile, trust: Iterable[str], unsafe: bool, module: Path | None) -> tuple[Any, _Devices]:
     devices = _Devices()
-    loaded = _load(file, allowed, unsafe_pickle, devices)
-    if not isinstance(loaded, nn.Module):
-        raise LoadError(f"{printable(path)} {_other_content(loaded)}")
-    _check_whole(path, loaded)
-    return LoadedModel(loaded, tuple(sorted(devices.missing)))
+    if file.format == "safetensors":
+        return weights.read_safetensors(file.path), devices
+    return _load(file, allowed_names(file, trust, unsafe, module), unsafe, devices), devices
+
+
+def _fitted(file: TorchFile, content: object, devices: _Devices, factory: str) -> LoadedModel:
+    """The network that `factory` builds, with the weights of the file."""
+    # Before any code of the user's runs: a file that holds no weights needs none.
+    found = weights.find_state_dict(file, content)
+    network = build_network(factory)
+    prefix = weights.load_strictly(network, found, file.path)
+    _check_whole(file.path, network)
+    notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
+    if prefix:
+        notes.append(f"{prefix!r} was taken off the file's keys")
+    dtypes = [
+        {v.dtype for v in tensors.values() if v.is_floating_point()}
+        for tensors in (found, network.state_dict())
+    ]
+    if dtypes[0] != dtypes[1]:
+        shown = [", ".join(sorted(str(d).removeprefix("torch.") for d in kind)) for kind in dtypes]
+        notes.append(f"the file's weights are {shown[0]}, the network's {shown[1]}: they were converted")
+    keys = {key: key.removeprefix(prefix) for key in found}
+    return LoadedModel(network, tuple(sorted(devices.missing)), tuple(notes), keys)
+
+
+def _load_program(file: TorchFile, unsafe: bool, factory: str | None) -> LoadedModel:
+    shown = printable(file.path)
+    if factory is not None:
+        raise LoadError(f"{shown} is a torch.export archive, with its network: leave --model away")
+    if not unsafe:
+        raise LoadError(
+            f"{shown} is a torch.export archive (.pt2), whose loader can execute what the file says: "
+            "--unsafe-pickle loads it; use it only on a file of your own"
+        )
+    program = exported.load_program(file.path)
+    try:
+        network, left = exported.lifted(program)
+    except Exception as error:  # torch.export has many forms of graphs
+        raise LoadError(f"{shown} holds a program that cannot be swapped ({first_line(error)})") from error
+    inputs = program.example_inputs
+    given = None if inputs is None else Inputs(tuple(inputs[0]), dict(inputs[1]))
+    return LoadedModel(network, notes=left, program=program, inputs=given)
+
+
+def load_weights(path: Path) -> dict[str, Tensor]:
+    """The state_dict in a file that holds nothing else, on the CPU.
+
+    Raises:
+        LoadError: it is something else, or is damaged.
+    """
+    file = examine(path)
+    if file.format == "safetensors":
+        return weights.read_safetensors(path)
+    return weights.find_state_dict(file, _load(file, [], False, lambda storage, _: storage))
 
 
 def load_inputs(path: Path | str) -> Inputs:
@@ -108,7 +160,9 @@ def load_inputs(path: Path | str) -> Inputs:
     """
     path = Path(path)
     file = examine(path)
-    if unknown := {name for name in file.globals if name.dotted not in _torch_allows()}:
+    if file.format not in ("zip", "legacy"):
+        raise LoadError(f"{printable(path)} was not written by torch.save")
+    if unknown := {name for name in file.globals if name.dotted not in torch_allows()}:
         raise LoadError(
             f"{printable(path)} holds more than tensors, tuples, lists and dicts: "
             f"{printable(', '.join(name.dotted for name in sorted(unknown)))}"
@@ -118,19 +172,6 @@ def load_inputs(path: Path | str) -> Inputs:
         return Inputs.of(loaded)
     except TypeError as error:
         raise LoadError(f"{printable(path)}: {error}") from None
-
-
-def parse_trust(option: str) -> GlobalName:
-    """`pkg.mod:Class` taken apart.
-
-    Raises:
-        ValueError: it is not of that form.
-    """
-    module, colon, name = option.partition(":")
-    parts = (*module.split("."), *name.split("."))
-    if not colon or not all(part.isidentifier() for part in parts):
-        raise ValueError(f"{option!r} is not of the form module:Class, such as torchvision.models.vgg:VGG")
-    return GlobalName(module, name)
 
 
 class _Devices:
@@ -155,19 +196,25 @@ def _exists(location: str) -> bool:
     return True
 
 
-def _load(file: TorchFile, allowed: _Allowed, unsafe: bool, map_location: Callable[[Any, str], Any]) -> Any:
+def _load(file: TorchFile, allowed: Allowed, unsafe: bool, map_location: Callable[[Any, str], Any]) -> Any:
     path = file.path
+    if torch.cuda.is_available():
+        _exists("cuda")  # starts CUDA: what it maps does not count as the file's
     try:
         source: Path | IO[bytes] = path
         if file.format == "legacy" and not unsafe:
             with open(path, "rb") as stream:
                 source = readable_by_safe_loader(stream)
         # Warnings about the pickle protocol, storages and changed sources say nothing the user can act on.
-        with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+        with warnings.catch_warnings(), torch.serialization.safe_globals(allowed), within_free_memory():
             warnings.simplefilter("ignore")
             return torch.load(source, map_location=map_location, weights_only=not unsafe)
     except Exception as error:  # a damaged pickle may fail in any way; so may the code of a trusted class
         reason = str(error)
+        if isinstance(error, MemoryError) or "can't allocate memory" in reason:
+            raise LoadError(
+                f"{printable(path)} cannot be loaded: it needs more memory than is free"
+            ) from error
         if "Unsupported operand" in reason:
             raise LoadError(
                 f"{printable(path)} is damaged, or was saved with another pickle protocol than torch.save's "
@@ -185,127 +232,8 @@ def _inner_reason(error: Exception) -> str:
     return printable(inner[-1]) if wrapped and inner else first_line(error)
 
 
-def _allowed(file: TorchFile, trust: Iterable[str], unsafe: bool) -> _Allowed:
-    """`(object, its name in the file)` for everything this file may import."""
-    if unsafe:
-        _let_working_directory_be_imported()
-        return []
-    known = _own_names()
-    foreign = {
-        name for name in file.globals if name.dotted not in known and name.dotted not in _torch_allows()
-    }
-    trusted = {parse_trust(option) for option in trust}
-    trusted = {name for name in trusted if not _is_unrestrained(name)}
-    if refused := foreign - trusted:
-        raise UntrustedError(file.path, refused)
-    allowed: _Allowed = [(found, name) for name, found in known.items()]
-    for name in sorted(foreign):
-        found = _import(name)
-        allowed.append((found, name.dotted))
-        if _has_swapped_form(found):
-            # layer._new_swapped_layer makes the class of such a layer; the unpickler must know the result.
-            allowed.append((layer.swapped_class(found), f"{name.dotted} (swapped)"))
-    return allowed
-
-
-def _has_swapped_form(found: Any) -> bool:
-    own_forward = getattr(found, "forward", None) is not nn.ConvTranspose2d.forward
-    return isinstance(found, type) and issubclass(found, nn.ConvTranspose2d) and not own_forward
-
-
-@functools.cache
-def _own_names() -> dict[str, Any]:
-    """PyTorch's layers and ours: classes whose construction and `__setstate__` only fill in attributes."""
-    found: dict[str, Any] = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("torch.nn.modules."):
-            for value in vars(module).values():
-                if (
-                    isinstance(value, type)
-                    and issubclass(value, nn.Module)
-                    and value.__module__ == module_name
-                ):
-                    found[f"{module_name}.{value.__qualname__}"] = value
-    pruning = [v for v in vars(prune).values() if isinstance(v, type) and v.__module__ == prune.__name__]
-    extra: tuple[Any, ...] = (
-        frozenset,
-        slice,
-        nn.modules.module._WrappedHook,
-        nn.parameter.UninitializedParameter,
-        nn.parameter.UninitializedBuffer,
-        RemovableHandle,
-        DataParallel,
-        WeightNorm,
-        SpectralNorm,
-        SpectralNormStateDictHook,
-        SpectralNormLoadStateDictPreHook,
-        layer.ConvTranspose2d,
-        layer._new_swapped_layer,
-        container_class,
-        *pruning,
-    )
-    found |= {f"{value.__module__}.{value.__qualname__}": value for value in extra}
-    # gelu, logsigmoid and softplus are C functions: they pickle under the name of torch._C._nn.
-    return found | {f"{f.__module__}.{f.__name__}": f for f in _ACTIVATIONS}
-
-
-@functools.cache
-def _torch_allows() -> frozenset[str]:
-    """What weights_only loading allows by itself: tensors, dtypes, devices, OrderedDict and their like."""
-    # No public function tells it for a legacy file: get_unsafe_globals_in_checkpoint reads only zip archives.
-    return frozenset(_weights_only_unpickler._get_allowed_globals())
-
-
-def _is_unrestrained(name: GlobalName) -> bool:
-    if name.module == "builtins":
-        return name.name not in [harmless.__name__ for harmless in _HARMLESS_BUILTINS]
-    return any(
-        name.module == module or name.module.startswith(f"{module}.") for module in _UNRESTRAINED_MODULES
-    )
-
-
-def _import(name: GlobalName) -> Any:
-    """The object that a trusted name means. This executes the code of its module."""
-    _let_working_directory_be_imported()
-    try:
-        found: Any = importlib.import_module(name.module)
-        for part in name.name.split("."):
-            found = getattr(found, part)
-    except Exception as error:  # importing runs foreign code
-        raise LoadError(f"cannot import {printable(name.option)} ({first_line(error)})") from error
-    return found
-
-
-def _let_working_directory_be_imported() -> None:
-    """As `python script.py` would: the console script's own path holds only its bin directory."""
-    # Last, so that nothing in the directory can stand in for an installed package.
-    if not {"", os.getcwd()} & set(sys.path):
-        sys.path.append(os.getcwd())
-
-
-def _refusal(path: Path, names: tuple[GlobalName, ...]) -> str:
-    shown = [printable(name.dotted) for name in names[:_MOST_NAMES_SHOWN]]
-    if len(names) > _MOST_NAMES_SHOWN:
-        shown.append(f"{len(names) - _MOST_NAMES_SHOWN} more")
-    text = f"{printable(path)} would execute code that is not PyTorch's own: {', '.join(shown)}."
-    anything = [name for name in names if _is_unrestrained(name)]
-    scripts = [name for name in names if name.module == "__main__"]
-    if anything:
-        return (
-            f"{text} With {printable(anything[0].dotted)} it can do anything, so --trust does not take it; "
-            "--unsafe-pickle executes whatever the file contains: use it only on a file of your own"
-        )
-    if scripts:
-        return (
-            f"{text} {printable(scripts[0].name)} was defined in the script that saved the file and cannot "
-            "be imported: save the network again with its class imported from a module"
-        )
-    options = " ".join(f"--trust {printable(name.option)}" for name in names[:_MOST_NAMES_SHOWN])
-    return f"{text} If you trust it, add: {options}"
-
-
 def _other_content(loaded: Any) -> str:
-    advice = "build the network in Python, load the weights into it and torch.save(model, path)"
+    advice = "--model module:factory (or path.py:factory) builds the network and loads the weights into it"
     if isinstance(loaded, Mapping):
         networks = [key for key, value in loaded.items() if isinstance(value, nn.Module)]
         if networks:
@@ -328,5 +256,20 @@ def _check_whole(path: Path, model: nn.Module) -> None:
                 raise TypeError("training is not a bool")
             list(module.named_parameters(recurse=False))
             list(module.named_buffers(recurse=False))
+        _check_size(model)
     except (AttributeError, TypeError, ValueError, RecursionError) as error:
         raise LoadError(f"{printable(path)} holds a damaged network ({first_line(error)})") from None
+
+
+def _check_size(model: nn.Module) -> None:
+    # A tensor of stride 0 may have any size on a storage of a few bytes, until somebody copies it.
+    held = [
+        t for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t) and not t.is_meta
+    ]
+    expanded = [
+        t for t in held if 0 in t.stride() and t.numel() * t.element_size() > t.untyped_storage().nbytes()
+    ]
+    needed = sum(tensor.numel() * tensor.element_size() for tensor in expanded)
+    free = free_bytes(CPU)
+    if free is not None and needed > free:
+        raise ValueError(f"its tensors would need {needed / 2**30:.0f} GiB")

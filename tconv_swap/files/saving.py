@@ -9,9 +9,12 @@ import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
+
+from tconv_swap.files.fileformat import first_line
 
 
 class SaveError(Exception):
@@ -44,15 +47,22 @@ def check_target(target: Path, source: Path) -> None:
 
 
 def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] | None = None) -> None:
-    """`torch.save(model, target)`, atomically: until the last moment `target` is what it was before.
+    """`torch.save(model, target)`, as `save_whole` does it."""
+    save_whole(lambda stream: torch.save(model, stream), target, check=check)
+
+
+def save_whole(
+    write: Callable[[IO[bytes]], None], target: Path, *, check: Callable[[Path], None] | None = None
+) -> None:
+    """Write a file atomically: until the last moment `target` is what it was before.
 
     Args:
-        model: the network.
+        write: called with the stream to write to.
         target: an existing file is replaced and keeps its permissions; a symbolic link is followed.
         check: called with the complete temporary file before that takes its place; may raise to prevent it.
 
     Raises:
-        SaveError: the file could not be written (disk full, no permission), or the network not be pickled.
+        SaveError: the file could not be written (disk full, no permission), or its content not be pickled.
     """
     destination = _destination(target)
     # In the same directory: os.replace is atomic only within one file system.
@@ -62,7 +72,7 @@ def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] 
             temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666
         )
         with os.fdopen(descriptor, "wb") as stream:
-            torch.save(model, stream)
+            write(stream)
             stream.flush()
             os.fsync(stream.fileno())
         if check is not None:
@@ -75,7 +85,7 @@ def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] 
         raise SaveError(f"{target} cannot be written ({error.strerror or error})") from error
     except (RuntimeError, TypeError, AttributeError, ValueError, pickle.PickleError) as error:
         # torch's zip writer reports a full disk as a RuntimeError; pickling refuses lambdas and the like.
-        raise SaveError(f"{target} cannot be written ({str(error).splitlines()[0]})") from error
+        raise SaveError(f"{target} cannot be written ({first_line(error)})") from error
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()

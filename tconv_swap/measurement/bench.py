@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tconv_swap.inputs import Inputs, model_device
-from tconv_swap.layer import ConvTranspose2d
+from tconv_swap.layer import SWAPPED
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.stages import (
     LayerCall,
@@ -263,7 +263,7 @@ class _Run:
 
     def layer_calls(self) -> list[LayerCall]:
         """What reaches the swapped layers in one forward pass of the original."""
-        names = [name for name, m in self.models["swapped"].named_modules() if isinstance(m, ConvTranspose2d)]
+        names = [name for name, m in self.models["swapped"].named_modules() if isinstance(m, SWAPPED)]
         original = self.models["original"]
         for name in names:
             try:

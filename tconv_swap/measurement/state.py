@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,6 +11,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from tconv_swap.memory import free_bytes
 
 _T = TypeVar("_T", bound=Tensor | None)
 
@@ -21,7 +24,8 @@ def preserved(*models: nn.Module) -> Iterator[None]:
     Covers parameters and buffers (the same objects with the same values), gradients, `requires_grad`,
     training flags, and the random state of Python, of PyTorch's CPU generator and of that of every GPU the
     networks lie on. Inside, every gradient starts as None, so that gradients a user has accumulated are
-    neither added to nor freed. Costs one copy of all parameters and buffers, on their own device.
+    neither added to nor freed. Costs one copy of all parameters and buffers: on their own device, or on the CPU
+    where they would take more than half of what a GPU has left.
 
     Not covered: uninitialised (lazy) parameters, and attributes that are neither parameters nor buffers.
     """
@@ -29,7 +33,7 @@ def preserved(*models: nn.Module) -> Iterator[None]:
     flags = [(module, module.training) for module in modules]
     registered = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
     tensors = _unique_tensors(modules)
-    values = [(tensor, tensor.detach().clone()) for tensor in tensors if _writable(tensor)]
+    values = _copies([tensor for tensor in tensors if _writable(tensor)])
     gradients = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors if tensor.is_leaf]
     python_random = random.getstate()
     gpus = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
@@ -60,6 +64,22 @@ def _unique_tensors(modules: list[nn.Module]) -> list[Tensor]:
             if tensor is not None and not is_lazy(tensor):
                 found[id(tensor)] = tensor
     return list(found.values())
+
+
+def _copies(tensors: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Every tensor with a copy of its values."""
+    needed = Counter[torch.device]()
+    for tensor in tensors:
+        needed[tensor.device] += tensor.numel() * tensor.element_size()
+    crowded = {
+        device for device, size in needed.items() if device.type == "cuda" and _is_crowded(device, size)
+    }
+    return [(t, t.detach().cpu() if t.device in crowded else t.detach().clone()) for t in tensors]
+
+
+def _is_crowded(device: torch.device, size: int) -> bool:
+    free = free_bytes(device)
+    return free is not None and size > free / 2
 
 
 def _writable(tensor: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from tconv_swap.layer import ConvTranspose2d
+from tconv_swap.layer import SWAPPED, Plain, Swapped, has_own_forward, original_class, plain_class
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import ErrorSum, Tolerance
 from tconv_swap.verification.report import Kind
@@ -24,7 +24,7 @@ _PIECE_ELEMENTS = 1 << 25
 
 def layer_roundoff(layer: nn.Module, output: Tensor) -> float:
     """The largest error, relative to its terms, with which this layer computes an element of its output."""
-    assert isinstance(layer, nn.ConvTranspose2d)
+    assert isinstance(layer, nn.ConvTranspose2d | nn.ConvTranspose1d)
     terms = layer.in_channels // layer.groups * math.prod(layer.kernel_size)
     return accumulated(compare.roundoff(output.dtype, output.device), terms, output.dtype)
 
@@ -40,7 +40,7 @@ class LayerCall:
     """One call of a swapped layer. The weight is the one that was used: a parametrization may change it."""
 
     name: str
-    layer: ConvTranspose2d
+    layer: Swapped
     mode: str
     order: int
     input: Tensor
@@ -51,14 +51,14 @@ class LayerCall:
     autocast: Callable[[], torch.autocast]
     tolerance: Tolerance | None
 
-    def output(self, cls: type[nn.ConvTranspose2d]) -> Tensor:
+    def output(self, cls: type[Plain]) -> Tensor:
         """What a layer of this class returns for this call."""
         with torch.no_grad(), self.autocast():
             layer = isolated(self.layer, cls, self.weight, self.bias)
             return layer.forward(self.input, self.output_size)  # type: ignore[no-any-return]
 
     def gradients(
-        self, cls: type[nn.ConvTranspose2d], grad_output: Tensor
+        self, cls: type[Plain], grad_output: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of the input, the weight and the bias; None where there is none."""
         x, weight = _leaf(self.input), _leaf(self.weight)
@@ -76,13 +76,19 @@ def _leaf(tensor: Tensor) -> Tensor:
     return (tensor.clone() if tensor.is_inference() else tensor.detach()).requires_grad_()
 
 
-def own_class(layer: ConvTranspose2d) -> type[nn.ConvTranspose2d]:
+def own_class(layer: Swapped) -> type[Swapped]:
     """The layer's class, without what a parametrization put in front of it."""
     cls = type(layer)
     return cls.__bases__[0] if parametrize.is_parametrized(layer) else cls
 
 
-def weights(layer: nn.ConvTranspose2d) -> tuple[Tensor, Tensor | None]:
+def keeps_own_forward(layer: Swapped) -> bool:
+    """Whether it was swapped although its class computes something of its own around what ours does."""
+    original = original_class(own_class(layer))
+    return not issubclass(original, SWAPPED) and has_own_forward(original)
+
+
+def weights(layer: Plain) -> tuple[Tensor, Tensor | None]:
     """Weight and bias as the last forward used them.
 
     In eval mode: reading a parametrized weight computes it, and spectral_norm would step on in train mode.
@@ -97,9 +103,7 @@ def weights(layer: nn.ConvTranspose2d) -> tuple[Tensor, Tensor | None]:
             module.training = True
 
 
-def isolated(
-    layer: nn.ConvTranspose2d, cls: type[nn.ConvTranspose2d], weight: Tensor, bias: Tensor | None
-) -> Any:
+def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None) -> Any:
     """The layer as `cls`, without hooks and parametrizations, over the given tensors; shares the rest."""
     bare = cls.__new__(cls)
     nn.Module.__init__(bare)
@@ -127,9 +131,9 @@ class Truth:
         # The spacing of the smallest numbers that the dtype has.
         self.absolute = info.smallest_normal * info.eps / unit
 
-    @staticmethod
-    def _batched(tensor: Tensor) -> Tensor:
-        return tensor.unsqueeze(0) if tensor.dim() == 3 else tensor
+    def _batched(self, tensor: Tensor) -> Tensor:
+        unbatched = tensor.dim() == len(self.call.layer.kernel_size) + 1
+        return tensor.unsqueeze(0) if unbatched else tensor
 
     def outputs(self, original: Tensor, swapped: Tensor) -> tuple[ErrorSum, ErrorSum]:
         errors = ErrorSum(), ErrorSum()
@@ -209,6 +213,7 @@ class Truth:
         return self._wide(self.call.weight, power), None if bias is None else self._wide(bias, power)
 
     def _compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        size = None if self.call.output_size is None else self.call.output_size[-2:]
-        layer = isolated(self.call.layer, nn.ConvTranspose2d, weight, bias)
+        size = self.call.output_size
+        size = None if size is None else size[-len(self.call.layer.kernel_size) :]
+        layer = isolated(self.call.layer, plain_class(self.call.layer), weight, bias)
         return layer.forward(x, size)  # type: ignore[no-any-return]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from tconv_swap.inputs import Inputs, named_tensors
+from tconv_swap.memory import free_bytes as _free_bytes
 
 _FLOAT64_BYTES = 8
 # Outputs of modules are about half of what a forward keeps; functional calls, which nobody sees, the rest.
@@ -52,33 +51,3 @@ def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gr
                 f"float64 needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on {device}"
             )
     return ""
-
-
-def _free_bytes(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    free = [_meminfo_available(), _cgroup_available()]
-    return min((n for n in free if n is not None), default=None)
-
-
-def _meminfo_available() -> int | None:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
-
-
-def _cgroup_available() -> int | None:
-    """Of this container, where the limit is set on the group that is seen as the root."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = int((root / "memory.max").read_text())
-        used = int((root / "memory.current").read_text())
-        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
-        return limit - used + int(statistics.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return None

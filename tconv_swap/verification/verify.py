@@ -98,7 +98,7 @@ def verify(
     report = VerifyReport()
     layers = swapped_layers(swapped)
     if not layers:
-        report.failures.append("nothing is swapped: the network holds no tconv_swap.ConvTranspose2d")
+        report.failures.append("nothing is swapped: the network holds no layer of tconv_swap")
     if both := sorted(swapped_layers(original)):
         report.failures.append(
             f"the original holds swapped layers itself ({', '.join(name or '(root)' for name in both)}): "

@@ -1,0 +1,250 @@
+"""Exported programs (torch.export, ``.pt2``): their transposed convolutions found, swapped, and swapped back.
+
+A program is a graph without layers. ``lifted`` gives it layers again: a network that computes the same, in
+which every transposed convolution over a parameter is an ``nn.ConvTranspose2d`` under its old name. That is
+what is planned, verified and timed as any other; what is saved is the program with our operator in it.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import fx, nn
+from torch.export import ExportedProgram
+
+from tconv_swap import op
+from tconv_swap.cuda.choice import Backend, check_backend
+from tconv_swap.files.fileformat import LoadError, first_line, printable
+
+_ATEN = torch.ops.aten
+_FORMS = (_ATEN.conv_transpose2d.input, _ATEN.convolution.default)
+_OURS = torch.ops.tconv_swap.conv_transpose2d.default
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A 2-D transposed convolution in a graph, with all its arguments."""
+
+    node: fx.Node
+    input: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+    geometry: tuple[Any, ...]
+    """Stride, padding, output_padding, groups, dilation."""
+
+
+def load_program(path: Path) -> ExportedProgram:
+    """The program in a ``.pt2`` file. The loader may execute what the file says: ask before.
+
+    Raises:
+        LoadError: it is damaged, or needs what is not here.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.load(path)
+    except Exception as error:  # a damaged archive may fail in any way
+        raise LoadError(f"{printable(path)} cannot be loaded ({first_line(error)})") from error
+
+
+def save_program(program: ExportedProgram, stream: IO[bytes]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(program, stream)
+
+
+def swap_program(
+    program: ExportedProgram, *, names: Collection[str] | None = None, backend: Backend = "auto"
+) -> ExportedProgram:
+    """A copy of ``program`` in which 2-D transposed convolutions run on our operator.
+
+    Args:
+        program: of ``torch.export``, before or after its decompositions.
+        names: of the layers that are swapped, such as ``decoder.up``; None swaps every 2-D transposed
+            convolution whose dtype we have, also those whose weight the graph computes.
+        backend: what computes them, as in ``tconv_swap.conv_transpose2d``.
+
+    Returns:
+        The copy. Batched inputs only are swapped; a call with an unbatched one stays as it is.
+    """
+    check_backend(backend)
+    result = _copied(program)
+    parameters = _parameters(result)
+    for call in _calls(result.graph_module.graph):
+        owner = _owner(parameters.get(call.weight.name, ""))
+        if names is None or owner in names:
+            call.node.target = _OURS
+            call.node.args = (call.input, call.weight, call.bias, *call.geometry, backend)
+            call.node.kwargs = {}
+    result.graph_module.recompile()
+    return result
+
+
+def unswap_program(program: ExportedProgram) -> ExportedProgram:
+    """A copy of ``program`` in which our operator is PyTorch's again, as ``torch.onnx.export`` needs it."""
+    result = _copied(program)
+    for node in result.graph_module.graph.nodes:
+        if node.target is _OURS:
+            node.target, node.args = _ATEN.conv_transpose2d.input, node.args[:8]
+    result.graph_module.recompile()
+    return result
+
+
+def count_swapped(program: ExportedProgram) -> int:
+    """How often ``program`` calls our operator."""
+    return sum(node.target is _OURS for node in program.graph_module.graph.nodes)
+
+
+def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
+    """A network that computes what ``program`` does, with layers; and what could not be made a layer, in words.
+
+    The parameters are those of ``program`` itself.
+    """
+    source = unswap_program(program).module(check_guards=False)
+    network = fx.GraphModule(source, source.graph)
+    left: list[str] = []
+    layers: dict[str, tuple[Any, ...]] = {}
+    for call in _calls(network.graph):
+        why = _why_no_layer(call, layers)
+        if why:
+            left.append(f"{_described(call)} is left: {why}")
+            continue
+        name = _owner(str(call.weight.target))
+        if name not in layers:
+            layers[name] = call.geometry
+            _replace_submodule(network, name, _layer(network, name, call))
+        with network.graph.inserting_before(call.node):
+            layer_call = network.graph.call_module(name, (call.input,))
+        call.node.replace_all_uses_with(layer_call)
+        network.graph.erase_node(call.node)
+    left += _elsewhere(network)
+    network.recompile()
+    return network, tuple(left)
+
+
+def _copied(program: ExportedProgram) -> ExportedProgram:
+    result = copy.deepcopy(program)
+    # Copying a graph renames what is called like a builtin ("input"), and the signature goes by the names.
+    for old, new in zip(program.graph_module.graph.nodes, result.graph_module.graph.nodes, strict=True):
+        if new.name != old.name:
+            new.name = old.name
+    return result
+
+
+def _calls(graph: fx.Graph) -> list[_Call]:
+    found = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in _FORMS or not _is_swappable(node):
+            continue
+        values = [*node.args]
+        names = [argument.name for argument in node.target._schema.arguments]
+        given = dict(zip(names, values, strict=False)) | node.kwargs
+        defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
+        get: Callable[[str], Any] = (defaults | given).get
+        geometry = (
+            _two(get("stride")),
+            _two(get("padding")),
+            _two(get("output_padding")),
+            get("groups"),
+            _two(get("dilation")),
+        )
+        found.append(_Call(node, get("input"), get("weight"), get("bias"), geometry))
+    return found
+
+
+def _two(value: Any) -> list[Any]:
+    pair = list(value) if isinstance(value, list | tuple) else [value]
+    return pair * 2 if len(pair) == 1 else pair
+
+
+def _is_swappable(node: fx.Node) -> bool:
+    """2-D, transposed, batched, of a dtype that we have."""
+    if node.target is _ATEN.convolution.default and not node.args[6]:
+        return False
+    value = node.meta.get("val")
+    return value is not None and value.dim() == 4 and value.dtype in op.SUPPORTED_DTYPES
+
+
+def _why_no_layer(call: _Call, layers: dict[str, tuple[Any, ...]]) -> str:
+    if call.weight.op != "get_attr":
+        return "the graph computes its weight"
+    name = _owner(str(call.weight.target))
+    bias = None if call.bias is None else str(call.bias.target)
+    if str(call.weight.target) != f"{name}.weight".lstrip(".") or bias not in (
+        None,
+        f"{name}.bias".lstrip("."),
+    ):
+        return "its weight and bias are not those of one layer"
+    if not name:
+        return "its weight is the program's own"
+    if not all(isinstance(number, int) for value in call.geometry for number in _two(value)):
+        return "its arguments are symbolic"
+    if layers.get(name, call.geometry) != call.geometry:
+        return "its weight is used with other arguments too"
+    return ""
+
+
+def _described(call: _Call) -> str:
+    stack = list((call.node.meta.get("nn_module_stack") or {}).values())
+    return printable(stack[-1][0] if stack and stack[-1][0] else call.node.name)
+
+
+def _elsewhere(network: fx.GraphModule) -> Iterator[str]:
+    """Transposed convolutions of other forms: 1-D, 3-D, unbatched, of other dtypes, inside of control flow."""
+    for name, module in network.named_modules():
+        for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
+            target = str(node.target)
+            transposed = "aten.conv_transpose" in target or (
+                node.target is _ATEN.convolution.default and node.args[6]
+            )
+            where = f"{name}.{node.name}" if name else node.name
+            if transposed and (name or node.target not in _FORMS or not _is_swappable(node)):
+                yield f"{printable(where)} ({target}) is left: not a batched 2-D one in the program's main graph"
+
+
+def _layer(network: fx.GraphModule, name: str, call: _Call) -> nn.ConvTranspose2d:
+    holder = network.get_submodule(name)
+    weight: Any = holder.weight
+    stride, padding, output_padding, groups, dilation = call.geometry
+    layer = nn.ConvTranspose2d(
+        weight.shape[0],
+        weight.shape[1] * groups,
+        tuple(weight.shape[2:]),
+        tuple(stride),
+        tuple(padding),
+        tuple(output_padding),
+        groups,
+        call.bias is not None,
+        tuple(dilation),
+        device="meta",
+    )
+    for key, tensor in (("weight", weight), ("bias", getattr(holder, "bias", None))):
+        delattr(layer, key)
+        if key == "bias" and call.bias is None:
+            layer.register_parameter(key, None)
+        elif isinstance(tensor, nn.Parameter):
+            layer.register_parameter(key, tensor)
+        else:
+            layer.register_buffer(key, tensor)
+    return layer
+
+
+def _replace_submodule(network: nn.Module, name: str, layer: nn.Module) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(network.get_submodule(parent), last, layer)
+
+
+def _owner(parameter: str) -> str:
+    return parameter.rpartition(".")[0]
+
+
+def _parameters(program: ExportedProgram) -> dict[str, str]:
+    """The dotted name of the parameter or buffer that each placeholder stands for."""
+    signature = program.graph_signature
+    return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

@@ -1,0 +1,149 @@
+"""Code of the user's own, named on the command line: a file of classes, a factory that builds a network.
+
+Importing a file executes it; so nothing here is called for a file that the user has not named.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from tconv_swap.files.fileformat import LoadError, first_line, printable
+
+
+def import_module(name: str) -> ModuleType:
+    """An installed module, or one in the working directory.
+
+    Raises:
+        LoadError: it is not there, or raises while it is executed.
+    """
+    let_working_directory_be_imported()
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # importing runs foreign code
+        raise LoadError(f"cannot import {printable(name)} ({first_line(error)})") from error
+
+
+def import_file(path: Path) -> ModuleType:
+    """The Python file ``path`` as the module of its name, as a script beside it would import it.
+
+    Raises:
+        LoadError: there is no such file, its name is none of a module or that of another one, or it raises.
+    """
+    shown = printable(path)
+    name = path.stem
+    try:
+        parse_file(str(path))
+    except ValueError as error:
+        raise LoadError(str(error)) from None
+    loaded = sys.modules.get(name)
+    if loaded is not None or name in sys.stdlib_module_names:
+        if loaded is not None and _is_file_of(loaded, path):
+            return loaded
+        raise LoadError(f"{shown} cannot be imported: another module is called {name!r}; rename the file")
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise LoadError(f"{shown} is not a regular file")
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise LoadError(f"{shown} cannot be imported")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    directory = str(path.resolve().parent)
+    if directory not in sys.path:
+        sys.path.append(directory)
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise LoadError(f"{shown} cannot be imported ({first_line(error)})") from error
+    return module
+
+
+def parse_file(text: str) -> Path:
+    """``text`` as the path of a Python file.
+
+    Raises:
+        ValueError: no module can be called so.
+    """
+    path = Path(text)
+    if path.suffix != ".py" or not path.stem.isidentifier() or "\0" in text:
+        raise ValueError(f"{printable(text)} is not the name of a Python file such as network.py")
+    return path
+
+
+def build_network(factory: str) -> nn.Module:
+    """What the factory ``package.module:function`` or ``path.py:function`` returns when called without arguments.
+
+    Raises:
+        LoadError: it cannot be imported or called, or returns no network.
+    """
+    build: Any = find(*parse_factory(factory))
+    try:
+        network = build()
+    except (Exception, SystemExit) as error:
+        raise LoadError(f"{printable(factory)}() raises {first_line(error)}") from error
+    if not isinstance(network, nn.Module):
+        raise LoadError(
+            f"{printable(factory)}() returns a {type(network).__name__}, not a network (an nn.Module)"
+        )
+    return network
+
+
+def parse_factory(option: str) -> tuple[str, str]:
+    """``pkg.mod:factory`` or ``path.py:factory`` taken apart.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    place, colon, name = option.rpartition(":")
+    modular = all(part.isidentifier() for part in place.split("."))
+    if (
+        not colon
+        or not (place.endswith(".py") or modular)
+        or not all(p.isidentifier() for p in name.split("."))
+    ):
+        raise ValueError(f"{option!r} is not of the form module:factory or path.py:factory")
+    return place, name
+
+
+def find(place: str, name: str) -> Callable[..., Any]:
+    """The object ``name`` of a module or a Python file.
+
+    Raises:
+        LoadError: there is none.
+    """
+    found: Any = import_file(Path(place)) if place.endswith(".py") else import_module(place)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise LoadError(f"{printable(place)} has no {printable(name)}")
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def defined_classes(module: ModuleType) -> dict[str, type]:
+    """The classes that ``module`` itself defines, by name; not those that it only imports."""
+    classes = [value for value in vars(module).values() if isinstance(value, type)]
+    return {cls.__qualname__: cls for cls in classes if cls.__module__ == module.__name__}
+
+
+def let_working_directory_be_imported() -> None:
+    """As `python script.py` would: the console script's own path holds only its bin directory."""
+    # Last, so that nothing in the directory can stand in for an installed package.
+    if not {"", os.getcwd()} & set(sys.path):
+        sys.path.append(os.getcwd())
+
+
+def _is_file_of(module: ModuleType, path: Path) -> bool:
+    file = getattr(module, "__file__", None)
+    try:
+        return file is not None and os.path.samefile(file, path)
+    except OSError:
+        return False

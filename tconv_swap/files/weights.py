@@ -1,0 +1,146 @@
+"""Weights without a network: state_dicts, checkpoints of Lightning, safetensors; read, fitted and written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.files.fileformat import LoadError, TorchFile, first_line, printable
+
+#: Under which keys checkpoints keep the state_dict; Lightning's is the first.
+_USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "params_ema", "params")
+#: What wrappers put in front of every key.
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
+_MOST_KEYS_SHOWN = 3
+
+
+def read_safetensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the CPU.
+
+    Raises:
+        LoadError: the file is damaged, or the package safetensors is not installed.
+    """
+    library = _safetensors(path)
+    try:
+        return library.load_file(path)  # type: ignore[no-any-return]
+    except Exception as error:  # SafetensorError, and what a crafted header makes of the sizes
+        raise LoadError(f"{printable(path)} is truncated or damaged ({first_line(error)})") from error
+
+
+def write_safetensors(weights: Mapping[str, Tensor], stream: IO[bytes]) -> None:
+    """Raises LoadError where safetensors is not installed."""
+    # The format has no strides and no shared storages: each tensor is written by itself.
+    separate = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in weights.items()
+    }
+    stream.write(_safetensors(Path("safetensors")).save(separate))
+
+
+def _safetensors(path: Path) -> Any:
+    try:
+        import safetensors.torch
+    except ImportError:
+        raise LoadError(f"{printable(path)} needs the package safetensors: pip install safetensors") from None
+    return safetensors.torch
+
+
+def is_state_dict(value: object) -> bool:
+    """Whether ``value`` maps names to tensors, and to nothing else."""
+    return (
+        isinstance(value, Mapping)
+        and bool(value)
+        and all(isinstance(k, str) and isinstance(v, Tensor) for k, v in value.items())
+    )
+
+
+def find_state_dict(file: TorchFile, content: object) -> dict[str, Tensor]:
+    """The state_dict in what a file holds: all of it, or what lies under one of the usual keys.
+
+    Raises:
+        LoadError: there is none.
+    """
+    if is_state_dict(content):
+        return dict(content)  # type: ignore[call-overload,no-any-return]
+    if isinstance(content, nn.Module):
+        raise LoadError(f"{printable(file.path)} holds a whole network: leave --model away")
+    if isinstance(content, Mapping):
+        for key in _USUAL_KEYS:
+            if is_state_dict(content.get(key)):
+                return dict(content[key])
+        keys = ", ".join(printable(repr(key)) for key in list(content)[:5])
+        raise LoadError(f"{printable(file.path)} holds no state_dict, but a dict with {keys or 'no keys'}")
+    raise LoadError(f"{printable(file.path)} holds no state_dict, but a {type(content).__name__}")
+
+
+def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) -> str:
+    """Puts the weights into the network, every one into its place and nothing left over.
+
+    A prefix that a wrapper has put in front of every key is taken off where that makes the keys fit. A weight
+    that is tied to one in the file need not be there itself.
+
+    Returns:
+        The prefix that was taken off; ``""`` if none.
+
+    Raises:
+        LoadError: keys are missing or left over, or a shape differs.
+    """
+    own = network.state_dict(keep_vars=True)
+    prefix, fitted = _without_prefix(weights, own)
+    present = {id(own[name]) for name in own.keys() & fitted.keys()}
+    missing = [name for name in own if name not in fitted and id(own[name]) not in present]
+    unexpected = [name for name in fitted if name not in own]
+    for names, what in ((missing, "lacks"), (unexpected, "has, and the network has not,")):
+        if names:
+            raise LoadError(f"{printable(path)} does not fit the network: it {what} {_shown(names)}")
+    for name, tensor in fitted.items():
+        if (
+            isinstance(own[name], Tensor)
+            and own[name].shape != tensor.shape
+            and not nn.parameter.is_lazy(own[name])
+        ):
+            raise LoadError(
+                f"{printable(path)} does not fit the network: {printable(name)} is {list(tensor.shape)} there and "
+                f"{list(own[name].shape)} in the network"
+            )
+    try:
+        network.load_state_dict(fitted, strict=not (own.keys() - fitted.keys()))
+    except Exception as error:  # a network's own hooks may raise anything
+        raise LoadError(f"{printable(path)} does not fit the network ({first_line(error)})") from error
+    return prefix
+
+
+def _without_prefix(weights: dict[str, Tensor], own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
+    if weights.keys() & own.keys():
+        return "", weights
+    for prefix in _WRAPPERS:
+        if all(name.startswith(prefix) for name in weights):
+            shortened = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+            if shortened.keys() & own.keys():
+                return prefix, shortened
+    return "", weights
+
+
+def _shown(names: Iterable[str]) -> str:
+    names = list(names)
+    text = ", ".join(printable(name) for name in names[:_MOST_KEYS_SHOWN])
+    return f"{text} and {len(names) - _MOST_KEYS_SHOWN} more" if len(names) > _MOST_KEYS_SHOWN else text
+
+
+def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
+    """Whether names, dtypes and bits agree; NaN is the same as NaN."""
+    return first.keys() == second.keys() and all(
+        first[name].dtype == second[name].dtype
+        and first[name].shape == second[name].shape
+        and torch.equal(_bits(first[name]), _bits(second[name]))
+        for name in first
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.flatten().view(torch.uint8) if tensor.numel() and not tensor.is_quantized else tensor

@@ -1,0 +1,76 @@
+"""How much memory is free, and not letting a file take more than that."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+CPU = torch.device("cpu")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a CPU or CUDA device; None where that cannot be told."""
+    if device.type == "cuda":
+        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + reserved
+    free = [_meminfo_available(), _cgroup_available()]
+    return min((n for n in free if n is not None), default=None)
+
+
+def _meminfo_available() -> int | None:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _cgroup_available() -> int | None:
+    """Of this container, where the limit is set on the group that is seen as the root."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        limit = int((root / "memory.max").read_text())
+        used = int((root / "memory.current").read_text())
+        statistics = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return limit - used + int(statistics.get("inactive_file", 0))
+    except (OSError, ValueError):
+        return None
+
+
+@contextlib.contextmanager
+def within_free_memory() -> Iterator[None]:
+    """Inside, an allocation beyond what is free on the CPU raises; where the system can be told so (Linux).
+
+    Otherwise a small file that unpacks to something huge would have the system kill this process, or another.
+    """
+    free, used = free_bytes(CPU), _private_bytes()
+    try:
+        import resource
+    except ImportError:  # Windows
+        yield
+        return
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    if free is None or used is None or before[0] != resource.RLIM_INFINITY:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_DATA, (used + free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _private_bytes() -> int | None:
+    """What RLIMIT_DATA counts of this process."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None

@@ -1,0 +1,128 @@
+"""The file that a swap writes: a network, its weights or an exported program, read back before it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.files import exported, weights
+from tconv_swap.files.fileformat import LoadError
+from tconv_swap.files.loading import LoadedModel, load_model, load_weights
+from tconv_swap.files.saving import SaveError, save_model, save_whole
+
+if TYPE_CHECKING:
+    from tconv_swap.workflow import Request
+
+
+def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], request: Request) -> list[str]:
+    """Write what was asked for to `request.out`, atomically; what a user should know about it, in lines.
+
+    Args:
+        loaded: what was in the file.
+        swapped: its network after the swap, never moved or run.
+        names: of the swapped layers.
+
+    Raises:
+        SaveError: it could not be written, or read back as what it is. Nothing was written then.
+    """
+    assert request.out is not None
+    if loaded.program is not None:
+        return _write_program(loaded.program, names, request)
+    if request.out_format == "state_dict":
+        return _write_weights(loaded, swapped, request.out)
+    return _write_network(swapped, request, request.out)
+
+
+def load_snippet(loaded: LoadedModel, request: Request) -> str:
+    """How the written file is loaded in Python."""
+    out = str(request.out)
+    if loaded.program is not None:
+        return f"import torch, tconv_swap\nmodel = torch.export.load({out!r}).module()"
+    if request.out_format == "state_dict":
+        library = "safetensors.torch" if _is_safetensors(Path(out)) else "torch"
+        read = f"{library}.load{'_file' if _is_safetensors(Path(out)) else ''}({out!r})"
+        return (
+            f"import {library}, tconv_swap\nmodel = tconv_swap.swap_layers(...)  # the network, built as before\n"
+            f"model.load_state_dict({read})"
+        )
+    place, _, _ = (request.factory or "").rpartition(":")
+    file = request.module or (Path(place) if place.endswith(".py") else None)
+    path = f"import sys; sys.path.append({str(file.resolve().parent)!r})\n" if file is not None else ""
+    return f"{path}import torch, tconv_swap\nmodel = torch.load({out!r}, weights_only=False)"
+
+
+def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]:
+    expected = _structure(swapped)
+
+    def check(temporary: Path) -> None:
+        again = load_model(
+            temporary,
+            trust=request.trust,
+            # The classes of a factory's network are those of living objects that this process has just written.
+            unsafe_pickle=request.unsafe_pickle or request.factory is not None,
+            module=request.module,
+        ).model
+        if _structure(again) != expected:
+            raise SaveError(f"{out} was not written: read back, the network is not the same")
+
+    save_model(swapped, out, check=check)
+    return []
+
+
+def _write_weights(loaded: LoadedModel, swapped: nn.Module, out: Path) -> list[str]:
+    own = swapped.state_dict()
+    keys = loaded.keys or {key: key for key in own}
+    content = {key: own[name] for key, name in keys.items()}
+    if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
+        raise SaveError(f"{out} cannot be written: {others[0]} of the state_dict is no tensor")
+
+    def check(temporary: Path) -> None:
+        if not weights.same_weights(load_weights(temporary), content):
+            raise SaveError(f"{out} was not written: read back, the weights are not the same")
+
+    def write(stream: object) -> None:
+        if _is_safetensors(out):
+            weights.write_safetensors(content, stream)  # type: ignore[arg-type]
+        else:
+            torch.save(content, stream)  # type: ignore[arg-type]
+
+    try:
+        save_whole(write, out, check=check)
+    except LoadError as error:  # safetensors is not installed
+        raise SaveError(str(error)) from error
+    return [
+        f"{out} holds the same names and tensors as before: a swap changes no weight. Swap the network where it "
+        "is built: tconv_swap.swap_layers(model)"
+    ]
+
+
+def _write_program(
+    program: torch.export.ExportedProgram, names: Collection[str], request: Request
+) -> list[str]:
+    out = request.out
+    assert out is not None
+    swapped = exported.swap_program(program, names=names, backend=request.backend or "auto")
+    expected = exported.count_swapped(swapped)
+
+    def check(temporary: Path) -> None:
+        again = exported.load_program(temporary)
+        same = weights.same_weights(dict(again.state_dict), dict(swapped.state_dict))
+        if exported.count_swapped(again) != expected or not same:
+            raise SaveError(f"{out} was not written: read back, the program is not the same")
+
+    save_whole(lambda stream: exported.save_program(swapped, stream), out, check=check)
+    return []
+
+
+def _is_safetensors(path: Path) -> bool:
+    return path.suffix == ".safetensors"
+
+
+def _structure(model: nn.Module) -> list[tuple[str, object]]:
+    layers: list[tuple[str, object]] = [(name, type(m).__name__) for name, m in model.named_modules()]
+    tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    return layers + [(name, (tensor.shape, tensor.dtype)) for name, tensor in tensors.items()]

@@ -1,0 +1,75 @@
+"""One process of a group: DDP and FSDP2 of a swapped network against one unswapped, with the whole batch.
+
+The test suite starts two of them with gloo on the CPU. With NCCL on two GPUs, by hand:
+
+    for rank in 0 1; do python tests/ddp_worker.py $rank 2 /tmp/group-$$ nccl & done; wait
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tconv_swap import ConvTranspose2d, swap_layers
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.ConvTranspose2d(8, 16, 4, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 8, 3, 2, 1, 1, bias=False),
+        nn.ReLU(),
+        nn.ConvTranspose2d(8, 4, 2, 2),
+    )
+
+
+def stepped(model: nn.Module, batches: Tensor) -> nn.Module:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def main(rank: int, size: int, file: str, backend: str) -> None:
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.allow_tf32 = False
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=size)
+    batches = torch.randn(3, 2 * size, 8, 6, 5, generator=torch.Generator().manual_seed(1)).to(device)
+    mine = batches[:, 2 * rank : 2 * rank + 2]
+    original = network().to(device)
+    reference = dict(stepped(copy.deepcopy(original), batches).named_parameters())
+    swapped = swap_layers(original)
+    assert sum(isinstance(module, ConvTranspose2d) for module in swapped.modules()) == 3
+
+    replicated = copy.deepcopy(swapped)
+    stepped(DistributedDataParallel(replicated, device_ids=None if backend == "gloo" else [rank]), mine)
+    for name, parameter in replicated.named_parameters():
+        torch.testing.assert_close(parameter, reference[name], rtol=1e-4, atol=1e-6)
+    print("ddp: same", flush=True)
+
+    mesh = init_device_mesh(device.type, (size,))
+    sharded = copy.deepcopy(swapped)
+    for module in (sharded[0], sharded):
+        fully_shard(module, mesh=mesh)
+    stepped(sharded, mine)
+    for name, parameter in sharded.named_parameters():
+        torch.testing.assert_close(parameter.full_tensor(), reference[name], rtol=1e-4, atol=1e-6)
+    print("fsdp2: same", flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -1,0 +1,123 @@
+"""End to end on networks of other libraries: found, swapped, verified, saved, and verified in a fresh process."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from foreign_networks import FOREIGN, mask2former
+from torch import nn
+from typer.testing import CliRunner
+
+import tconv_swap
+from tconv_swap.cli import app
+from tconv_swap.inputs import named_tensors
+
+REPOSITORY = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _offline() -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each network saves; the last test of the module reads it in a fresh process."""
+    return tmp_path_factory.mktemp("foreign")
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_swapped_and_verified(name: str, directory: Path) -> None:
+    foreign = FOREIGN[name]
+    for package in foreign.needs:
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    model, inputs = foreign.build(), foreign.inputs()
+    plan = tconv_swap.plan_swap(model, include_1d=foreign.include_1d)
+    assert (len(plan.swapped), len(plan.skipped)) == (foreign.layers, 0), str(plan)
+    torch.save(model, directory / f"{name}.pt")
+    torch.save((inputs.args, inputs.kwargs), directory / f"{name}-inputs.pt")
+
+    swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=foreign.include_1d)
+    report = tconv_swap.verify(model, swapped, inputs)
+    assert report.passed, report.failures
+    assert {check.mode for check in report.checks if check.kind == "output"} == {"eval", "train"}, (
+        report.notes
+    )
+    layers = {names[0] for names in (layer.names for layer in plan.swapped)}
+    for kind in ("layer_output", "layer_grad_weight"):
+        assert {
+            check.name for check in report.checks if check.kind == kind and check.mode != "probe"
+        } == layers
+    assert [check for check in report.checks if check.kind == "grad_parameter" and check.passed]
+
+    torch.save(swapped, directory / f"{name}-fast.pt")
+    torch.manual_seed(0)
+    with torch.no_grad():
+        outputs = [tensor for _, tensor in named_tensors(inputs(swapped.eval()))]
+    torch.save(outputs, directory / f"{name}-outputs.pt")
+
+
+@pytest.mark.parametrize("name", ["mask_rcnn", "sam", "hifigan"])
+def test_timed(name: str) -> None:
+    """Lists of images, keyword arguments, arguments that are no tensors, outputs that are losses or dicts."""
+    foreign = FOREIGN[name]
+    for package in foreign.needs:
+        pytest.importorskip(package)
+    torch.manual_seed(0)
+    model, inputs = foreign.build(), foreign.inputs()
+    swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=foreign.include_1d)
+    timing = tconv_swap.benchmark(model, swapped, inputs, warmup=0, iters=2)
+    assert {comparison.stage for comparison in timing.network} == {"forward", "backward", "step"}, (
+        timing.notes
+    )
+    assert len({comparison.name for comparison in timing.layers}) == foreign.layers
+
+
+def test_verified_again_in_a_fresh_process(directory: Path) -> None:
+    names = [name for name in FOREIGN if (directory / f"{name}-fast.pt").exists()]
+    assert "mask_rcnn" in names
+    script = Path(__file__).with_name("foreign_networks.py")
+    result = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), str(directory), *names],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.splitlines() == [f"{name}: verified" for name in names]
+
+
+def test_the_command_line_takes_one_by_the_names_it_asks_for(directory: Path) -> None:
+    """What the refusal lists is what has to be trusted, and then it loads, is swapped and verified."""
+    if importlib.util.find_spec("monai") is None:
+        pytest.skip("monai is not installed")
+    path, inputs = directory / "monai_unet.pt", directory / "unet-inputs.pt"
+    torch.save((torch.randn(1, 1, 16, 16),), inputs)
+    options = [str(path), "--inputs", str(inputs), "--no-benchmark", "--json", "-"]
+    refused = json.loads(CliRunner().invoke(app, options).stdout)
+    assert refused["exit_code"] == 3
+    words = refused["error"].split("add: ")[1].split()
+    assert words[::2] == ["--trust"] * (len(words) // 2)
+    result = CliRunner().invoke(app, [*options, *words, "--out", str(directory / "unet-fast.pt")])
+    assert result.exit_code == 0, result.output
+
+
+def test_mask2former_has_none_and_says_so() -> None:
+    """It interpolates: there is nothing to swap, neither as a layer nor as a function."""
+    pytest.importorskip("transformers")
+    model = mask2former()
+    assert isinstance(model, nn.Module)
+    assert str(tconv_swap.plan_swap(model)) == "nothing to swap: the model has no transposed convolution"
+    inputs = tconv_swap.Inputs((), {"pixel_values": torch.randn(1, 3, 64, 64)})
+    assert tconv_swap.find_functional_calls(model, inputs) == ()

@@ -1,0 +1,83 @@
+"""Transposed convolutions called as functions: found where the network runs or traces, with who and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from surgery_models import up
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from tconv_swap import find_functional_calls, swap_layers
+from tconv_swap.cli import app
+
+
+class Upsample(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(4, 2, 2, 2))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return F.conv_transpose2d(x, self.filter, stride=2)  # the line that is found
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Upsample()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x) if x.sum() != 0 else x
+
+
+LINE = next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "is found" in line)
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(1, 4, 3, 3), None], ids=["run", "traced"])
+def test_found_with_module_and_line_but_not_those_of_layers(inputs: Tensor | None) -> None:
+    model = nn.Sequential(up(), nn.Sequential(Upsample()))
+    for network in (model, swap_layers(model, inplace=False)):
+        before = network[1][0].calls.clone()
+        (call,) = find_functional_calls(network, inputs)
+        assert (call.function, call.module) == ("conv_transpose2d", "1.0")
+        assert call.where == f"{__file__}:{LINE}"
+        assert "calls conv_transpose2d as a function: there is no layer to swap" in str(call)
+        assert torch.equal(network[1][0].calls, before)
+        assert network.training
+
+
+def test_what_does_not_trace_is_found_by_running_it() -> None:
+    model = Branching()
+    assert find_functional_calls(model) == ()
+    (call,) = find_functional_calls(model, torch.ones(1, 4, 3, 3))
+    assert call.module == "body"
+    assert find_functional_calls(model, torch.ones(1, 3, 3, 3)) != ()  # raises behind the call
+    assert find_functional_calls(model, torch.zeros(1, 4, 3, 3)) == ()
+
+
+def test_a_forward_of_its_own_that_calls_the_function() -> None:
+    class Own(nn.ConvTranspose2d):
+        def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
+            return (
+                torch.conv_transpose2d(x, self.weight, self.bias, 2)
+                + F.conv_transpose1d(x[0], self.weight[..., 0]).sum()
+            )
+
+    found = find_functional_calls(nn.Sequential(Own(4, 4, 2)), torch.randn(1, 4, 3, 3))
+    assert [(call.function, call.module) for call in found] == [
+        ("conv_transpose2d", "0"),
+        ("conv_transpose1d", "0"),
+    ]
+
+
+def test_the_command_line_reports_them(tmp_path: Path) -> None:
+    torch.save(nn.Sequential(up(), Upsample()), tmp_path / "model.pt")
+    for options in (["--dry-run"], ["--input-shape", "1,4,3,3", "--no-benchmark"]):
+        result = CliRunner().invoke(app, [str(tmp_path / "model.pt"), "--unsafe-pickle", *options])
+        assert result.exit_code == 0, result.output
+        assert "calls conv_transpose2d as a function" in " ".join(result.output.split())
