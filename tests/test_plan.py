@@ -250,6 +250,30 @@ def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_al
     assert "general_grad_bias" in [one.kernel.entry for one in backward(GAPS).launches]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(64, 64, 1024, 1024, 64, (3, 3), groups=64),
+        Geometry(4, 2048, 64, 2048, 8, (16, 16), (8, 8), (4, 4)),
+        Geometry(1, 8192, 8, 8, 8, (16, 16), (8, 8)),
+        Geometry(2, 8, 9, 3000, 8, (1, 1)),
+    ],
+    ids=str,
+)
+def test_the_workspace_of_the_narrow_gradients_is_bounded(geometry: Geometry, dtype: torch.dtype) -> None:
+    for channels_last in (False, True):
+        made = backward(geometry, dtype, channels_last=channels_last)
+        one_copy = 4 * math.prod(geometry.weight_shape)
+        assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES + one_copy
+        if geometry.batch == 64:
+            # No sum is so long that its rounding errors show: pixels of a block, by steps of 16 and warp.
+            weight = next(one for one in made.launches if one.kernel.entry == "grad_weight_narrow")
+            c = dict(weight.kernel.constants)
+            units = c["TILE_H"] * c["TILE_W"] // 16 // c["WARPS_K"]
+            assert units * weight.arguments[-1].value <= (256 if dtype == torch.float32 else 2048)
+
+
 def test_narrow_gradients_are_compiled_for_few_batch_sizes() -> None:
     kernels = {one.kernel for batch in (8, 9, 63) for one in backward(RGB.with_batch(batch)).launches}
     assert kernels == {one.kernel for one in backward(RGB.with_batch(8)).launches}

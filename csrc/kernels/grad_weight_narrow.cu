@@ -21,7 +21,7 @@ constexpr int UNITS_ACROSS = TILE_W / 16, UNITS = UNITS_ACROSS * TILE_H / WARPS_
 // A warp's units: so many side by side, WARPS_K apart, then so many rows further down.
 constexpr int WARP_ACROSS = UNITS_ACROSS > WARPS_K ? UNITS_ACROSS / WARPS_K : 1;
 constexpr int WARP_DOWN = WARPS_K > UNITS_ACROSS ? WARPS_K / UNITS_ACROSS : 1;
-static_assert(UNITS % DEPTH == 0);
+static_assert(UNITS % DEPTH == 0 && (DEPTH & (DEPTH - 1)) == 0);
 constexpr int UNROLL = UNITS * M_TILES * N_TILES * (PRECISION == ptx::IEEE ? 2 : 1) <= 64 ? UNITS / DEPTH : 1;
 static_assert(TILE_W % 16 == 0 && UNITS * WARPS_K == UNITS_ACROSS * TILE_H);
 static_assert(THREADS == 32 * WARPS_K * WARPS_N * WARPS_M * BLOCK_GROUPS && WARPS_N * N_TILES * 8 >= CHUNK_TAPS);
@@ -77,8 +77,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
            at_input(0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
   };
   const Element* corner = corner_of(start);  // the lane's first element of the tile
-  const auto fetch_unit = [&](int slot, int u) {
-    const int down = u / WARP_ACROSS * WARP_DOWN, across = u % WARP_ACROSS * (16 * WARPS_K);
+  // Rows down and columns across from the warp's first unit to unit first + slot. Divided apart: of the sum of a loop's
+  // index and a constant, NVRTC 13.0 was seen to compute wrong quotients.
+  const auto rows_down = [](int first, int slot) { return (first / WARP_ACROSS + slot / WARP_ACROSS) * WARP_DOWN; };
+  const auto columns_across = [](int first, int slot) {
+    return (first % WARP_ACROSS + slot % WARP_ACROSS) * (16 * WARPS_K);
+  };
+  const auto fetch_unit = [&](int first, int slot) {
+    const int down = rows_down(first, slot), across = columns_across(first, slot);
     ahead[slot].fetch(corner + (down * ROW_STRIDE + across * PIXEL_STEP),
                       !RAGGED_H || next_unit.down * TILE_H + row0 + down < HEIGHT,
                       WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t), CI_GROUP - lane_ci);
@@ -87,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (steps > 0) {
     fetch_tile(tiles);
 #pragma unroll
-    for (int u = 0; u < DEPTH; ++u) fetch_unit(u, u);
+    for (int slot = 0; slot < DEPTH; ++slot) fetch_unit(0, slot);
   }
   if (ASYNC) ptx::commit_copies();
 
@@ -132,20 +138,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int first = 0; first < UNITS; first += DEPTH)
 #pragma unroll
     for (int slot = 0; slot < DEPTH; ++slot) {
-      const int u = first + slot;
       float x[M_TILES][2][4];
 #pragma unroll
       for (int i = 0; i < M_TILES * 8; ++i) (&x[0][0][0])[i] = ahead[slot].value(i / 8, i / 4 % 2, i % 4);
       if (first + DEPTH < UNITS) {
-        fetch_unit(slot, u + DEPTH);
+        fetch_unit(first + DEPTH, slot);
       } else if (step + 1 < steps) {
         if (slot == 0) {
           next_unit.advance();
           corner = corner_of(next_unit);
         }
-        fetch_unit(slot, slot);
+        fetch_unit(0, slot);
       }
-      const int down = u / WARP_ACROSS * WARP_DOWN, across = u % WARP_ACROSS * (16 * WARPS_K);
+      const int down = rows_down(first, slot), across = columns_across(first, slot);
       // Outside of the input x is zero, but the patch may hold an infinity.
       if (RAGGED_H && ih0 + row0 + down >= HEIGHT) continue;
       const int columns = WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t);

@@ -22,6 +22,7 @@ from tconv_swap.cuda.narrow_gradients import (
     CHUNK_TAPS,
     FAMILY,
     INPUT_REGISTERS,
+    LONGEST_CHAIN,
     MANY_TAPS,
     MOST_SUMS,
     REGISTER_MARGIN,
@@ -59,6 +60,7 @@ class GradWeightTile:
     warps_k: int
     input_vector: int
     depth: int
+    ieee: bool
     registers: int
     shared_bytes: int
     passes: float
@@ -190,19 +192,24 @@ def slices_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple
     down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
     across = blocks_across(geometry, tile)
     tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
-    count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
+    most_walks = max(1, WORKSPACE_LIMIT_BYTES // (_slice_bytes(geometry) * tiles_w))
     walks = min(down, max(1, device.multiprocessors * tile.resident // across))
-    walks = max(1, min(walks, WORKSPACE_LIMIT_BYTES // (count * tiles_w)))
-    repeat = ceil_div(down, walks)
+    units = tile.gather.tile_h * tile.gather.tile_w // 16 // tile.warps_k
+    repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
+    repeat = max(repeat, ceil_div(down, most_walks))
     return repeat, tiles_w * ceil_div(down, repeat)
+
+
+def _slice_bytes(geometry: Geometry) -> int:
+    """Partial sums of the gradients of weight and bias."""
+    weights = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
+    return 4 * (weights + geometry.out_channels) + WORKSPACE_ALIGNMENT
 
 
 def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTile]:
     """The tiles worth a thought."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
-    if 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps > WORKSPACE_LIMIT_BYTES:
-        return
     m_total = ceil_div(geometry.in_channels_per_group, 16)
     for m_tiles, groups in product(
         sorted({min(2, m_total), min(4, m_total)}),
@@ -227,6 +234,8 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                 ):
                     continue
                 if tile_h * tile_w // 16 % warps_k:
+                    continue
+                if ceil_div(geometry.width, tile_w) * _slice_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
                     continue
                 for vector in (1, 2, 4):
                     gather = GatherTile(
@@ -271,6 +280,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         warps_k,
                         vector,
                         depth,
+                        is_ieee(problem),
                         needed,
                         shared,
                         passes,
@@ -313,7 +323,7 @@ def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device
         blocks=across * ceil_div(down, repeat),
         resident=tile.resident,
         chunks=1,
-        inputs=steps * tile.m_tiles * 2 * rows_of_input / load / tile.depth,
+        inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
         partial_bytes=count * slices if slices > 1 else 0,
     )
     return microseconds(work, GRAD_WEIGHT, warps)
