@@ -14,16 +14,12 @@ constexpr int LINE = TILE_W * CELL, OUT_LINE = OUT_WIDTH * (CHANNELS_LAST ? OUT_
 constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
 constexpr int CELL_PITCH = CELL + CELL_PAD;
 
-/// Elements of one store that every line is aligned to.
-constexpr int ALIGNED = power_dividing(OUT_LINE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
-/// A line that begins anywhere is staged as far from an aligned place as its output lies from one, so that all but its
-/// ends are stored in full width. Not where pixels keep the bias: they must not move from tile to tile.
-constexpr bool SKEWED = !CHANNELS_LAST && ALL_COLUMNS && ALIGNED < MOST;
-constexpr int STORE = SKEWED ? MOST : ALIGNED;
-constexpr int STORES = ceil_div(LINE + (SKEWED ? MOST - 1 : 0), STORE);
+/// Elements of one store.
+constexpr int STORE = power_dividing(OUT_LINE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
+constexpr int STORES = LINE / STORE;
 
 // Pitches of a line and of a channel; eight lanes write neighbouring channels.
-constexpr int LINE_PITCH = round_up((TILE_W * CELL_PITCH + (SKEWED ? MOST : 0)) * ITEM, 16) / ITEM;
+constexpr int LINE_PITCH = round_up(TILE_W * CELL_PITCH * ITEM, 16) / ITEM;
 constexpr int CHANNEL_PITCH =
     CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 32, 4) * 4 / ITEM;
 constexpr int STAGE_BYTES = CHANNEL_LINES * CHANNEL_PITCH * ITEM;
@@ -42,7 +38,7 @@ __device__ __forceinline__ int staged_at(int row, int column, int channel) {
 }
 constexpr int ROW_STEP = PASS_ROWS * LINE_PITCH;
 constexpr int CELL_STEP = CHANNELS_LAST ? CELL_PITCH : STRIDE_W;
-constexpr bool STAGES_PAIRS = NEIGHBOURS && CELL_PITCH % 2 == 0 && (!SKEWED || OUT_WIDTH % 2 == 0);
+static_assert(!NEIGHBOURS || CELL_PITCH % 2 == 0);
 
 /// The tile that is computed: its image, first cell, and row of the cell.
 struct OutputTile {
@@ -56,11 +52,6 @@ struct OutputTile {
   /// The first element of a line, counted from the image's.
   __device__ __forceinline__ int line_begin(int channel, int out_row) const {
     return (channel * OUT_HEIGHT + out_row) * OUT_LINE + cell_w * CELL;
-  }
-  /// How far after an aligned place it lies.
-  __device__ __forceinline__ int skew(int channel, int out_row) const {
-    if (!SKEWED) return 0;
-    return (static_cast<int>(image) * (OUT_CHANNELS * OUT_PIXELS % MOST) + line_begin(channel, out_row)) & (MOST - 1);
   }
 };
 
@@ -113,24 +104,12 @@ __device__ __forceinline__ void store_tile(const Element* staged, Element* outpu
     const int row = line % STAGE_ROWS, channel = line / STAGE_ROWS;
     const int out_row = tile.out_row(row);
     if (out_row >= OUT_HEIGHT) continue;
-    const int skew = tile.skew(channel, out_row);
-    Element* const to = output + tile.line_begin(channel, out_row) - skew;
+    Element* const to = output + tile.line_begin(channel, out_row);
     const Element* const from = staged + channel * CHANNEL_PITCH + row * LINE_PITCH;
-    const int end = length + skew;
 #pragma unroll(ceil_div(STORES, LANES) <= 16 ? ceil_div(STORES, LANES) : 4)
     for (int pass = 0; pass < ceil_div(STORES, LANES); ++pass) {
       const int i = (lane + pass * LANES) * STORE;
-      if (SKEWED ? i >= skew && i + STORE <= end : i < end)
-        store_run<STORE>(to + i, from + (CELL_PAD ? i + i / CELL * CELL_PAD : i));
-    }
-    if constexpr (SKEWED) {
-      // The two ends, one element a lane.
-      const int tail = end / STORE * STORE;
-#pragma unroll
-      for (int k = lane; k < 2 * STORE; k += LANES) {
-        const int i = k < STORE ? k : tail + k - STORE;
-        if (k < STORE ? skew > 0 && i >= skew && i < end : i < end && (tail > 0 || skew == 0)) to[i] = from[i];
-      }
+      if (i < length) store_run<STORE>(to + i, from + (CELL_PAD ? i + i / CELL * CELL_PAD : i));
     }
   }
 }

@@ -156,45 +156,39 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 a
 }
 
 /// A unit's sums to the staged tile. Its first cell is (h, w) of the tile.
-__device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, const Element* bias, const OutputTile& tile,
-                                           int group, int m_tile, int h, int w) {
+__device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, const Element* bias, int group, int m_tile,
+                                           int h, int w) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-  int at[2], line_row[2], channels[2];
+  int at[2];
   float offset[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int m = m_of_row(m_tile, g + e * 8);
     const Place place = place_of(m, USED_COLUMNS);
-    channels[e] = group * CO_GROUP + place.channel;
-    line_row[e] = h * PASS_ROWS + place.row;
-    at[e] = m < M ? staged_at(line_row[e], place.column, channels[e]) + (w + 2 * t) * CELL_STEP : -1;
-    offset[e] = HAS_BIAS && m < M ? load_as(bias[channels[e]]) : 0.f;
+    const int channel = group * CO_GROUP + place.channel;
+    at[e] = m < M ? staged_at(place.row, place.column, channel) + h * ROW_STEP + (w + 2 * t) * CELL_STEP : -1;
+    offset[e] = HAS_BIAS && m < M ? load_as(bias[channel]) : 0.f;
   }
 #pragma unroll
-  for (int row = 0; row < UNIT_ROWS; ++row) {
-    int to[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e)
-      to[e] = at[e] + row * ROW_STEP + tile.skew(channels[e], tile.out_row(line_row[e] + row * PASS_ROWS));
+  for (int row = 0; row < UNIT_ROWS; ++row)
 #pragma unroll
     for (int col = 0; col < UNIT_COLS; ++col)
 #pragma unroll
       for (int cell = 0; cell < 2; ++cell) {
         const float low = sums.of[row][col][cell] + offset[0], high = sums.of[row][col][2 + cell] + offset[1];
-        const int step = (col * 8 + cell) * CELL_STEP;
-        if constexpr (STAGES_PAIRS) {
+        const int step = row * ROW_STEP + (col * 8 + cell) * CELL_STEP;
+        if constexpr (NEIGHBOURS) {
           if (at[0] < 0) continue;
           if constexpr (IS_16_BIT) {
-            *reinterpret_cast<u32*>(staged + to[0] + step) = ptx::pack_pair<PRECISION>(low, high);
+            *reinterpret_cast<u32*>(staged + at[0] + step) = ptx::pack_pair<PRECISION>(low, high);
           } else {
-            *reinterpret_cast<float2*>(staged + to[0] + step) = make_float2(low, high);
+            *reinterpret_cast<float2*>(staged + at[0] + step) = make_float2(low, high);
           }
         } else {
-          if (at[0] >= 0) staged[to[0] + step] = element_of(low);
-          if (at[1] >= 0) staged[to[1] + step] = element_of(high);
+          if (at[0] >= 0) staged[at[0] + step] = element_of(low);
+          if (at[1] >= 0) staged[at[1] + step] = element_of(high);
         }
       }
-  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
@@ -256,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         const u32 from = lane_at + (h * HALO_W + w + SHIFTS.first[m_tile]) * SHIFT_BYTES + group * GROUP_HALVES * HALF_BYTES;
         Sums sums;
         multiply(sums, lane_weights + all_tile * TILE_FRAGMENTS * 32, from, SHIFTS.count[m_tile] * GROUP_HALVES);
-        stage_sums(sums, staged, bias, at, group, m_tile, h, w);
+        stage_sums(sums, staged, bias, group, m_tile, h, w);
       }
     }
     __syncthreads();

@@ -1,7 +1,7 @@
 """What a tile of csrc/kernels/forward_cells.cu is expected to take: a sum of its parts, fitted to measurements.
 
-590 tiles of 6 layers on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 11 to 14 % in NCHW, 7 % in
-channels_last.
+540 tiles of 6 layers on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 14 % for 16 bits and 12 % for
+float32 in NCHW, 7 % and 6 % in channels_last.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tconv_swap.cuda.cells_tile import (
     packed_bytes,
     parts,
     product,
-    stores,
+    store_elements,
 )
 from tconv_swap.cuda.narrow_tile import axes, ceil_div
 from tconv_swap.geometry import Geometry
@@ -45,8 +45,8 @@ class _Rates:
 _RATES = {
     (2, False): _Rates(1.77e-7, 1.36e-8, 2.68e-8, 3.7e-6, 3.58e-7, 3.28e-5, 4.71e-7, 0.0, 9.7e-7, 5.7),
     (2, True): _Rates(6.5e-8, 1.68e-8, 2.99e-8, 4.56e-6, 5.0e-8, 9.6e-5, 9.5e-8, 1.5e-6, 1.1e-6, 9.3),
-    (4, False): _Rates(2.44e-7, 0.0, 1.92e-8, 1.98e-6, 1.72e-6, 1.62e-4, 1.18e-7, 0.0, 0.0, 2.2),
-    (4, True): _Rates(9.3e-8, 1.55e-8, 3.04e-8, 3.27e-6, 4.88e-7, 1.45e-5, 5.9e-8, 9.5e-7, 1.1e-7, 16.9),
+    (4, False): _Rates(1.29e-7, 7.5e-9, 2.4e-8, 3.69e-6, 1.04e-6, 3.9e-5, 2.29e-7, 0.0, 0.0, 2.7),
+    (4, True): _Rates(4.9e-8, 1.65e-8, 2.93e-8, 4.11e-6, 2.97e-7, 7.9e-5, 6.5e-8, 1.04e-6, 0.0, 10.9),
 }
 #: Warps on a multiprocessor that hide half of each other's waits.
 HIDING_WARPS = 6
@@ -89,5 +89,7 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
         and tile.tile_w * horizontal.stride * pixel * item % 32 == 0
     )
     written = outputs * item * (1.0 if aligned else (line + 32) / line)
-    storing = written * rates.written + outputs / stores(geometry, tile, item, channels_last)[0] * rates.store
+    storing = (
+        written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
+    )
     return computing + storing + p.passes * packed_bytes(geometry, tile, item) * rates.packed + rates.launch

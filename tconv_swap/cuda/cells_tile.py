@@ -147,23 +147,18 @@ def _cell(geometry: Geometry, item: int, channels_last: bool) -> tuple[int, bool
     return cell, channels_last and cell * item % 64 == 0
 
 
-def stores(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, bool]:
-    """(elements that one store writes, whether lines are skewed to make it so)."""
+def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+    """Elements that one store writes."""
     cell, padded = _cell(geometry, item, channels_last)
-    most = 16 // item
-    aligned = _power_dividing(cell if padded else tile.tile_w * cell, most)
-    aligned = _power_dividing(geometry.out_width * (geometry.out_channels if channels_last else 1), aligned)
-    _, horizontal = axes(geometry)
-    skewed = not channels_last and horizontal.used == 1 and aligned < most
-    return most if skewed else aligned, skewed
+    most = _power_dividing(cell if padded else tile.tile_w * cell, 16 // item)
+    return _power_dividing(geometry.out_width * (geometry.out_channels if channels_last else 1), most)
 
 
 def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """The shared memory of a block, as csrc/kernels/forward_cells.cu lays it out."""
     weights = packed_bytes(geometry, tile, item) if tile.resident else 0
     cell, padded = _cell(geometry, item, channels_last)
-    _, skewed = stores(geometry, tile, item, channels_last)
-    line = ceil_div(tile.tile_w * (cell * item + 16 * padded) + 16 * skewed, 16) * 16
+    line = ceil_div(tile.tile_w * (cell * item + 16 * padded), 16) * 16
     staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)
     if not channels_last:
         staged = _aligned_to(staged // 4, 32, 4) * 4 * geometry.out_channels
