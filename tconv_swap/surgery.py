@@ -7,9 +7,8 @@ first layer is touched, and what is then done cannot fail half-way.
 from __future__ import annotations
 
 import copy
-import fnmatch
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -22,8 +21,8 @@ from tconv_swap import op
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, Plain, has_own_forward, original_class, swapped_class
 from tconv_swap.layer_state import LayerState
+from tconv_swap.patterns import Patterns, as_patterns, matches_any
 
-Patterns: TypeAlias = str | Iterable[str] | None
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
 _LIKE_OURS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
@@ -111,7 +110,7 @@ class SwapPlan:
     def describe_unused(self, pattern: str) -> str:
         """The text of the warning that ``pattern`` matches nothing."""
         names = [name for layer in self.layers for name in layer.names]
-        hint = f"; '{pattern}.**' would match what is below" if _matches_any(f"{pattern}.**", names) else ""
+        hint = f"; '{pattern}.**' would match what is below" if matches_any(f"{pattern}.**", names) else ""
         return f"pattern '{pattern}' matches no transposed convolution{hint}"
 
 
@@ -227,8 +226,8 @@ def _plan(
     model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: FilterFn | None, include_1d: bool
 ) -> SwapPlan:
     _check_model(model)
-    included = None if include is None else _as_patterns(include, "include")
-    excluded = _as_patterns(exclude, "exclude")
+    included = None if include is None else as_patterns(include, "include")
+    excluded = as_patterns(exclude, "exclude")
     found = _transposed_convolutions(model)
     layers = []
     for module, names in found:
@@ -251,7 +250,7 @@ def _plan(
         )
     all_names = [name for _, names in found for name in names]
     patterns = dict.fromkeys([*(included or ()), *excluded])
-    unused = tuple(pattern for pattern in patterns if not _matches_any(pattern, all_names))
+    unused = tuple(pattern for pattern in patterns if not matches_any(pattern, all_names))
     return SwapPlan(tuple(layers), unused)
 
 
@@ -320,10 +319,10 @@ def _why_unwanted(
     filter_fn: FilterFn | None,
 ) -> str:
     """Why the user does not want ``module`` swapped, or ``""``."""
-    if included is not None and not any(_matches_any(pattern, names) for pattern in included):
+    if included is not None and not any(matches_any(pattern, names) for pattern in included):
         return "matches no include pattern"
     for pattern in excluded:
-        if _matches_any(pattern, names):
+        if matches_any(pattern, names):
             return f"excluded by '{pattern}'"
     if filter_fn is not None:
         return "" if any(filter_fn(module, name) for name in names) else "filter_fn does not want it"
@@ -393,27 +392,3 @@ def _parametrized_like(layer: nn.Module, cls: type[Plain]) -> type[nn.Module]:
         return cls
     namespace = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
     return type(layer.__class__.__name__, (cls,), namespace)
-
-
-def _as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
-    patterns = (patterns,) if isinstance(patterns, str) else tuple(patterns or ())
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(f"{argument}: expected patterns as strings, got {pattern!r}")
-    return patterns
-
-
-def _matches_any(pattern: str, names: Iterable[str]) -> bool:
-    return any(_matches(_split(name), _split(pattern)) for name in names)
-
-
-def _split(dotted: str) -> list[str]:
-    return dotted.split(".") if dotted else []
-
-
-def _matches(name: list[str], pattern: list[str]) -> bool:
-    if not pattern:
-        return not name
-    if pattern[0] == "**":
-        return any(_matches(name[i:], pattern[1:]) for i in range(len(name) + 1))
-    return bool(name) and fnmatch.fnmatchcase(name[0], pattern[0]) and _matches(name[1:], pattern[1:])
