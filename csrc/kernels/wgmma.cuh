@@ -53,46 +53,47 @@ __device__ __forceinline__ void publish_to_multiplies() {
   ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-#define TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, TYPES, MAJORS)                                       \
+// The registers come last: they are many arguments.
+#define TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, TYPES, MAJORS, ...)                                             \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" OPERANDS "}, " A ", " B                \
-               ", " ADD ", 1, 1, " MAJORS ";" : REGISTERS : "l"(a), "l"(b))
-#define TCONV_WGMMA(N, OPERANDS, REGISTERS, A, B, ADD)                                                             \
+               ", " ADD ", 1, 1, " MAJORS ";" : __VA_ARGS__ : "l"(a), "l"(b))
+#define TCONV_WGMMA(N, OPERANDS, A, B, ADD, ...)                                                                   \
   if constexpr (PRECISION == FP16 && ACROSS_K) {                                                                   \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "f16.f16", "1, 1");                                      \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "1, 1", __VA_ARGS__);                                    \
   } else if constexpr (PRECISION == FP16) {                                                                        \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "f16.f16", "0, 0");                                      \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "0, 0", __VA_ARGS__);                                    \
   } else if constexpr (PRECISION == BF16 && ACROSS_K) {                                                            \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "bf16.bf16", "1, 1");                                    \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "1, 1", __VA_ARGS__);                                  \
   } else if constexpr (PRECISION == BF16) {                                                                        \
-    TCONV_WGMMA_16_BIT(N, OPERANDS, REGISTERS, A, B, ADD, "bf16.bf16", "0, 0");                                    \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "0, 0", __VA_ARGS__);                                  \
   } else {                                                                                                         \
     asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, " A ", " B               \
-                 ", " ADD ", 1, 1;" : REGISTERS : "l"(a), "l"(b));                                                 \
+                 ", " ADD ", 1, 1;" : __VA_ARGS__ : "l"(a), "l"(b));                                               \
   }
 
 #define TCONV_WGMMAS(ADD)                                                                                          \
   if constexpr (N == 32) {                                                                                         \
-    TCONV_WGMMA(32, TCONV_O16, TCONV_R16(0), "%16", "%17", ADD)                                                    \
+    TCONV_WGMMA(32, TCONV_O16, "%16", "%17", ADD, TCONV_R16(0))                                                    \
   } else if constexpr (N == 64) {                                                                                  \
-    TCONV_WGMMA(64, TCONV_O32, TCONV_R32, "%32", "%33", ADD)         \
-  } else if constexpr (N == 72) {                                    \
-    TCONV_WGMMA(72, TCONV_O36, TCONV_R36, "%36", "%37", ADD)         \
-  } else if constexpr (N == 80) {                                    \
-    TCONV_WGMMA(80, TCONV_O40, TCONV_R40, "%40", "%41", ADD)         \
-  } else if constexpr (N == 88) {                                    \
-    TCONV_WGMMA(88, TCONV_O44, TCONV_R44, "%44", "%45", ADD)         \
-  } else if constexpr (N == 96) {                                    \
-    TCONV_WGMMA(96, TCONV_O48, TCONV_R48, "%48", "%49", ADD)         \
-  } else if constexpr (N == 104) {                                   \
-    TCONV_WGMMA(104, TCONV_O52, TCONV_R52, "%52", "%53", ADD)        \
-  } else if constexpr (N == 112) {                                   \
-    TCONV_WGMMA(112, TCONV_O56, TCONV_R56, "%56", "%57", ADD)        \
-  } else if constexpr (N == 120) {                                   \
-    TCONV_WGMMA(120, TCONV_O60, TCONV_R60, "%60", "%61", ADD)        \
-  } else if constexpr (N == 128) {                                   \
-    TCONV_WGMMA(128, TCONV_O64, TCONV_R64, "%64", "%65", ADD)        \
-  } else if constexpr (N == 256) {                                   \
-    TCONV_WGMMA(256, TCONV_O128, TCONV_R128, "%128", "%129", ADD)    \
+    TCONV_WGMMA(64, TCONV_O32, "%32", "%33", ADD, TCONV_R32)                                                       \
+  } else if constexpr (N == 72) {                                                                                  \
+    TCONV_WGMMA(72, TCONV_O36, "%36", "%37", ADD, TCONV_R36)                                                       \
+  } else if constexpr (N == 80) {                                                                                  \
+    TCONV_WGMMA(80, TCONV_O40, "%40", "%41", ADD, TCONV_R40)                                                       \
+  } else if constexpr (N == 88) {                                                                                  \
+    TCONV_WGMMA(88, TCONV_O44, "%44", "%45", ADD, TCONV_R44)                                                       \
+  } else if constexpr (N == 96) {                                                                                  \
+    TCONV_WGMMA(96, TCONV_O48, "%48", "%49", ADD, TCONV_R48)                                                       \
+  } else if constexpr (N == 104) {                                                                                 \
+    TCONV_WGMMA(104, TCONV_O52, "%52", "%53", ADD, TCONV_R52)                                                      \
+  } else if constexpr (N == 112) {                                                                                 \
+    TCONV_WGMMA(112, TCONV_O56, "%56", "%57", ADD, TCONV_R56)                                                      \
+  } else if constexpr (N == 120) {                                                                                 \
+    TCONV_WGMMA(120, TCONV_O60, "%60", "%61", ADD, TCONV_R60)                                                      \
+  } else if constexpr (N == 128) {                                                                                 \
+    TCONV_WGMMA(128, TCONV_O64, "%64", "%65", ADD, TCONV_R64)                                                      \
+  } else if constexpr (N == 256) {                                                                                 \
+    TCONV_WGMMA(256, TCONV_O128, "%128", "%129", ADD, TCONV_R128)                                                  \
   }
 
 /// d += a * b, or d = a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
