@@ -111,6 +111,23 @@ __device__ __forceinline__ void store_shared(u32 address, const u32* v) {
   }
 }
 
+/// 2 to 16 bytes.
+template <int BYTES>
+__device__ __forceinline__ void load_shared_bytes(u32* words, u32 address) {
+  if constexpr (BYTES == 16) {
+    const uint4 v = load_shared_vector(address);
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+  } else if constexpr (BYTES == 8) {
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(address));
+  } else if constexpr (BYTES == 4) {
+    words[0] = load_shared(address);
+  } else {
+    unsigned short half;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(address));
+    words[0] = half;
+  }
+}
+
 /// The low half of a word.
 __device__ __forceinline__ void store_shared_half(u32 address, u32 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(value)));
