@@ -9,6 +9,8 @@ from pathlib import Path
 import torch
 
 CPU = torch.device("cpu")
+#: So much is taken to be free in any case: what a system tells of a container is an estimate.
+LEAST_BYTES = 1 << 30
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -58,7 +60,7 @@ def within_free_memory() -> Iterator[None]:
     if free is None or used is None or before[0] != resource.RLIM_INFINITY:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (used + free, before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + max(free, LEAST_BYTES), before[1]))
     try:
         yield
     finally:

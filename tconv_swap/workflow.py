@@ -32,6 +32,7 @@ from tconv_swap.inputs import (
     try_modes,
 )
 from tconv_swap.measurement.bench import benchmark
+from tconv_swap.memory import free_bytes
 from tconv_swap.report import Facts
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
@@ -212,9 +213,10 @@ def _check_output(out: Path, source: Path) -> None:
 def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """The original and the swapped network on `device`, with the same parameters; a file may be swapped already.
 
-    So the weights are twice in memory, in the file's network and here, and once on another device.
+    So the weights are in memory twice, as they lie in the file and here; once where a GPU that they are on already
+    would hold no more. (Verification and timing leave parameters as they were.)
     """
-    original = copy.deepcopy(model)
+    original = copy.deepcopy(model, _shared(model) if _fills(model, device, request) else {})
     try:
         original.to(device=device, dtype=request.dtype)
         if request.channels_last:
@@ -225,8 +227,27 @@ def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.
         TypeError,
     ) as error:  # no memory; the meta device; integer dtypes
         raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
-    swapped = _swap(copy.deepcopy(original, {id(p): p for p in original.parameters()}), request)
+    swapped = _swap(copy.deepcopy(original, _shared(original)), request)
     return unswap_layers(original), swapped
+
+
+def _shared(model: nn.Module) -> dict[int, object]:
+    """For `copy.deepcopy`: a copy with the very same parameters."""
+    return {id(parameter): parameter for parameter in model.parameters()}
+
+
+def _fills(model: nn.Module, device: torch.device, request: Request) -> bool:
+    """Whether the network lies on this GPU as it is to run, and a second one would not fit well."""
+    if device.type != "cuda" or request.dtype is not None or request.channels_last:
+        return False
+    held = list(model.parameters())
+    free = free_bytes(device)
+    size = sum(parameter.numel() * parameter.element_size() for parameter in held)
+    return (
+        free is not None
+        and size > free / 2
+        and {p.device for p in held} == {torch.empty(0, device=device).device}
+    )
 
 
 def _plan(model: nn.Module, request: Request) -> SwapPlan:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap import swap_layers, verify
+from tconv_swap import swap_layers, verify, workflow
 from tconv_swap.measurement.state import preserved
 
 pytestmark = pytest.mark.gpu
@@ -169,3 +169,20 @@ def test_the_command_line_in_a_fresh_process(tmp_path: Path) -> None:
     assert loaded[0].weight.is_cuda
     x = torch.randn(2, 16, 9, 7, device="cuda")
     torch.testing.assert_close(loaded(x), theirs(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_network_that_fills_its_gpu_is_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, crowded: bool
+) -> None:
+    theirs, _ = pair()
+    if crowded:
+        monkeypatch.setattr(workflow, "free_bytes", lambda device: 1000)
+    request = workflow.Request(tmp_path)
+    original, swapped = workflow._pair(theirs, request, torch.device("cuda"))
+    pairs = list(zip(theirs.parameters(), original.parameters(), swapped.parameters(), strict=True))
+    assert all(b is c for _, b, c in pairs)
+    assert all((a is b) == crowded for a, b, _ in pairs)
+    moved, _ = workflow._pair(theirs, workflow.Request(tmp_path, dtype=torch.float16), torch.device("cuda"))
+    assert {p.dtype for p in moved.parameters()} == {torch.float16}
+    assert {p.dtype for p in theirs.parameters()} == {torch.float32}

@@ -23,7 +23,7 @@ from tconv_swap.files.legacy import readable_by_safe_loader
 from tconv_swap.files.trust import Allowed, UntrustedError, allowed_names, parse_trust, torch_allows
 from tconv_swap.files.usercode import build_network
 from tconv_swap.inputs import Inputs
-from tconv_swap.memory import CPU, free_bytes, within_free_memory
+from tconv_swap.memory import CPU, LEAST_BYTES, free_bytes, within_free_memory
 
 __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model", "parse_trust"]
 
@@ -271,5 +271,5 @@ def _check_size(model: nn.Module) -> None:
     ]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in expanded)
     free = free_bytes(CPU)
-    if free is not None and needed > free:
+    if free is not None and needed > max(free, LEAST_BYTES):
         raise ValueError(f"its tensors would need {needed / 2**30:.0f} GiB")
