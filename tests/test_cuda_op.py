@@ -52,6 +52,7 @@ NAMED = {
     "grouped, odd channels": dict(x=(2, 27, 14, 14), w=(27, 11, 2, 2), stride=2, groups=3),
     "wide kernel, one row": dict(x=(2, 64, 1, 70), w=(64, 32, 1, 16), stride=(1, 8), padding=(0, 4)),
     "dilated, 128 channels": dict(x=(2, 128, 10, 17), w=(128, 64, 3, 3), padding=1, dilation=(3, 2)),
+<<<<<<< HEAD
     "stride 1, dilated, output padded": dict(
         x=(2, 16, 9, 31), w=(16, 40, 3, 3), padding=1, dilation=2, output_padding=1
     ),
@@ -70,6 +71,9 @@ NAMED = {
     "one row": dict(x=(2, 136, 1, 70), w=(136, 24, 1, 16), stride=(1, 8), padding=(0, 4)),
     "whole cells": dict(x=(3, 66, 14, 14), w=(66, 20, 2, 2), stride=2),
     "odd channels": dict(x=(2, 33, 8, 8), w=(33, 9, 3, 2), stride=2),
+=======
+    "wide, stride 1": dict(x=(4, 64, 33, 64), w=(64, 64, 3, 3)),
+>>>>>>> 308dd07 (Gradient of the weight: the tile by a calibrated estimate, a few shapes compared in full; TF32 on wgmma where it was timed; spills promised)
     "many images": dict(x=(70001, 3, 1, 2), w=(3, 2, 2, 2), stride=2),
 }
 
@@ -167,6 +171,20 @@ def random_case(seed: int) -> dict:
         ]
         if min(out) >= 1:
             return case
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize(
+    "name", ["dcgan4", "cyclegan", "unet", "kb75", "odd channels", "dilated, 128 channels", "wide, stride 1"]
+)
+def test_named_geometries_in_tf32(name: str, channels_last: bool) -> None:
+    torch.manual_seed(0)
+    torch.backends.cudnn.conv.fp32_precision = "tf32"
+    case = NAMED[name]
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    x, w = (torch.randn(case[k], device="cuda").to(memory_format=layout) for k in "xw")
+    b = torch.randn(case["w"][1] * case.get("groups", 1), device="cuda")
+    check_against_oracle(x, w, b, arguments(case), TF32_TOLERANCE)
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -52,16 +52,8 @@ __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4],
 constexpr int STAGED_ROWS = WARPS_M * 16, STAGED_SUMS = STAGED_ROWS * BLOCK_N * BLOCK_TAPS;
 constexpr bool STAGES_GRADIENT = !SWAPPED && STAGED_SUMS * 4 <= SHARED_BYTES;
 
-/// Store a block's sums, which are all there is, to the gradient. `shared` is free.
-__device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
-                                               float* shared, Element* gradient) {
-  const WarpPlace at(warp);
-  if constexpr (!STAGES_GRADIENT) {
-#pragma unroll
-    for (int f = 0; f < FRAGMENTS; ++f)
-      each_sum(place, at, f, lane, [&](long long offset, int r) { gradient[offset] = store_as<Element>(sums[f][r]); });
-    return;
-  }
+__device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGMENTS][4], const Place& place, const WarpPlace& at,
+                                                      int lane, float* shared, Element* gradient) {
 #pragma unroll
   for (int i = 0; i < M_FRAGMENTS; ++i) {
     __syncthreads();
@@ -88,5 +80,18 @@ __device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4]
       if (ci < CI_GROUP && place.n0 + static_cast<int>(co) < CO_GROUP && kh < KERNEL_H && kw < KERNEL_W)
         gradient[at_weight(place.group * CI_GROUP + ci, place.n0 + co, kh, kw)] = store_as<Element>(shared[e]);
     }
+  }
+}
+
+/// Store a block's sums, which are all there is, to the gradient. `shared` is free.
+__device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
+                                               float* shared, Element* gradient) {
+  const WarpPlace at(warp);
+  if constexpr (!STAGES_GRADIENT) {
+#pragma unroll
+    for (int f = 0; f < FRAGMENTS; ++f)
+      each_sum(place, at, f, lane, [&](long long offset, int r) { gradient[offset] = store_as<Element>(sums[f][r]); });
+  } else {
+    store_gradient_staged(sums, place, at, lane, shared, gradient);
   }
 }

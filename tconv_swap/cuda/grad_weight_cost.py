@@ -6,6 +6,7 @@ import math
 
 from tconv_swap.cuda.grad_weight_tile import (
     Tile,
+    Window,
     ceil_div,
     is_ieee,
     item_bytes,
@@ -37,44 +38,66 @@ def slice_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def expected_clocks(problem: Problem, tile: Tile, device: Device) -> float:
-    """Roughly, of the whole launch: the multiplier, shared memory, instructions and the L2 work side by side."""
-    ieee = is_ieee(problem)
-    item = item_bytes(problem)
-    step = step_pixels(problem)
-    m, n = tile.warp_m // 16, tile.warp_n // 8
-    warps = tile.warps[0] * tile.warps[1] * tile.warps[2]
-    steps = tile.pixels / step
-    multiplies = m * n * tile.warp_taps * warps * steps * (3 if ieee else 1)
-    reads = (4 * m + 2 * n * tile.warp_taps) * warps * steps
-    into, out = windows(problem, tile)
-    fill = (into.channels * into.positions + out.channels * out.positions) * item
-    copies = sum(
-        window.channels * window.positions / (window.copy * 32) * (10 if problem.channels_last else 4)
-        for window in (into, out)
-    )
-    instructions = (
-        multiplies * (2 if ieee else 1) + reads * (2 if item == 4 else 0.3) * (2 if ieee else 1) + copies
-    )
-    if tile.wgmma:
-        # 64 x columns x step of four warps: the multiplier's time, or that of reading both operands.
-        columns = tile.warp_m if item == 4 else tile.warp_n
-        multiply = warps / 4 * tile.warp_taps * steps * max(columns / 2, 16 + columns / 4)
-        rows = warps * tile.warp_taps * steps * 16 if item == 4 else 0
-        parts = sorted((multiply * 1.1, fill / 128, (copies + rows) / 4, fill / 20))
-    else:
-        parts = sorted((multiplies * 1.5, reads + fill / 128, instructions / 4, fill / 20))
-    clocks = parts[-1] + 0.3 * sum(parts[:-1])
-    # The four multipliers share the warps; a barrier and the trip to memory cost every tile.
-    resident = warps * tile.warps[3] * tile.blocks_per_multiprocessor
+    """Roughly, of the whole launch (benchmarks/NOTES.md): what takes longest of what works side by side, and a part of
+    the rest."""
+    multiplies = _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile)
+    parts = (*multiplies, _fill_clocks(problem, tile))
+    clocks = 0.7 * max(parts) + 0.3 * sum(parts)
+    # The four multipliers share the warps; a barrier and the trip to memory cost every tile, less where another block
+    # goes on meanwhile.
+    resident = tile.threads // 32 * tile.blocks_per_multiprocessor
     clocks = clocks * ceil_div(resident, 4) * 4 / resident * math.sqrt(max(1.0, 8 / resident)) + 300
+    clocks *= 1 if tile.blocks_per_multiprocessor == 1 else 0.8
     slices = slices_of(problem, tile, device)
     tiles_of_slice = ceil_div(pixel_tiles(problem, tile), slices)
-    room = device.multiprocessors * tile.blocks_per_multiprocessor
     blocks = weight_tiles(problem, tile) * slices
-    waves = ceil_div(blocks, room)
+    waves = ceil_div(blocks, device.multiprocessors * tile.blocks_per_multiprocessor)
     shared_by = min(tile.blocks_per_multiprocessor, ceil_div(blocks, device.multiprocessors))
     gradient = slice_bytes(problem, tile) / (device.multiprocessors * 20)
-    copies_of_it = slices * tile.warps[3]
+    copies = slices * tile.warps[3]
     # Partial sums are written, read and, by another launch, made into the gradient.
-    partial = gradient if copies_of_it == 1 else (2 * copies_of_it + 2) * gradient + 5000
+    partial = gradient if copies == 1 else (2 * copies + 2) * gradient + 5000
     return waves * shared_by * (tiles_of_slice * clocks + 1500) + partial
+
+
+def _mma_clocks(problem: Problem, tile: Tile) -> tuple[float, ...]:
+    """Of one tile of pixels: the multiplier's, shared memory's, the instructions'."""
+    rounds = 3 if is_ieee(problem) else 1
+    m, n = tile.warp_m // 16, tile.warp_n // 8
+    warp_steps = math.prod(tile.warps[:3]) * tile.pixels / step_pixels(problem)
+    multiplies = m * n * tile.warp_taps * warp_steps * rounds
+    reads = (4 * m + 2 * n * tile.warp_taps) * warp_steps
+    conversions = (4 if is_ieee(problem) else 2) if item_bytes(problem) == 4 else 0.3
+    instructions = multiplies * (2 if is_ieee(problem) else 1) + reads * conversions + _copies(problem, tile)
+    return multiplies * 1.5, reads, instructions / 4
+
+
+def _wgmma_clocks(problem: Problem, tile: Tile) -> tuple[float, ...]:
+    """Of one tile of pixels: that of the multiplier, or of shared memory where both operands take it longer; that of
+    the instructions. In TF32 the rows come by way of registers, which costs both."""
+    tf32 = item_bytes(problem) == 4
+    columns = tile.warp_m if tf32 else tile.warp_n
+    warp_steps = math.prod(tile.warps[:3]) * tile.warp_taps * tile.pixels / step_pixels(problem)
+    operands = (16 + columns / 4) * (1.4 if tf32 else 1)
+    instructions = _copies(problem, tile) + (warp_steps * 16 if tf32 else 0)
+    return warp_steps / 4 * max(columns / 2, operands) * 1.1, instructions / 4
+
+
+def _copies(problem: Problem, tile: Tile) -> float:
+    """Instructions that bring in one tile of pixels."""
+    each = 10 if problem.channels_last else 4
+    return sum(
+        window.channels * window.positions / (window.copy * 32) * each for window in windows(problem, tile)
+    )
+
+
+def _fill_clocks(problem: Problem, tile: Tile) -> float:
+    """Of the L2 for one tile of pixels: short copies of NCHW, and those that are joined in registers, are slower."""
+    item = item_bytes(problem)
+
+    def rate(window: Window) -> int:
+        if problem.channels_last:
+            return 20
+        return 12 if window.through_registers else {4: 20, 2: 14}.get(window.copy, 8)
+
+    return sum(window.channels * window.positions * item / rate(window) for window in windows(problem, tile))

@@ -115,6 +115,8 @@ class Window:
     bytes: int
     table_bytes: int
     through_registers: bool
+    #: Rows and columns of memory, from the first to the last.
+    span: Pair
 
     def staged_registers(self, threads: int) -> int:
         if not self.through_registers:
@@ -128,14 +130,14 @@ def _window(
     channels: int,
     phases: Pair,
     shifts: Pair,
-    stride: int,
+    strides: Pair,
     lead: int,
     copy: int,
     quads: bool = False,
 ) -> Window:
     item = item_bytes(problem)
     images, rows, cols = pixels[0], pixels[1] + shifts[0], pixels[2] + shifts[1]
-    lead = 0 if problem.channels_last else lead
+    lead, stride = 0 if problem.channels_last else lead, strides[1]
     if stride == 1 and not problem.channels_last:
         cols = ceil_div(cols + lead, copy) * copy
     positions = images * phases[0] * rows * phases[1] * cols
@@ -153,7 +155,8 @@ def _window(
         size = channels * ((positions + 3) // 8 * 8 + 4) * 4
     through_registers = item == 2 and (not problem.channels_last or copy == 1)
     table = 16 * pieces if problem.channels_last or through_registers else 0
-    return Window(channels, positions, pieces, copy, ceil_div(size, 16) * 16, table, through_registers)
+    span = rows * strides[0], cols * stride + copy
+    return Window(channels, positions, pieces, copy, ceil_div(size, 16) * 16, table, through_registers, span)
 
 
 @lru_cache(maxsize=4096)
@@ -176,7 +179,7 @@ def _windows(
 
     into = best(
         [
-            _window(problem, pixels, block_m, (1, 1), (0, 0), 1, 0, copy, swapped)
+            _window(problem, pixels, block_m, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
             for copy in _copies(problem, g.in_channels, g.in_channels_per_group, g.width, pixels[2])
             # Channels lie apart in quads.
             if copy == 1 or not (swapped and problem.channels_last)
@@ -203,7 +206,7 @@ def _windows(
                 block_n,
                 phases,
                 (shifts[0], shifts[1]),
-                g.stride[1],
+                g.stride,
                 max(b % copy for b in bases),
                 copy,
             )

@@ -1,0 +1,248 @@
+"""The tiles of csrc/kernels/grad_weight_*.cu that fit, and the one that is expected to be the fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tconv_swap.cuda.grad_weight_cost import expected_clocks
+from tconv_swap.cuda.grad_weight_tile import (
+    Tile,
+    ceil_div,
+    is_ieee,
+    item_bytes,
+    shared_bytes,
+    step_pixels,
+    windows,
+)
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.geometry import Pair
+
+#: Of one multiprocessor.
+REGISTERS = 65536
+#: Shapes of which all tiles of pixels are compared.
+SHAPES_TRIED = 12
+#: What a kernel's table holds of a piece's row and column, from the window's first (grad_weight_fill.cuh).
+MOST_ROWS, MOST_COLS = 1024, 2048
+
+
+def best_tile(problem: Problem, device: Device) -> Tile | None:
+    """The tile that is expected to be the fastest, among those of the shapes whose first tile is. None if none fits."""
+
+    def clocks(tile: Tile) -> float:
+        return expected_clocks(problem, tile, device)
+
+    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
+    swapped = item_bytes(problem) == 4 and problem.geometry.stride != (1, 1)
+    shapes = [shape for shape in _shapes(problem, device) if not (shape.wgmma and swapped)]
+    firsts = [(tile, shape) for shape in shapes for tile in _first(problem, shape, device)]
+    firsts.sort(key=lambda one: clocks(one[0]))
+    tiles = (tile for _, shape in firsts[:SHAPES_TRIED] for tile in _tiles(problem, shape, device))
+    return min(tiles, key=clocks, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tile but for its pixels."""
+
+    taps: Pair
+    tap_step: Pair
+    warps: tuple[int, int, int, int]
+    warp_m: int
+    warp_n: int
+    warp_taps: int
+    wgmma: bool
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
+    """All tiles that fit."""
+    for shape in _shapes(problem, device):
+        yield from _tiles(problem, shape, device)
+
+
+def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
+    kinds = [(False, _warp_choices)]
+    if device.architecture == "sm_90a" and not is_ieee(problem):
+        kinds.append((True, _warpgroup_choices if item_bytes(problem) == 2 else _swapped_choices))
+    for taps, tap_step in _tap_choices(problem):
+        for wgmma, choices in kinds:
+            for warps in choices(problem, math.prod(taps)):
+                yield Shape(taps, tap_step, *warps, wgmma)
+
+
+def _first(problem: Problem, shape: Shape, device: Device) -> list[Tile]:
+    """At most one."""
+    return list(itertools.islice(_tiles(problem, shape, device), 1))
+
+
+def _tiles(problem: Problem, shape: Shape, device: Device) -> Iterator[Tile]:
+    """Of one shape, those of about 128 pixels first."""
+    for pixels, blocks in itertools.product(
+        _pixel_choices(problem, step_pixels(problem) * shape.warps[3]), (1, 2)
+    ):
+        if math.prod(shape.warps) * blocks > 16 or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
+            continue
+        for stages in (4, 3) if shape.wgmma else (3, 2):
+            tile = Tile(
+                shape.warps,
+                shape.warp_m,
+                shape.warp_n,
+                shape.warp_taps,
+                shape.taps,
+                shape.tap_step,
+                *pixels,
+                stages,
+                blocks,
+                shape.wgmma,
+            )
+            if _fits(problem, tile, device):
+                yield tile
+                break
+
+
+_Warps = tuple[tuple[int, int, int, int], int, int, int]
+
+
+def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
+    """The same for warpgroups, whose four warps lie along m."""
+    g = problem.geometry
+    if g.in_channels_per_group <= 32:
+        return
+    for warp_n, warp_taps in itertools.product((128, 64, 32), (1, 2, 3, 4, 5, 6, 8)):
+        sums = warp_n * warp_taps // 2
+        if warp_taps > taps or not 48 <= sums <= 160 or warp_n >= max(64, 2 * g.out_channels_per_group):
+            continue
+        for groups_m, groups_n, groups_k in itertools.product((1, 2), (1, 2), (1, 2)):
+            groups_t = ceil_div(taps, warp_taps)
+            if not 2 <= groups_m * groups_n * groups_t * groups_k <= 4:
+                continue
+            if (groups_m - 1) * 64 >= g.in_channels_per_group:
+                continue
+            if (groups_n - 1) * warp_n >= g.out_channels_per_group:
+                continue
+            yield (4 * groups_m, groups_n, groups_t, groups_k), 16, warp_n, warp_taps
+
+
+def _fits_wgmma(problem: Problem, pixels: tuple[int, int, int], shape: Shape) -> bool:
+    if item_bytes(problem) == 2:
+        return pixels[2] >= 8  # a run of 8 lies in one piece
+    # Pairs of steps; channels_last: channels are dealt to threads.
+    dealt = not problem.channels_last or 32 * math.prod(shape.warps) % shape.warp_m == 0
+    return dealt and math.prod(pixels) % (16 * shape.warps[3]) == 0
+
+
+def _swapped_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
+    """The same for TF32, where the four warps of a warpgroup lie along n."""
+    g = problem.geometry
+    if g.out_channels_per_group <= 32:
+        return
+    for warp_m, warp_taps in itertools.product((256, 128, 64, 32), (1, 2, 3, 4, 5, 6)):
+        sums = warp_m * warp_taps // 2
+        if warp_taps > taps or not 32 <= sums <= 160 or warp_m >= max(64, 2 * g.in_channels_per_group):
+            continue
+        for groups_n, groups_k in itertools.product((1, 2, 3, 4), (1, 2)):
+            groups_t = ceil_div(taps, warp_taps)
+            if (
+                not 1 <= groups_n * groups_t * groups_k <= 4
+                or (groups_n - 1) * 64 >= g.out_channels_per_group
+            ):
+                continue
+            yield (1, 4 * groups_n, groups_t, groups_k), warp_m, 16, warp_taps
+
+
+def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
+    """Warps along m, n, taps, pixels; channels in, channels out and taps of one warp."""
+    g = problem.geometry
+    # Too few sums a warp wait for their operands; a small product has no more.
+    widest = [
+        min(64, 1 << (channels - 1).bit_length())
+        for channels in (g.in_channels_per_group, g.out_channels_per_group)
+    ]
+    least = min(48, max(16, widest[0]) * widest[1] * min(taps, 5) // 64)
+    for warp_m, warp_n, warp_taps in itertools.product((64, 32, 16), (64, 32, 16, 8), (1, 2, 3, 4, 5, 6, 8)):
+        sums = warp_m * warp_n * warp_taps // 32
+        if warp_taps > taps or not least <= sums <= 128 or (is_ieee(problem) and warp_m == 64):
+            continue
+        if warp_m >= max(32, 2 * g.in_channels_per_group) or warp_n >= max(16, 2 * g.out_channels_per_group):
+            continue
+        warps_t = ceil_div(taps, warp_taps)
+        for warps_m, warps_n, warps_k in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4)):
+            warps = warps_m * warps_n * warps_t * warps_k
+            if not 4 <= warps <= 16 or (warps_k > 1 and warps > 8) or warps_m * warps_n > 4:
+                continue
+            if (warps_m - 1) * warp_m >= g.in_channels_per_group:
+                continue
+            if (warps_n - 1) * warp_n >= g.out_channels_per_group:
+                continue
+            yield (warps_m, warps_n, warps_t, warps_k), warp_m, warp_n, warp_taps
+
+
+def _tap_choices(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
+    """Taps of a block and steps between them: all; those of one vertical phase; fewer rows or columns."""
+    g = problem.geometry
+    period = g.stride[0] // math.gcd(g.stride[0], g.dilation[0])
+    row_choices = {(g.kernel[0], 1), (1, 1)}
+    if 1 < period < g.kernel[0]:
+        row_choices.add((ceil_div(g.kernel[0], period), period))
+    if g.kernel[0] > 3:
+        row_choices.add((ceil_div(g.kernel[0], ceil_div(g.kernel[0], 3)), 1))
+    col_choices = {(g.kernel[1], 1), (ceil_div(g.kernel[1], 2), 1), (min(8, g.kernel[1]), 1)}
+    for rows, row_step in sorted(row_choices):
+        for cols, col_step in sorted(col_choices):
+            if rows * cols <= 32:
+                yield (rows, cols), (row_step, col_step)
+
+
+def _pixel_choices(problem: Problem, step: int) -> list[tuple[int, int, int]]:
+    """Images, rows, columns of a tile of pixels: a multiple of ``step``, powers of two; near to 128 and to a square
+    first."""
+    found = []
+    g = problem.geometry
+    widest, tallest, deepest = (1 << max(0, size - 1).bit_length() for size in (g.width, g.height, g.batch))
+    for cols, rows in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)):
+        if cols > widest or rows > tallest or (cols < 8 and cols != widest):
+            continue
+        if rows * cols >= max(64, step):
+            images = [1]
+        elif cols == widest and rows == tallest:
+            # Small maps: whole images, many of them.
+            images = [size // (rows * cols) for size in (32, 64, 128) if size <= deepest * rows * cols]
+            images = images or [max(step, 32) // (rows * cols)]
+        else:
+            images = [1]
+        for n in images:
+            if n * rows * cols % step == 0 and 32 <= n * rows * cols <= 256:
+                found.append((n, rows, cols))
+    return sorted(
+        found, key=lambda one: (abs(math.log2(math.prod(one) / 128)), abs(math.log2(one[1] / one[2])))
+    )
+
+
+def registers(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Of a thread: what the tile takes, about, and what there is."""
+    staged = sum(window.staged_registers(tile.threads) for window in windows(problem, tile))
+    if not tile.wgmma:
+        fragments = tile.warp_m // 16 * (8 if is_ieee(problem) else 4) + (16 if is_ieee(problem) else 8)
+    else:
+        fragments = 8 * tile.warp_taps if item_bytes(problem) == 4 else 0
+    # Each quarter of a multiprocessor has its own registers.
+    threads = ceil_div(tile.threads * tile.blocks_per_multiprocessor, 128) * 128
+    taken = tile.sums + fragments + staged + tile.warp_taps + tile.warp_n // 8 + 48
+    return taken, min(255, REGISTERS // threads // 8 * 8)
+
+
+def _fits(problem: Problem, tile: Tile, device: Device) -> bool:
+    into, out = windows(problem, tile)
+    if out.span[0] > MOST_ROWS or out.span[1] > MOST_COLS:
+        return False
+    # What goes through registers is one tile ahead, no more.
+    if (into.through_registers or out.through_registers) and tile.stages > (3 if tile.wgmma else 2):
+        return False
+    taken, available = registers(problem, tile)
+    shared = shared_bytes(problem, tile)
+    return (
+        taken <= available
+        and tile.blocks_per_multiprocessor * (shared + 1024) <= device.shared_memory_per_block + 1024
+    )
