@@ -50,12 +50,16 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
     Workspace: at most 64 MiB, or one copy of the gradient in float32 and whole tiles if that is more; and 4 bytes for
     each channel, slice and warp along the taps for the bias.
     """
+    parts = part_candidates(problem, device, with_bias, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
     if not _claims(problem, device) or (with_bias and not _reads_all_of_grad_output(problem)):
-        return None
-    best = min(
-        candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device), default=None
-    )
-    return None if best is None else plan_with_tile(problem, best, device, with_bias)
+        return []
+    tiles = sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
 
 
 def _claims(problem: Problem, device: Device) -> bool:
