@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import zip_longest
+from typing import TypeVar
 
 from tconv_swap.cuda import (
     plan_cells,
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 
+_T = TypeVar("_T")
+
+
 def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
     """The same problem with the weight, or its gradient, in the layout given."""
     return replace(problem, weight_channels_last=weight_channels_last)
@@ -51,13 +55,11 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
 def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
     """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
     families = (
-        plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_tile.plan_candidates(problem, has_bias, device, count),
         plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_narrow.plan_candidates(problem, has_bias, device, count),
     )
-    in_turn = (plan for plans in zip_longest(*families) for plan in plans if plan is not None)
-    found = dict.fromkeys([plan_forward(problem, has_bias, device), *in_turn])
+    found = dict.fromkeys([plan_forward(problem, has_bias, device), *_in_turn(*families)])
     return list(found)[:count]
 
 
@@ -72,7 +74,10 @@ def backward_candidates(
         parts = plan_narrow_grad_input.part_candidates(problem, device, count)
     elif not output_mask[0] and output_mask[1]:
         with_bias = output_mask[2]
-        parts = plan_narrow_grad_weight.part_candidates(problem, device, with_bias, count)
+        parts = _in_turn(
+            plan_narrow_grad_weight.part_candidates(problem, device, with_bias, count),
+            plan_grad_weight.part_candidates(problem, device, with_bias, count),
+        )
         grad_bias = [Output((geometry.out_channels,))] if with_bias else []
         outputs = [Output(geometry.weight_shape, problem.weight_channels_last), *grad_bias]
     plans = [
@@ -80,6 +85,11 @@ def backward_candidates(
         for part in parts
     ]
     return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
+
+
+def _in_turn(*families: list[_T]) -> list[_T]:
+    """The best of each, then the second best of each ..."""
+    return [one for best in zip_longest(*families) for one in best if one is not None]
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:

@@ -6,7 +6,8 @@ import math
 
 import torch
 
-from tconv_swap.cuda.grad_weight_candidates import best_tile, registers
+from tconv_swap.cuda.grad_weight_candidates import best_tile, candidates, registers
+from tconv_swap.cuda.grad_weight_cost import expected_clocks
 from tconv_swap.cuda.grad_weight_cost import slice_bytes, slices_of
 from tconv_swap.cuda.grad_weight_tile import (
     Tile,
@@ -49,10 +50,22 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
     Workspace: at most 64 MiB, or one copy of the gradient in float32 and whole tiles if that is more; and 4 bytes for
     each channel, slice and warp along the taps for the bias.
     """
+    parts = part_candidates(problem, device, with_bias, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
     if not _claims(problem, device) or (with_bias and not _reads_all_of_grad_output(problem)):
-        return None
+        return []
     best = best_tile(problem, device)
-    return None if best is None else plan_with_tile(problem, best, device, with_bias)
+    if best is None:
+        return []
+    tiles = [best]
+    if count > 1:
+        tiles += sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
+    distinct = list(dict.fromkeys(tiles))[:count]
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in distinct]
 
 
 def _claims(problem: Problem, device: Device) -> bool:
