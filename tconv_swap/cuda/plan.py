@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from typing import TypeVar
@@ -68,22 +69,30 @@ def backward_candidates(
 ) -> list[Plan]:
     """The same for the gradient of the input, or those of weight and bias; for others the plan that is taken anyway."""
     geometry = problem.geometry
-    parts: list[Part] = []
-    outputs = [Output(geometry.input_shape, problem.channels_last)]
+    plans: list[Plan] = []
     if output_mask == (True, False, False):
-        parts = plan_narrow_grad_input.part_candidates(problem, device, count)
-    elif not output_mask[0] and output_mask[1]:
-        with_bias = output_mask[2]
+        grad_input = Output(geometry.input_shape, problem.channels_last)
         parts = _in_turn(
-            plan_narrow_grad_weight.part_candidates(problem, device, with_bias, count),
-            plan_grad_weight.part_candidates(problem, device, with_bias, count),
+            plan_narrow_grad_input.part_candidates(problem, device, count),
+            plan_grad_input.part_candidates(problem, device, count),
         )
-        grad_bias = [Output((geometry.out_channels,))] if with_bias else []
-        outputs = [Output(geometry.weight_shape, problem.weight_channels_last), *grad_bias]
-    plans = [
-        Plan(part.family, part.why, tuple(outputs), part.launches, workspace_bytes=part.workspace_bytes)
-        for part in parts
-    ]
+        plans = [_assembled([(part, (grad_input,))]) for part in parts]
+    elif not output_mask[0] and output_mask[1]:
+        grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
+        grad_bias = Output((geometry.out_channels,))
+
+        def for_weight(with_bias: bool) -> list[Part]:
+            return _in_turn(
+                plan_narrow_grad_weight.part_candidates(problem, device, with_bias, count),
+                plan_grad_weight.part_candidates(problem, device, with_bias, count),
+            )
+
+        if output_mask[2]:
+            plans = [_assembled([(part, (grad_weight, grad_bias))]) for part in for_weight(True)]
+            bias = (_grad_bias(problem, device), (grad_bias,))
+        if not plans:
+            after = [bias] if output_mask[2] else []
+            plans = [_assembled([(part, (grad_weight,)), *after]) for part in for_weight(False)]
     return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
 
 
@@ -93,32 +102,35 @@ def _in_turn(*families: list[_T]) -> list[_T]:
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
-    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias).
-
-    The parts run one after the other and share the workspace.
-    """
+    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
     geometry = problem.geometry
-    outputs: list[Output] = []
-    parts: list[Part] = []
-    launches: list[Launch] = []
-
-    def add(part: Part, *made: Output) -> None:
-        launches.extend(part.with_outputs(*range(len(outputs), len(outputs) + len(made))))
-        outputs.extend(made)
-        parts.append(part)
-
+    pieces: list[tuple[Part, tuple[Output, ...]]] = []
     grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
     grad_bias = Output((geometry.out_channels,))
+    wants_bias = output_mask[2]
     if output_mask[0]:
-        add(_grad_input(problem, device), Output(geometry.input_shape, problem.channels_last))
+        grad_input = Output(geometry.input_shape, problem.channels_last)
+        pieces.append((_grad_input(problem, device), (grad_input,)))
     if output_mask[1]:
-        with_bias = _grad_weight_and_bias(problem, device) if output_mask[2] else None
+        with_bias = _grad_weight_and_bias(problem, device) if wants_bias else None
         if with_bias is not None:
-            add(with_bias, grad_weight, grad_bias)
+            pieces.append((with_bias, (grad_weight, grad_bias)))
+            wants_bias = False
         else:
-            add(_grad_weight(problem, device), grad_weight)
-    if len(outputs) < sum(output_mask):
-        add(_grad_bias(problem, device), grad_bias)
+            pieces.append((_grad_weight(problem, device), (grad_weight,)))
+    if wants_bias:
+        pieces.append((_grad_bias(problem, device), (grad_bias,)))
+    return _assembled(pieces)
+
+
+def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
+    """The parts one after the other, each with its outputs; they share the workspace."""
+    outputs: list[Output] = []
+    launches: list[Launch] = []
+    for part, made in pieces:
+        launches.extend(part.with_outputs(*range(len(outputs), len(outputs) + len(made))))
+        outputs.extend(made)
+    parts = [part for part, _ in pieces]
     return Plan(
         ", ".join(dict.fromkeys(part.family for part in parts)),
         "; ".join(dict.fromkeys(part.why for part in parts)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
+from itertools import islice, product
 
 from tconv_swap.cuda import plan_tile
 from tconv_swap.cuda.grad_input_layout import (
@@ -55,20 +55,28 @@ def plan_grad_input(problem: Problem, device: Device) -> Part | None:
     weights (IEEE float32: both of their parts), their channels rounded up to whole tiles, and where the sum over
     channels is split, as many copies of the gradient in float32: for strides at most 64 MiB.
     """
+    parts = part_candidates(problem, device, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
         posed = as_forward(problem)
         if not plan_tile.claims(posed, device):
-            return None
-        best = next(plan_tile.candidates(posed, device), None)
-        if best is None:
-            return None
-        made = plan_tile.plan_with_tile(*best, device.multiprocessors)
-        return Part(made.family, made.why, _reading_backward(made.launches), made.workspace_bytes)
+            return []
+        made = (
+            plan_tile.plan_with_tile(*tile, device.multiprocessors)
+            for tile in islice(dict.fromkeys(plan_tile.candidates(posed, device)), count)
+        )
+        return [
+            Part(one.family, one.why, _reading_backward(one.launches), one.workspace_bytes) for one in made
+        ]
     if not claims(convolution, device):
-        return None
-    tile = next(candidates(convolution, device), None)
-    return None if tile is None else part_with_tile(convolution, tile, device.multiprocessors)
+        return []
+    tiles = islice(dict.fromkeys(candidates(convolution, device)), count)
+    return [part_with_tile(convolution, tile, device.multiprocessors) for tile in tiles]
 
 
 def as_forward(problem: Problem) -> TileProblem:
