@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tconv_swap.cuda.grad_weight_cost import expected_clocks
 from tconv_swap.cuda.grad_weight_tile import (
@@ -28,6 +29,7 @@ SHAPES_TRIED = 12
 MOST_ROWS, MOST_COLS = 1024, 2048
 
 
+@lru_cache(maxsize=256)
 def best_tile(problem: Problem, device: Device) -> Tile | None:
     """The tile that is expected to be the fastest, among those of the shapes whose first tile is. None if none fits."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import zip_longest
 from typing import TypeVar
 
@@ -101,6 +102,7 @@ def _in_turn(*families: list[_T]) -> list[_T]:
     return [one for best in zip_longest(*families) for one in best if one is not None]
 
 
+@lru_cache(maxsize=256)
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
     geometry = problem.geometry
