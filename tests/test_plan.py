@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tconv_swap.cuda import plan, plan_general
+from tconv_swap.cuda import plan, plan_general, plan_grad_input
 from tconv_swap.cuda.program import ArgumentKind, Plan
 from tconv_swap.geometry import Geometry, phase_taps
 
@@ -134,6 +134,18 @@ def test_the_kernel_chosen_for_grad_input(
     assert (entry in entries) if entry else entries == []
     read = {a.value for one in made.launches for a in one.arguments if a.kind == ArgumentKind.INPUT}
     assert read == ({0, 2} if entry else set())  # never the input itself
+
+
+def test_offsets_within_a_tile_of_grad_input_fit_32_bits() -> None:
+    """Images of 16 MiB of one cell each: a tile may have few of them."""
+    geometry = Geometry(4096, 96, 1, 1, 65536, (8, 8))
+    problem = plan.Problem(geometry, torch.float32, "tf32", False, False)
+    made = plan_grad_input.plan_grad_input(problem, H200)
+    assert made is not None
+    names = dict(made.launches[1].kernel.constants)
+    assert names["FLAT"]
+    image_bytes = 4 * math.prod(geometry.output_shape[1:])
+    assert (int(names["TILE_W"]) + 1) * image_bytes < 2**31
 
 
 def test_ieee_float32_gradients_of_the_input_are_not_computed_by_tf32_alone() -> None:

@@ -42,6 +42,9 @@ MOST_TILE_REGISTERS = 150
 MOST_PHASES = 16
 #: Of grad_input_wgmma.cu: a place of the input has a bit for each.
 MOST_SLICES = 28
+#: With three products more slices are more code than ptxas finds registers for: it then serializes the multiplies, and
+#: of a plan with 20 slices the result was wrong.
+MOST_IEEE_SLICES = 4
 #: Of a filling thread's registers of grad_input_wgmma.cu, those that carry no input.
 FILL_OVERHEAD = 64
 #: Of a multiplying thread's, those that are no sums.
@@ -135,7 +138,14 @@ def claims(problem: StridedProblem, device: Device) -> bool:
 def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
 
+    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
+    image_bytes = geometry.in_channels * geometry.height * geometry.width * problem.item
+
     def fits(tile: Tile) -> bool:
+        # Offsets from a tile's first image are counted in 32 bits.
+        images = 1 + -(-tile.cols // (cells_h * cells_w)) if problem.flat else tile.images
+        if images * image_bytes >= plan_tile.INT32_LIMIT:
+            return False
         if tile.wgmma and fill_registers(problem, tile, 1) > fill_share(tile) - FILL_OVERHEAD:
             return False
         if not tile.wgmma and tile_registers(problem, tile) > MOST_TILE_REGISTERS:
@@ -150,12 +160,12 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     tiles = [_split(problem, tile, device.multiprocessors) for tile in tiles]
     tiles = [tile for tile in tiles if fits(tile)]
     # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all. Of the others
-    # those first that wgmma multiplies, and that need not be added up.
+    # those first that wgmma multiplies, and in NCHW those that need not be added up.
     tiles.sort(
         key=lambda tile: (
             4 * block_count(problem, tile) < 3 * device.multiprocessors,
             not tile.wgmma,
-            tile.splits,
+            0 if problem.input_channels_last else tile.splits,
         )
     )
     yield from dict.fromkeys(tiles)
@@ -195,7 +205,7 @@ def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
 def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
     geometry = problem.geometry
     channels = geometry.out_channels_per_group
-    if len(slice_taps(problem)) > MOST_SLICES:
+    if len(slice_taps(problem)) > (MOST_IEEE_SLICES if problem.precision == "IEEE" else MOST_SLICES):
         return
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return
@@ -207,17 +217,19 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         (1, 2, 128, 1),
         (1, 2, 64, 1),
     )
+    narrow_map = not problem.flat and problem.cells[1] <= 4
     if channels <= 64:
         order = [long, short]
     elif problem.flat:
         order = [broad, wide, tall] if channels > 128 else [wide, tall]
+    elif problem.input_channels_last:
+        order = [broad, tall, wide] if channels > 128 and not narrow_map else [tall, wide]
     else:
-        order = [tall, wide] if problem.input_channels_last else [wide, tall]
+        order = [wide, tall]
     if problem.precision == "IEEE":
         # Each sum has another beside it that collects three products.
         order = [shape for shape in order if shape[2] * shape[3] == 64]
     rows: tuple[int, ...] = (16, 8)
-    narrow_map = not problem.flat and problem.cells[1] <= 4
     if narrow_map:
         if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8:
             return
