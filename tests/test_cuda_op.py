@@ -52,7 +52,6 @@ NAMED = {
     "grouped, odd channels": dict(x=(2, 27, 14, 14), w=(27, 11, 2, 2), stride=2, groups=3),
     "wide kernel, one row": dict(x=(2, 64, 1, 70), w=(64, 32, 1, 16), stride=(1, 8), padding=(0, 4)),
     "dilated, 128 channels": dict(x=(2, 128, 10, 17), w=(128, 64, 3, 3), padding=1, dilation=(3, 2)),
-<<<<<<< HEAD
     "stride 1, dilated, output padded": dict(
         x=(2, 16, 9, 31), w=(16, 40, 3, 3), padding=1, dilation=2, output_padding=1
     ),
@@ -71,9 +70,7 @@ NAMED = {
     "one row": dict(x=(2, 136, 1, 70), w=(136, 24, 1, 16), stride=(1, 8), padding=(0, 4)),
     "whole cells": dict(x=(3, 66, 14, 14), w=(66, 20, 2, 2), stride=2),
     "odd channels": dict(x=(2, 33, 8, 8), w=(33, 9, 3, 2), stride=2),
-=======
     "wide, stride 1": dict(x=(4, 64, 33, 64), w=(64, 64, 3, 3)),
->>>>>>> 308dd07 (Gradient of the weight: the tile by a calibrated estimate, a few shapes compared in full; TF32 on wgmma where it was timed; spills promised)
     "many images": dict(x=(70001, 3, 1, 2), w=(3, 2, 2, 2), stride=2),
 }
 
