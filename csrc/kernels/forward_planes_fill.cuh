@@ -2,57 +2,58 @@
 // FILL_THREADS threads that follow those that multiply.
 //
 // NCHW: a thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them
-// transposed. channels_last: it copies the 16 bytes of one pixel. float32 is rounded to TF32 on the way, since the
+// transposed. channels_last: it takes the 16 bytes of one pixel. float32 is rounded to TF32 on the way, since the
 // multiplier would truncate. Pixels outside the image are written as zeros.
+//
+// Through registers, although copies could be asynchronous: pieces that scatter over shared memory are copied three
+// times as slowly as they are stored (measured). To keep loads under way while others are stored, the threads work in
+// FILL_GROUPS groups that take the chunks in turn. (One thread cannot: all its loads count on one scoreboard, so that it
+// would wait for the last one asked for.)
 #pragma once
 
-constexpr int FILL_WARPS = 4;
 constexpr int FILL_THREADS = 32 * FILL_WARPS;
+constexpr int FILL_GROUPS = 2;
+constexpr int GROUP_THREADS = FILL_THREADS / FILL_GROUPS;
 
-/// channels_last of 16 bits needs no work on the way and goes asynchronously; the rest passes through registers.
-constexpr bool THROUGH_REGISTERS = !(INPUT_CHANNELS_LAST && IS_16_BIT);
 constexpr int PLANE_CHANNELS = 4 * CHANNELS_PER_WORD;
 static_assert(!INPUT_CHANNELS_LAST || COPY == PLANE_CHANNELS, "a pixel's channels must come by 16 bytes");
 
 // A place: the COPY_PIXELS neighbouring pixels of one plane; planes are dealt first, to neighbouring lanes.
 constexpr int PLACES_PER_ROW = HALO_W / COPY_PIXELS * CHUNK_PLANES;
 constexpr int PLACES = TILE_N * HALO_H * PLACES_PER_ROW;
-constexpr int SLOTS = ceil_div(PLACES, FILL_THREADS);
+constexpr int SLOTS = ceil_div(PLACES, GROUP_THREADS);
 /// Registers that hold COPY pixels of one channel (NCHW), and all that hold one place.
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
 constexpr int PLACE_REGISTERS = INPUT_CHANNELS_LAST ? 4 : PLANE_CHANNELS * ROW_REGISTERS;
-/// A chunk goes through a thread's registers in PASSES; FILL_DEPTH of them are on their way at once.
-constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - 2 * SLOTS) / (2 * PLACE_REGISTERS)));
+/// A chunk goes through a thread's registers in PASSES.
+constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
 constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
-constexpr int FILL_DEPTH = most(2, least(4, (FILL_BUDGET - 2 * SLOTS) / (PASS_SLOTS * PLACE_REGISTERS)) / 2 * 2);
 
+/// Many slots: where they go is computed anew, which takes fewer registers.
+constexpr bool KEEP_TO = SLOTS <= 10;
 constexpr bool SWAP_PIXELS = !NARROW && COPY_PIXELS == 4 && CHUNK_PLANES == 2;
 
 struct InputFill {
-  const char* chunk;  // first channel of the next chunk of the tile's first image
-  int next_channel;   // the same, counted in the group
+  const char* chunk;  // first channel of the chunk, of the tile's first image
+  int chunk_channel;   // the same, counted in the channel group
   int from[SLOTS];    // bytes from there, negative outside the image
-  u32 to[SLOTS];      // bytes from the beginning of a stage
-  u32 staged[FILL_DEPTH][THROUGH_REGISTERS ? PASS_SLOTS : 1][PLACE_REGISTERS];
+  u32 to[KEEP_TO ? SLOTS : 1];  // bytes from the beginning of a stage
+  u32 staged[PASS_SLOTS][PLACE_REGISTERS];
 
   __device__ __forceinline__ InputFill() {
 #pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
-      const int place = thread() + s * FILL_THREADS;
-      to[s] = (place % CHUNK_PLANES * PLANE_PITCH + place / PLACES_PER_ROW / HALO_H * IMAGE_PITCH +
-               place / PLACES_PER_ROW % HALO_H * ROW_PITCH + (NARROW ? 0 : column(s))) * 16;
-    }
+    for (int s = 0; s < (KEEP_TO ? SLOTS : 0); ++s) to[s] = place_offset(thread(), s);
   }
 
-  /// The next chunk is the `chunk_index`-th of this tile.
+  /// The chunk is the `chunk_index`-th of this tile.
   __device__ __forceinline__ void aim(const Element* input, const Origin& origin, int group, int chunk_index, int batch) {
     const int first_image = FLAT ? origin.image / PIXELS : origin.image;
     chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
             group * CI_GROUP * CHANNEL_BYTES + chunk_index * CHUNK_BYTES;
-    next_channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
+    chunk_channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      const int place = thread() + s * FILL_THREADS;
+      const int place = thread() + s * GROUP_THREADS;
       const int plane = place % CHUNK_PLANES;
       const int w = column(s);
       const int h = place / PLACES_PER_ROW % HALO_H;
@@ -75,22 +76,8 @@ struct InputFill {
     }
   }
 
-  /// Start copying the next chunk to a stage (channels_last, 16 bits).
-  __device__ __forceinline__ void copy(u32 stage) {
-#pragma unroll
-    for (int s = 0; s < SLOTS; ++s) {
-      if (exists(s)) {
-        const bool real = from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP);
-        each_copy(s, 0, [&](int offset) {
-          ptx::copy_async_or_zero<16>(stage + to[s] + offset, real ? chunk + from[s] : chunk, real);
-        });
-      }
-    }
-    advance();
-  }
-
-  /// Start loading one pass of the next chunk into one of the FILL_DEPTH parts of the registers.
-  template <int PASS, int PART>
+  /// Start loading one pass of the chunk.
+  template <int PASS>
   __device__ __forceinline__ void load() {
 #pragma unroll
     for (int i = 0; i < PASS_SLOTS; ++i) {
@@ -98,32 +85,31 @@ struct InputFill {
       if (s >= SLOTS) continue;
       const char* source = chunk + from[s];
       if constexpr (INPUT_CHANNELS_LAST) {
-        load_words<16>(staged[PART][i], source, from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP));
+        load_words<16>(staged[i], source, from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP));
       } else {
 #pragma unroll
         for (int c = 0; c < PLANE_CHANNELS; ++c)
-          load_words<COPY_PIXELS * ITEM>(staged[PART][i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
+          load_words<COPY_PIXELS * ITEM>(staged[i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
                                          from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP));
       }
     }
-    if (PASS == PASSES - 1) advance();
   }
 
   /// Store that pass to a stage.
-  template <int PASS, int PART>
+  template <int PASS>
   __device__ __forceinline__ void store(u32 stage) const {
 #pragma unroll
     for (int i = 0; i < PASS_SLOTS; ++i) {
       const int s = PASS * PASS_SLOTS + i;
       if (s < SLOTS && exists(s)) {
-        const u32(&place)[PLACE_REGISTERS] = staged[PART][i];
+        const u32(&place)[PLACE_REGISTERS] = staged[i];
         u32 pixels[COPY_PIXELS][4];
 #pragma unroll
         for (int p = 0; p < COPY_PIXELS; ++p)
 #pragma unroll
           for (int word = 0; word < 4; ++word) {
             if constexpr (INPUT_CHANNELS_LAST) {
-              pixels[p][word] = ptx::round_to_tf32(place[word]);
+              pixels[p][word] = IS_16_BIT ? place[word] : ptx::round_to_tf32(place[word]);
             } else if constexpr (IS_16_BIT) {
               const u32 even = place[2 * word * ROW_REGISTERS + p / 2], odd = place[(2 * word + 1) * ROW_REGISTERS + p / 2];
               pixels[p][word] = p % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
@@ -131,6 +117,7 @@ struct InputFill {
               pixels[p][word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
             }
           }
+        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::pinned(thread())), s));
         if constexpr (SWAP_PIXELS) {
           // Of 8 lanes, 2 planes of 4 places, the later ones store each two pixels in the other order: no bank twice.
           const bool swap = column(s) / (2 * COPY_PIXELS) % 2;
@@ -142,25 +129,36 @@ struct InputFill {
               first[word] = swap ? pixels[p + 1][word] : pixels[p][word];
               second[word] = swap ? pixels[p][word] : pixels[p + 1][word];
             }
-            ptx::store_shared<4>(stage + to[s] + (p + swap) * 16, first);
-            ptx::store_shared<4>(stage + to[s] + (p + 1 - swap) * 16, second);
+            ptx::store_shared<4>(target + (p + swap) * 16, first);
+            ptx::store_shared<4>(target + (p + 1 - swap) * 16, second);
           }
         } else {
 #pragma unroll
           for (int p = 0; p < COPY_PIXELS; ++p)
-            each_copy(s, p, [&](int offset) { ptx::store_shared<4>(stage + to[s] + offset, pixels[p]); });
+            each_copy(s, p, [&](int offset) { ptx::store_shared<4>(target + offset, pixels[p]); });
         }
       }
     }
   }
 
+  __device__ __forceinline__ void advance() {
+    chunk += CHUNK_BYTES;
+    chunk_channel += CHUNK_WORDS * CHANNELS_PER_WORD;
+  }
+
  private:
-  __device__ __forceinline__ static int thread() { return threadIdx.x - THREADS; }
+  __device__ __forceinline__ static u32 place_offset(int thread, int s) {
+    const int place = thread + s * GROUP_THREADS;
+    const int w = place / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
+    return (place % CHUNK_PLANES * PLANE_PITCH + place / PLACES_PER_ROW / HALO_H * IMAGE_PITCH +
+            place / PLACES_PER_ROW % HALO_H * ROW_PITCH + (NARROW ? 0 : w)) * 16;
+  }
+  __device__ __forceinline__ static int thread() { return (threadIdx.x - THREADS) % GROUP_THREADS; }
   __device__ __forceinline__ static bool exists(int s) {
-    return (s + 1) * FILL_THREADS <= PLACES || thread() + s * FILL_THREADS < PLACES;
+    return (s + 1) * GROUP_THREADS <= PLACES || thread() + s * GROUP_THREADS < PLACES;
   }
   __device__ __forceinline__ static int column(int s) {
-    return (thread() + s * FILL_THREADS) / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
+    return (thread() + s * GROUP_THREADS) / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
   }
 
   /// put(bytes from to[s]) for each place that pixel `p` of slot `s` goes to: one, or with NARROW one for each shift.
@@ -177,14 +175,9 @@ struct InputFill {
     }
   }
 
-  /// First channel of a place of the next chunk, in the group.
+  /// First channel of a place, in the channel group.
   __device__ __forceinline__ int first_channel(int s) const {
-    return next_channel + (thread() + s * FILL_THREADS) % CHUNK_PLANES * PLANE_CHANNELS;
-  }
-
-  __device__ __forceinline__ void advance() {
-    chunk += CHUNK_BYTES;
-    next_channel += CHUNK_WORDS * CHANNELS_PER_WORD;
+    return chunk_channel + (thread() + s * GROUP_THREADS) % CHUNK_PLANES * PLANE_CHANNELS;
   }
 
   /// The bytes at `from`, or zeros.

@@ -112,9 +112,6 @@ constexpr int STEPS = CHUNKS * CHUNK_STEPS;
 /// Words of one tap of one step for one block of channels.
 constexpr int TAP_WORDS = PARTS * BLOCK_M_TILES * FRAGMENT_WORDS;
 
-/// All packed weights; the word after them counts turns of the blocks of forward_wgmma.cu, from 0.
-constexpr int PACKED_WORDS = GROUPS * M_BLOCKS * STEPS * taps_before(PHASE_GROUPS) * TAP_WORDS;
-
 /// Channel, counted within its block (with STACK, [v][channel]), that lies in row `row` of tile `tile`. For channels_last outputs the rows
 /// that one lane holds (row g and g + 8 of each of its warp's tiles) are neighbours, so that it stores vectors.
 __device__ constexpr int channel_of_row(int tile, int row) {

@@ -9,8 +9,6 @@ constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
 // ---- what one part is: PART_COLS fragments of PART_LINES lines; a line is a row of fragments of one image ---------
 
 constexpr int OUT_PER_WORD = 4 / sizeof(Out);
-/// Bytes of shared memory for each warp's part, without what keeps banks apart.
-constexpr int PART_BYTES = 4096;
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (16 * 8 * PHASES * static_cast<int>(sizeof(Out))));
 constexpr int LINES = WARP_IMAGES * WARP_ROWS;
@@ -176,7 +174,8 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
 #pragma unroll
   for (int part = 0; part < LINES / PART_LINES * (WARP_COLS / PART_COLS); ++part) {
     const int part_line = part / (WARP_COLS / PART_COLS) * PART_LINES, part_col = part % (WARP_COLS / PART_COLS) * PART_COLS;
-    if (part > 0) __syncwarp();
+    // The part before this one, which may be the last tile's, has been read.
+    __syncwarp();
 #pragma unroll
     for (int line = 0; line < PART_LINES; ++line)
 #pragma unroll

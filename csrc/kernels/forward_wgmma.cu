@@ -9,14 +9,13 @@
 // Without swizzle, 8 cells of one plane (forward_planes_fill.cuh) are 128 bytes in one piece wherever they begin, so
 // a tap's shift of the input is only another start address.
 //
-// A block stays and works on one tile after another. Its first THREADS threads multiply and store, the FILL_THREADS
-// after them bring the input, and one of those asks for the weights (one run, by bulk copy); barriers in shared memory
-// say which stages are full and which empty, so that the next tile's chunks come while this one's outputs leave. The
-// CLUSTER blocks of a cluster work on neighbouring tiles in step and share each copy of the weights.
+// A block works on one tile after another. Its first THREADS threads multiply and store, the FILL_THREADS after them
+// bring the input, and some of those ask for the weights (one run, by bulk copy); barriers in shared memory say which
+// stages are full and which empty, so that the next tile's chunks come while this one's outputs leave.
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
 // stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu. The grid is a multiple of CLUSTER.
+// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -42,16 +41,11 @@ constexpr int GROUP_PITCH = ALONG_ROW ? 8 : NARROW ? IMAGE_PITCH : CELL_INPUT_RO
 /// Descriptors count in 16 bytes, which is one pixel of a plane, and one channel of a plane of weights.
 constexpr int WEIGHT_PLANE = 64;
 
-/// Turns of a block that may be handed out before the first of them is over.
-constexpr int QUEUE = 8;
-
 // ---- shared memory, in bytes from its beginning --------------------------------------------------------------
 
 constexpr int STAGED = STAGES * STAGE_WORDS * 4;
 constexpr int BARRIERS = STAGED + WARPS * STAGED_BYTES;
-constexpr int QUEUE_BARRIERS = BARRIERS + 2 * STAGES * 8;
-constexpr int QUEUE_ENTRIES = QUEUE_BARRIERS + 2 * QUEUE * 8;
-static_assert(SHARED_BYTES == QUEUE_ENTRIES + QUEUE * 4, "the plan and the kernel must agree");
+static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 
 // ---- registers ---------------------------------------------------------------------------------------------------
 
@@ -88,7 +82,7 @@ struct Work {
   int split, phase_group, m_block, group;
   Origin origin;
 
-  /// Piece `index` of all clusters' work.
+  /// Piece `index` of all blocks' work.
   __device__ __forceinline__ explicit Work(int index) {
     split = index % SPLITS;
     index /= SPLITS;
@@ -97,70 +91,42 @@ struct Work {
     m_block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    const int rank = CLUSTER > 1 ? ptx::cluster_rank() : 0;
-    origin = tile_origin(index / GROUPS * CLUSTER + rank);
+    origin = tile_origin(index / GROUPS);
   }
   __device__ __forceinline__ static int count(int batch) {
     const int tiles = FLAT ? ceil_div(batch * PIXELS, TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
-    return ceil_div(tiles, CLUSTER) * GROUPS * M_BLOCKS * PHASE_GROUPS * SPLITS;
+    return tiles * GROUPS * M_BLOCKS * PHASE_GROUPS * SPLITS;
   }
   __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
   __device__ __forceinline__ int chunks() const { return (split + 1) * CHUNKS / SPLITS - first_chunk(); }
 };
 
-/// The indices of a block's turns, in the order in which all blocks together take them: blocks that stay in step read
-/// the halo that they share, and write the lines that they share, at about the same time, whatever their speed.
-/// The first is the block's own number; the filling thread `leader` fetches the others for all threads of the block.
-/// With clusters every block keeps to each gridDim.x-th index.
+/// A block's turns: neighbouring pieces, so that the halo and the lines of output that they share are still in the L2
+/// cache. Blocks that come one after another keep the whole grid at about the same place for the same reason.
 struct Turns {
-  u32 base;
-  int slot = 0;
-  u32 parity = 0;
+  int first, end;
 
-  __device__ __forceinline__ explicit Turns(u32 base) : base(base) {}
-  __device__ __forceinline__ static int first() { return blockIdx.x / CLUSTER; }
-  __device__ __forceinline__ u32 full() const { return base + QUEUE_BARRIERS + slot * 8; }
-  __device__ __forceinline__ u32 empty() const { return base + QUEUE_BARRIERS + (QUEUE + slot) * 8; }
-  __device__ __forceinline__ u32 entry() const { return base + QUEUE_ENTRIES + slot * 4; }
-  __device__ __forceinline__ void advance() {
-    if (++slot == QUEUE) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-  /// The index after `index`. `last_use`: this thread's warp will not ask for it again.
-  __device__ __forceinline__ int after(int index, bool last_use) {
-    if constexpr (CLUSTER > 1) {
-      return index + gridDim.x / CLUSTER;
-    } else {
-      ptx::wait_for_phase(full(), parity);
-      const int next = static_cast<int>(ptx::load_shared(entry()));
-      if (last_use) {
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::arrive(empty());
-      }
-      advance();
-      return next;
-    }
+  __device__ __forceinline__ explicit Turns(int batch) {
+    const int pieces = Work::count(batch), most = ceil_div(pieces, gridDim.x);
+    first = blockIdx.x * most;
+    end = least(pieces, first + most);
   }
 };
 
 /// Walks over the chunks of all turns of a block.
 struct Walk {
-  Turns turns;
-  int index, chunks_left;
+  int index, end, chunks_left;
   Work work;
 
-  __device__ __forceinline__ explicit Walk(u32 shared) : turns(shared), index(Turns::first()), work(Turns::first()) {
+  __device__ __forceinline__ explicit Walk(const Turns& turns) : index(turns.first), end(turns.end), work(turns.first) {
     chunks_left = work.chunks();
   }
-  /// To the next chunk; true where it is the first one of other work. `before`: called before the next turn is asked for.
-  template <class Before>
-  __device__ __forceinline__ bool next(int end, bool last_use, const Before& before) {
+  __device__ __forceinline__ bool done() const { return index >= end; }
+  /// To the next chunk; true where it is the first one of other work.
+  __device__ __forceinline__ bool next() {
     if (--chunks_left > 0) return false;
-    before();
-    index = turns.after(index, last_use);
-    if (index >= end) return false;
+    ++index;
+    if (done()) return false;
     work = Work(index);
     chunks_left = work.chunks();
     return true;
@@ -185,119 +151,58 @@ struct WeightFill {
     next = packed + static_cast<long long>(before) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
            ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + work.first_chunk()) * (bytes / 4);
   }
-  /// By one thread of each block of a cluster.
-  __device__ __forceinline__ void copy(const Ring& ring) {
+  __device__ __forceinline__ void advance() { next += bytes / 4; }
+  __device__ __forceinline__ void copy(const Ring& ring) const {
     ptx::arrive_expecting(ring.full(), bytes);
-    if (bytes == 0) return;
-    if constexpr (CLUSTER == 1) {
-      ptx::copy_bulk(ring.weights(), next, bytes, ring.full());
-    } else {
-      const u32 share = bytes / CLUSTER, rank = ptx::cluster_rank();
-      ptx::copy_bulk_to_all(ring.weights() + rank * share, next + rank * share / 4, share, ring.full(), (1 << CLUSTER) - 1);
-    }
-    next += bytes / 4;
+    if (bytes > 0) ptx::copy_bulk(ring.weights(), next, bytes, ring.full());
   }
 };
 
-__device__ constexpr int common_multiple(int a, int b) {
-  int n = a;
-  while (n % b) n += a;
-  return n;
-}
-
+/// A thread of one of the FILL_GROUPS groups, which take the chunks in turn.
 struct Filler {
   Ring ring;
-  Walk ahead, now;  // the chunk that is asked for next, and the one that is put into a stage next
+  Walk walk;
   InputFill fill;
   WeightFill weights;
   const Element* input;
-  u32* counter;     // of turns taken, by all blocks
-  int fetched = 0;  // the leader's: the turn that is handed out next
-  Turns handed_out;
-  int batch, end;
+  int batch;
 
-  __device__ __forceinline__ Filler(u32 shared, const Element* input, u32* packed, int batch)
-      : ring(shared), ahead(shared), now(shared), weights{packed, packed, 0}, input(input), counter(packed + PACKED_WORDS),
-        handed_out(shared), batch(batch), end(Work::count(batch)) {
+  __device__ __forceinline__ Filler(u32 shared, const Element* input, const u32* packed, int batch)
+      : ring(shared), walk(Turns(batch)), weights{packed, packed, 0}, input(input), batch(batch) {
     aim();
-    weights.aim(now.work);
   }
-  __device__ __forceinline__ static bool leads() { return threadIdx.x == THREADS; }
   __device__ __forceinline__ void aim() {
-    fill.aim(input, ahead.work.origin, ahead.work.group, ahead.work.first_chunk(), batch);
+    fill.aim(input, walk.work.origin, walk.work.group, walk.work.first_chunk(), batch);
+    weights.aim(walk.work);
   }
-  __device__ __forceinline__ void fetch_turn() {
-    if (CLUSTER == 1 && leads()) fetched = atomicAdd(counter, 1) + gridDim.x;
-  }
-  __device__ __forceinline__ void hand_out_turn() {
-    if (CLUSTER == 1 && leads()) {
-      ptx::wait_for_phase(handed_out.empty(), handed_out.parity ^ 1);
-      const u32 turn[1] = {static_cast<u32>(fetched)};
-      ptx::store_shared<1>(handed_out.entry(), turn);
-      ptx::arrive(handed_out.full());
-      handed_out.advance();
-    }
-    // On its way long before it is needed.
-    fetch_turn();
-  }
-  __device__ __forceinline__ void ask_ahead() {
-    if (ahead.next(end, false, [&] { hand_out_turn(); })) aim();
-  }
-  template <int PASS, int PART>
-  __device__ __forceinline__ void load() {
-    if (ahead.index >= end) return;
-    fill.load<PASS, PART>();
-    if (PASS == PASSES - 1) ask_ahead();
-  }
-  /// Weights of the chunk `now`, once the stage is empty.
-  __device__ __forceinline__ void begin_stage() {
-    ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    if (leads()) weights.copy(ring);
-  }
-  __device__ __forceinline__ void end_stage() {
+  /// To the chunk after this one.
+  __device__ __forceinline__ void advance() {
+    if (walk.done()) return;
     ring.advance();
-    if (now.next(end, true, [] {})) weights.aim(now.work);
+    fill.advance();
+    weights.advance();
+    if (walk.next()) aim();
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (THROUGH_REGISTERS) {
-      // The first pass is asked for before the launch that packs the weights, and sets the counter, is over.
-      fill.load<0, 0>();
-      ptx::wait_for_previous_launch();
-      fetch_turn();
-      if (PASSES == 1) ask_ahead();
-      repeat<1, FILL_DEPTH>([&](auto step) { load<decltype(step)::value % PASSES, decltype(step)::value>(); });
-      while (now.index < end)
-        repeat<0, common_multiple(PASSES, FILL_DEPTH)>([&](auto index) {
-          constexpr int STEP = decltype(index)::value, PASS = STEP % PASSES;
-          if (now.index >= end) return;
-          if (PASS == 0) begin_stage();
-          fill.template store<PASS, STEP % FILL_DEPTH>(ring.input());
-          if (PASS == PASSES - 1) {
-            ptx::publish_to_multiplies();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
-            end_stage();
-          }
-          load<(STEP + FILL_DEPTH) % PASSES, STEP % FILL_DEPTH>();
-        });
-    } else {
-      // The first chunk of input, before the launch that packs the weights, and sets the counter, is over.
+    const int thread = threadIdx.x - THREADS;
+    for (int i = 0; i < thread / GROUP_THREADS; ++i) advance();
+    // The first chunks of input are asked for before the launch that packs the weights is over.
+    if (!walk.done()) fill.load<0>();
+    ptx::wait_for_previous_launch();
+    while (!walk.done()) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      fill.copy(ring.input());
-      ptx::arrive_after_copies(ring.full());
-      ptx::wait_for_previous_launch();
-      fetch_turn();
-      if (leads()) weights.copy(ring);
-      ask_ahead();
-      end_stage();
-      while (now.index < end) {
-        begin_stage();
-        fill.copy(ring.input());
-        ptx::arrive_after_copies(ring.full());
-        ask_ahead();
-        end_stage();
-      }
+      if (thread % GROUP_THREADS == 0) weights.copy(ring);
+      repeat<0, PASSES>([&](auto pass) {
+        constexpr int PASS = decltype(pass)::value;
+        if (PASS > 0) fill.load<PASS>();
+        fill.store<PASS>(ring.input());
+      });
+      ptx::publish_to_multiplies();
+      __syncwarp();
+      if (thread % 32 == 0) ptx::arrive(ring.full());
+      for (int i = 0; i < FILL_GROUPS; ++i) advance();
+      if (!walk.done()) fill.load<0>();
     }
   }
 };
@@ -328,14 +233,9 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
     });
 }
 
-/// This warp's word that the multiplies of a stage are done, to every block that fills the stage's weights.
+/// This warp's word that the multiplies of a stage are done.
 __device__ __forceinline__ void release(u32 empty) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (CLUSTER == 1) {
-    if (lane == 0) ptx::arrive(empty);
-  } else {
-    if (lane < CLUSTER) ptx::arrive_at(empty, lane);
-  }
+  if (threadIdx.x % 32 == 0) ptx::arrive(empty);
 }
 
 template <int GROUP_ROW, int GROUP_COL>
@@ -344,7 +244,6 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
-    if constexpr (!THROUGH_REGISTERS) ptx::publish_to_multiplies();
     ptx::fence_sums();
     multiply_chunk<GROUP_ROW, GROUP_COL>(
         sums, ptx::matrix_descriptor(ring.weights() + weights_from, WEIGHT_PLANE * 16, 128),
@@ -367,9 +266,8 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
   Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * STAGED_BYTES);
 
   Ring ring(shared);
-  Turns turns(shared);
-  const int end = Work::count(batch);
-  for (int index = Turns::first(); index < end; index = turns.after(index, true)) {
+  const Turns turns(batch);
+  for (int index = turns.first; index < turns.end; ++index) {
     const Work work(index);
     Sums sums;
     sums.clear();
@@ -389,22 +287,17 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
   }
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_wgmma(const Element* __restrict__ input, u32* packed, const Element* __restrict__ bias,
+extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    forward_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
                   Out* __restrict__ output, long long batch) {
   extern __shared__ __align__(128) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
-      // One arrival expects the weights; with copies, every filling thread says that its own are done.
-      ptx::set_up_barrier(ring.full(), 1 + (THROUGH_REGISTERS ? FILL_WARPS : FILL_THREADS));
-      ptx::set_up_barrier(ring.empty(), WARPS * CLUSTER);
-    }
-    Turns turns(shared);
-    for (int slot = 0; slot < QUEUE; ++slot, turns.advance()) {
-      ptx::set_up_barrier(turns.full(), 1);
-      ptx::set_up_barrier(turns.empty(), WARPS + FILL_WARPS);
+      // One arrival expects the weights.
+      ptx::set_up_barrier(ring.full(), 1 + FILL_WARPS / FILL_GROUPS);
+      ptx::set_up_barrier(ring.empty(), WARPS);
     }
     ptx::publish_barriers();
   }
@@ -415,7 +308,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     ptx::publish_to_multiplies();
   }
   __syncthreads();
-  if constexpr (CLUSTER > 1) ptx::wait_for_cluster();
 
   if (threadIdx.x >= THREADS) {
     if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
@@ -424,6 +316,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
     multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, static_cast<int>(batch));
   }
-  // Others of the cluster still arrive at this block's barriers.
-  if constexpr (CLUSTER > 1) ptx::wait_for_cluster();
 }

@@ -29,7 +29,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   // What neighbours in the weight comes first: its last dimension (channels_last: its channels), then the next.
   constexpr int INNER = OF_GRAD_INPUT ? PARTS_OF_STEP * STEPS : UNITS, OUTER = OF_GRAD_INPUT ? UNITS : PARTS_OF_STEP * STEPS;
   const int i = blockIdx.x * THREADS + threadIdx.x;
-  if (PLANES && i == 0) packed[PACKED_WORDS] = 0;
   const int inner = WEIGHT_CHANNELS_LAST ? i % INNER : i / TAPS % INNER;
   const int tap = WEIGHT_CHANNELS_LAST ? i / INNER % TAPS : i % TAPS;
   const int outer = i / (INNER * TAPS) % OUTER, group = i / (INNER * TAPS * OUTER);

@@ -1,5 +1,5 @@
-// Barriers in shared memory, bulk copies that complete on them, clusters and register budgets (sm_90a): what a kernel
-// needs in which some warps bring data and others multiply it.
+// Barriers in shared memory, bulk copies that complete on them, and register budgets (sm_90a): what a kernel needs in
+// which some warps bring data and others multiply it.
 #pragma once
 
 namespace ptx {
@@ -18,21 +18,8 @@ __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// At the barrier that block `rank` of the cluster has at the same place. Orders nothing but finished multiplies
-/// (`release.cluster` would wait for all stores under way: half as fast, measured).
-__device__ __forceinline__ void arrive_at(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n .reg .b32 remote;\n mapa.shared::cluster.u32 remote, %0, %1;\n"
-      " mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-/// An arrival that happens once all asynchronous copies of this thread so far are done.
-__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
   asm volatile(
@@ -50,25 +37,7 @@ __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
-/// To the same place of every block of the cluster that is in `mask`, completing on each one's barrier.
-__device__ __forceinline__ void copy_bulk_to_all(u32 to, const void* from, u32 bytes, u32 barrier, unsigned short mask) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
-      "l"(from), "r"(bytes), "r"(barrier), "h"(mask)
-      : "memory");
-}
-
-// ---- clusters and registers ---------------------------------------------------------------------------------------
-
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-/// All threads of all blocks of the cluster.
-__device__ __forceinline__ void wait_for_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
+// ---- registers -----------------------------------------------------------------------------------------------------
 
 /// A whole warpgroup gives back registers, or waits until it has so many.
 template <int REGISTERS>

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 
-from tconv_swap.cuda import plan_tile
+from tconv_swap.cuda import plan_tile, tile_choice
 from tconv_swap.cuda.grad_input_layout import (
     StridedProblem,
     as_convolution,
@@ -71,7 +71,7 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
             return []
         made = (
             plan_tile.plan_with_tile(*tile, device.multiprocessors)
-            for tile in islice(dict.fromkeys(plan_tile.candidates(posed, device)), count)
+            for tile in islice(dict.fromkeys(tile_choice.candidates(posed, device)), count)
         )
         return [
             Part(one.family, one.why, _reading_backward(one.launches), one.workspace_bytes) for one in made
@@ -174,7 +174,7 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
 def fill_share(tile: Tile) -> int:
     """Registers that grad_input_wgmma.cu leaves to a thread that fills: what those that multiply do without."""
     multiplying = multiplying_threads(tile)
-    registers = plan_tile.REGISTERS // tile.blocks_per_multiprocessor
+    registers = tile_choice.REGISTERS // tile.blocks_per_multiprocessor
     spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + SUM_OVERHEAD)
     return min(255, registers // (FILL_THREADS + multiplying), max(24, spare // FILL_THREADS)) // 8 * 8
 
@@ -235,7 +235,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
             return
         rows = (1,)
     for (groups_m, groups_n, registers, m_parts), most_rows in product(order, rows):
-        arranged = plan_tile.arrange(problem, registers // 4, groups_n, most_rows)
+        arranged = tile_choice.arrange(problem, registers // 4, groups_n, most_rows)
         along_row = problem.flat or arranged[4] == 1
         run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
         if run < 4:
@@ -264,7 +264,7 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
             for cells in (fragments, fragments // 2, fragments // 4, fragments // 8):
                 if cells < 2:
                     continue
-                arranged = plan_tile.arrange(problem, cells, 4 // warps_m, 4)
+                arranged = tile_choice.arrange(problem, cells, 4 // warps_m, 4)
                 for chunk_words in (16, 8):
                     if chunk_words > max(8, problem.words):
                         continue

@@ -12,12 +12,10 @@ from tconv_swap.geometry import Geometry, Pair
 #: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
 STEP_WORDS = 8
 TAP_TILE_BYTES = 512
-#: Threads of forward_wgmma.cu that bring the input.
+#: Threads of grad_input_wgmma.cu that bring the input.
 FILL_THREADS = 128
-#: Bytes for the turns of a block: 8 of them, with two barriers each.
-QUEUE_BYTES = 8 * (2 * 8 + 4)
-#: Bytes of one warp's part of the outputs, before they leave in whole rows (forward_warp_store.cuh).
-PART_BYTES = 4096
+#: Groups of warps of forward_wgmma.cu that take turns to bring the input.
+FILL_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +36,10 @@ class Tile:
     splits: int = 1
     #: Multiplied by forward_wgmma.cu (sm_90a), from planes of 16 bytes of k, rather than by forward_tile.cu.
     wgmma: bool = False
-    #: Blocks that share each copy of the weights (wgmma).
-    cluster: int = 1
+    #: Warps that bring the input (wgmma).
+    fill_warps: int = 4
+    #: Bytes of each warp's part of the outputs, before they leave in whole rows (wgmma).
+    part_bytes: int = 4096
     #: Of ``warps_m``, those that are one warp (grad_input_wgmma.cu): it keeps the sums of each.
     m_parts: int = 1
 
@@ -63,7 +63,7 @@ class Tile:
     @property
     def threads(self) -> int:
         """Those that multiply, and with wgmma those that fill."""
-        return 32 * self.warps_m * self.warps_n // self.m_parts + (FILL_THREADS if self.wgmma else 0)
+        return 32 * self.warps_m * self.warps_n // self.m_parts + (32 * self.fill_warps if self.wgmma else 0)
 
     @property
     def block_m(self) -> int:
@@ -274,7 +274,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
-    return stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages + QUEUE_BYTES
+    return stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages
 
 
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
@@ -284,18 +284,13 @@ def fill_registers(problem: TileProblem, tile: Tile) -> int:
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
     halo_w = -(-(tile.cols + most_w - least_w) // copy_pixels)
-    slots = -(-tile.images * halo_h * halo_w * tile.chunk_words // 4 // FILL_THREADS)
+    places = tile.images * halo_h * halo_w * tile.chunk_words // 4
     if problem.input_channels_last:
         place = 4
     else:
         place = 16 // problem.item * -(-copy * problem.item // 4)
-    # At least two places are on their way at once.
-    return 2 * slots + (2 * place if fills_by_registers(problem) else 0)
-
-
-def fills_by_registers(problem: TileProblem) -> bool:
-    """Whether the input passes through registers; mirrors forward_planes_fill.cuh."""
-    return not (problem.input_channels_last and problem.item == 2)
+    slots = -(-places * FILL_GROUPS // (32 * tile.fill_warps))
+    return (2 * slots if slots <= 10 else slots + 8) + place
 
 
 def staged_bytes(problem: TileProblem, tile: Tile) -> int:
@@ -305,7 +300,7 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     item = problem.item if tile.splits == 1 else 4
     per_word = 4 // item
     phases = problem.phases
-    most = PART_BYTES // (16 * 8 * phases[0] * phases[1] * item)
+    most = tile.part_bytes // (16 * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
     cols = tile.warp_cols if tile.warp_cols <= fragments else power_dividing(tile.warp_cols, fragments)
     lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)

@@ -1,0 +1,206 @@
+"""Which tiles of csrc/kernels/forward_wgmma.cu and forward_tile.cu are worth trying, the best first: a short rule
+out of what was measured (benchmarks/NOTES.md). Pure functions of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from tconv_swap.cuda.problem import Device
+from tconv_swap.cuda.tile_layout import Tile, TileProblem, block_count, fill_registers, shared_bytes
+
+#: Sums that a thread may keep where four warps fill for eight that multiply.
+MOST_SUMS = 156
+#: Of one multiprocessor.
+REGISTERS = 65536
+#: Of a thread of forward_wgmma.cu that fills, and those of them that may hold places of the input and what is on its
+#: way there. A thread that multiplies gets what the others leave, and needs 168 for 128 sums.
+FILL_REGISTERS = 96
+FILL_BUDGET = 40
+
+
+def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
+    """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
+
+    def fits(posed: TileProblem, tile: Tile) -> bool:
+        blocks = tile.blocks_per_multiprocessor
+        if tile.wgmma and fill_registers(posed, tile) > FILL_BUDGET:
+            return False
+        return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
+
+    ranked: list[tuple[TileProblem, Tile]] = []
+    if device.architecture == "sm_90a" and problem.precision != "IEEE":
+        posed = _stacked(problem)
+        deepest: dict[Tile, Tile] = {}
+        for tile in _wgmma_tiles(posed):
+            if fits(posed, tile):
+                deepest.setdefault(replace(tile, stages=0, part_bytes=0), tile)
+        ranked += [(posed, tile) for tile in deepest.values()]
+    ranked += [(problem, tile) for tile in _mma_tiles(problem)]
+    ranked = [
+        (posed, _split(posed, tile, device.multiprocessors)) for posed, tile in ranked if fits(posed, tile)
+    ]
+
+    # Where each multiprocessor has one block at most, it may have all the memory: more stages hide more latency.
+    def deepened(posed: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
+        if block_count(posed, tile) <= device.multiprocessors:
+            deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
+            tile = next((deep for deep in deeper if fits(posed, deep)), tile)
+        return posed, tile
+
+    # A tile that leaves device.multiprocessors idle comes last, however good it is when there is work for all.
+    ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * device.multiprocessors)
+    yield from (deepened(*entry) for entry in ranked)
+
+
+def _stacked(problem: TileProblem) -> TileProblem:
+    """With at most 32 output channels, rows of the output fill up the 64 rows of a multiply."""
+    channels, stride = problem.geometry.out_channels_per_group, problem.geometry.stride[0]
+    rows = 64 // max(16, power_above(channels))
+    if rows <= 1 or rows % stride or problem.geometry.dilation[0] != 1:
+        return problem
+    return replace(problem, stack=rows)
+
+
+def _split(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
+    """The same tile, with the sum over input channels split over several blocks when there are few tiles."""
+    chunks, blocks = -(-problem.words // tile.chunk_words), block_count(problem, tile)
+    splits = 1
+    if 4 * blocks < 3 * multiprocessors:
+        room = multiprocessors * tile.blocks_per_multiprocessor
+        while splits < 8 and 2 * splits * blocks <= room and chunks >= 16 * splits:
+            splits *= 2
+    return replace(tile, splits=splits)
+
+
+def power_above(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def arrange(
+    problem: TileProblem, fragments: int, warps: int, most_rows: int
+) -> tuple[int, int, int, int, int, int]:
+    """How the fragments of ``warps`` warps (or warpgroups) tile the map: images, rows, columns of cells of the
+    tile; images, rows, columns of fragments of one warp."""
+    if problem.flat:
+        return 1, 1, 8 * fragments * warps, 1, 1, fragments
+    height, width = (power_above(cells) for cells in problem.cells)
+    cols = min(8, width)
+    rows = min(8 // cols, height)
+    images = 8 // (cols * rows)
+    high, wide = height // rows, width // cols
+    warp_rows = min(high, fragments, most_rows)
+    warp_cols = min(wide, fragments // warp_rows)
+    warp_images = fragments // (warp_rows * warp_cols)
+    across = min(warps, wide // warp_cols)
+    down = min(warps // across, high // warp_rows)
+    deep = warps // (across * down)
+    return (
+        images * warp_images * deep,
+        rows * warp_rows * down,
+        cols * warp_cols * across,
+        warp_images,
+        warp_rows,
+        warp_cols,
+    )
+
+
+def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
+    geometry = problem.geometry
+    channels = geometry.out_channels_per_group * problem.stack
+    channels_last = problem.input_channels_last
+    if channels <= 32 or (channels_last and geometry.in_channels_per_group * problem.item % 16):
+        return
+    phases = problem.phases[0] * problem.phases[1]
+    # Narrow maps: one multiply takes the same rows of many images.
+    narrow_map = not problem.flat and problem.cells[1] <= 4
+    if narrow_map and (
+        problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1
+    ):
+        return
+    # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
+    short_rows = channels_last or problem.item == 4 or geometry.kernel[1] > 3
+    most_rows = 1 if narrow_map else 16 if phases == 1 and short_rows else 8
+    for (groups_m, groups_n, blocks), chunk_words in _wgmma_shapes(problem, narrow_map):
+        if groups_m == 2 and channels <= 64:
+            continue
+        for registers in (128, 64) if groups_m == groups_n == 1 else (128,):
+            fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
+            if fragments < 4:
+                continue
+            arranged = arrange(problem, fragments, groups_n, most_rows)
+            run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
+            if run < 4 or chunk_words > max(8, problem.words):
+                continue
+            tile = Tile(
+                4 * groups_m, 1, *arranged, chunk_words, 2, blocks, wgmma=True, fill_warps=8 // blocks
+            )
+            # A large chunk pays only where enough of them are under way; so does TF32 of channels_last.
+            least_stages = 3 if chunk_words > 8 or (channels_last and problem.item == 4) else 2
+            for fitted in _fit_rows(problem, tile):
+                for stages in range(5, least_stages - 1, -1):
+                    yield replace(fitted, stages=stages)
+                if least_stages == 2:
+                    yield replace(fitted, part_bytes=2048)
+
+
+def _wgmma_shapes(problem: TileProblem, narrow_map: bool) -> list[tuple[tuple[int, int, int], int]]:
+    """Warpgroups that share the output channels, warpgroups that share the cells, blocks of a multiprocessor; and
+    words of a chunk. The fastest first, as measured. Sums of 128 registers a thread leave room for one block of two
+    warpgroups that multiply, or two of one."""
+    wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+    channels_last = problem.input_channels_last
+    if narrow_map:
+        return [(narrow, 8), (single, 8)]
+    if problem.flat and channels_last:
+        return [(shape, words) for shape in (wide, narrow, single) for words in (32, 16, 8)]
+    if problem.flat:
+        # Pixels that come one by one are few for a block of many channels.
+        odd = problem.geometry.height * problem.geometry.width % 2
+        shapes = (wide, narrow, single) if odd else (narrow, wide, single)
+        return [(shape, words) for shape in shapes for words in (16, 8)]
+    if problem.phases[0] * problem.phases[1] == 1:
+        shapes = (wide, narrow, single) if channels_last else (narrow, wide, single)
+        return [(shape, 8) for shape in shapes]
+    if channels_last:
+        return [(narrow, 16), (wide, 8), (narrow, 8), (single, 8)]
+    return [(narrow, 8), (single, 8)] if problem.item == 2 else [(narrow, 16), (narrow, 8), (single, 8)]
+
+
+def _fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
+    """The tile with another number of rows first, where 16 would waste a sixteenth of its cells or more."""
+    height = problem.cells[0]
+
+    def covered(rows: int) -> int:
+        return -(-height // rows) * rows
+
+    if tile.warp_rows == tile.rows == 16 and height > 16:
+        rows = min(range(15, 7, -1), key=covered)
+        if 16 * covered(rows) <= 15 * covered(16):
+            lower = replace(tile, rows=rows, warp_rows=rows)
+            # What they leave of the registers may be another column; that takes some from those that fill.
+            if problem.input_channels_last and tile.warps_m == 8 and rows * 12 <= MOST_SUMS:
+                cols = tile.cols // tile.warp_cols * 3
+                yield replace(lower, cols=cols, warp_cols=3, fill_warps=4)
+            yield lower
+    yield tile
+
+
+def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
+    phases = problem.phases[0] * problem.phases[1]
+    tiles_of_channels = -(-problem.geometry.out_channels_per_group // 16)
+    # 32 fragments of sums are 128 registers; three products want some for themselves.
+    ieee = problem.precision == "IEEE"
+    budget = 16 if ieee else 32
+    most_m = min(4 if phases == 1 else 1 if ieee and not problem.flat else 2, tiles_of_channels)
+    for warp_m_tiles in (m for m in (4, 2, 1) if m <= most_m):
+        fragments = min(16, 1 << max(1, budget // (phases * warp_m_tiles)).bit_length() - 1)
+        for warps_m in (1,) if ieee or tiles_of_channels < 2 * warp_m_tiles else (2, 1):
+            arranged = arrange(problem, fragments, 4 // warps_m, 8)
+            if arranged[2] < 2 and not problem.input_channels_last:
+                continue
+            for stages in (3, 2):
+                for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
+                    yield Tile(warps_m, warp_m_tiles, *arranged, chunk_words, stages, 2)
+    # Where every tap of many phases has its weights in shared memory, few blocks fit.
+    yield Tile(1, 1, *arrange(problem, min(fragments, 4), 4, 8), 8, 2, 1)
