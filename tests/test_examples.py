@@ -22,7 +22,7 @@ STEPS = 2
 # Relative. Measured on the CPU: rounding moves these losses by up to 1.4e-7, layers that are 5 % off by at least
 # 1.7e-5 (the VAE, whose normalisation hides most of it). On CUDA the same, with TF32 off: with it on, two right
 # networks differ by more (measured on an H200: 5e-4 in the second step of DCGAN, 5e-2 in Mask R-CNN's).
-LOSS_TOLERANCE = {"cpu": 5e-6, "cuda": 5e-6}
+LOSS_TOLERANCE = 5e-6
 
 
 class Case(NamedTuple):
@@ -62,7 +62,8 @@ def run(case: Case, device: str) -> Any:
     return example(case.example).main(options.split())
 
 
-def check(case: Case, device: str, outcome: Any, printed: str) -> None:
+def check(case: Case, outcome: Any, printed: str, expected: list[float] | None = None) -> None:
+    """``expected``: the losses of a reference; the original's of the same run, if None."""
     assert len(outcome.plan.swapped) == case.layers
     assert f"Layers swapped: {case.layers}\n" in printed
     assert outcome.verification.passed
@@ -70,14 +71,17 @@ def check(case: Case, device: str, outcome: Any, printed: str) -> None:
     assert {row.stage for row in outcome.timing.network} == {"forward", "backward", "step"}
     assert all(f"{row.speedup:.2f}x" in printed for row in outcome.timing.network)
     assert len(outcome.losses) == STEPS
-    for original, swapped in outcome.losses:
-        assert swapped == pytest.approx(original, rel=LOSS_TOLERANCE[device])
+    references = expected or [original for original, _ in outcome.losses]
+    for reference, (original, swapped) in zip(references, outcome.losses, strict=True):
+        # cuDNN's own rounding can be the larger: the swapped network may be as far off as the original is.
+        allowed = max(LOSS_TOLERANCE * abs(reference), 1.1 * abs(original - reference))
+        assert swapped == pytest.approx(reference, rel=0, abs=allowed)
     assert outcome.losses[0][0] != outcome.losses[1][0], "nothing was trained"
 
 
 @each_example
 def test_swaps_verifies_and_trains_alike(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(case, "cpu", run(case, "cpu"), capsys.readouterr().out)
+    check(case, run(case, "cpu"), capsys.readouterr().out)
 
 
 @pytest.mark.gpu
@@ -87,7 +91,9 @@ def test_swaps_verifies_and_trains_alike_on_cuda(
 ) -> None:
     monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
     monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
-    check(case, "cuda", run(case, "cuda"), capsys.readouterr().out)
+    on_cpu = [original for original, _ in run(case, "cpu").losses]
+    capsys.readouterr()
+    check(case, run(case, "cuda"), capsys.readouterr().out, expected=on_cpu)
 
 
 def test_a_wrong_operator_fails_the_example(
