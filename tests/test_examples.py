@@ -23,6 +23,8 @@ STEPS = 2
 # 1.7e-5 (the VAE, whose normalisation hides most of it). On CUDA the same, with TF32 off: with it on, two right
 # networks differ by more (measured on an H200: 5e-4 in the second step of DCGAN, 5e-2 in Mask R-CNN's).
 LOSS_TOLERANCE = 5e-6
+#: Relative. Losses further apart than this come from other random numbers (noise and dropout are drawn on the device).
+SAME_DRAWS = 1e-4
 
 
 class Case(NamedTuple):
@@ -63,7 +65,7 @@ def run(case: Case, device: str) -> Any:
 
 
 def check(case: Case, outcome: Any, printed: str, expected: list[float] | None = None) -> None:
-    """``expected``: the losses of a reference; the original's of the same run, if None."""
+    """``expected``: the original's losses on another device, which count where it drew the same random numbers."""
     assert len(outcome.plan.swapped) == case.layers
     assert f"Layers swapped: {case.layers}\n" in printed
     assert outcome.verification.passed
@@ -71,11 +73,11 @@ def check(case: Case, outcome: Any, printed: str, expected: list[float] | None =
     assert {row.stage for row in outcome.timing.network} == {"forward", "backward", "step"}
     assert all(f"{row.speedup:.2f}x" in printed for row in outcome.timing.network)
     assert len(outcome.losses) == STEPS
-    references = expected or [original for original, _ in outcome.losses]
-    for reference, (original, swapped) in zip(references, outcome.losses, strict=True):
-        # cuDNN's own rounding can be the larger: the swapped network may be as far off as the original is.
-        allowed = max(LOSS_TOLERANCE * abs(reference), 1.1 * abs(original - reference))
-        assert swapped == pytest.approx(reference, rel=0, abs=allowed)
+    for step, (original, swapped) in enumerate(outcome.losses):
+        if expected and abs(original - expected[step]) <= SAME_DRAWS * abs(original):
+            # cuDNN's own rounding can be the larger: then the swapped network must be the nearer to the reference.
+            original = min(original, expected[step], key=lambda loss: abs(swapped - loss))
+        assert swapped == pytest.approx(original, rel=LOSS_TOLERANCE)
     assert outcome.losses[0][0] != outcome.losses[1][0], "nothing was trained"
 
 
