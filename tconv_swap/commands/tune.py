@@ -24,8 +24,9 @@ from tconv_swap.report import SCHEMA_VERSION
 from tconv_swap.request import Request
 from tconv_swap.tuning import TuneReport
 
-EPILOG = """Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot be loaded
-or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself; 130 = interrupted, nothing was kept."""
+EPILOG = """Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
+be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself; 130 = interrupted, nothing
+was kept."""
 
 
 def tune(
