@@ -11,8 +11,8 @@ from tconv_swap.measurement.bench import UNSTEADY_SPREAD
 from tconv_swap.measurement.environment import machine_name
 from tconv_swap.measurement.roof import Ceilings, Work
 from tconv_swap.report.document import MODEL_ITSELF
+from tconv_swap.report.words import size_text, times_as_fast, verdict_of
 
-EQUAL_WITHIN = 0.05
 FAMILIES = {"native": "PyTorch", "plain": "PyTorch"}
 """Words for a reader, where a family's own name needs one."""
 
@@ -186,30 +186,8 @@ def summarise(document: Json, notes: Sequence[str] = ()) -> Summary:
 
 
 def speedup_text(row: StageRow) -> str:
-    """`1.93x faster`, `0.90x slower`, `1.00x`, or `1.31x noisy` where noise may be all of it."""
-    places = 2 if row.speedup < 10 else 1 if row.speedup < 100 else 0
-    number = f"{row.speedup:.{places}f}x"
-    return "1.00x" if row.verdict == "same" else f"{number} {row.verdict}"
-
-
-def milliseconds(value: float) -> str:
-    """Three significant digits, four places at most: `0.0412`, `12.3`."""
-    digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 2
-    return f"{value:.{min(digits, 4)}f}"
-
-
-def error_text(value: float) -> str:
-    return "0" if value == 0 else f"{value:.1e}"
-
-
-def verdict_of(speedup: float, interval: Sequence[float]) -> str:
-    """`faster`, `slower`, `same` or `noisy`, by the speedup and its 95 % confidence interval."""
-    noise_explains_it = interval[0] <= 1 <= interval[1]
-    if f"{speedup:.2f}" == "1.00" or (noise_explains_it and abs(speedup - 1) <= EQUAL_WITHIN):
-        return "same"
-    if noise_explains_it:
-        return "noisy"
-    return "faster" if speedup > 1 else "slower"
+    """As `words.times_as_fast`."""
+    return times_as_fast(row.speedup, row.verdict)
 
 
 def _facts(document: Json, swapped: int, layers: int) -> Iterator[tuple[str, str]]:
@@ -421,9 +399,5 @@ def _remarks(benchmark: Json) -> Iterator[str]:
     if known:
         yield f"These layers are about {' and '.join(known)} of the original network."
     for peak in benchmark["peak_memory"] or ():
-        original, swapped = map(_bytes, (peak["original_bytes"], peak["swapped_bytes"]))
+        original, swapped = map(size_text, (peak["original_bytes"], peak["swapped_bytes"]))
         yield f"Peak memory, {peak['stage']}: PyTorch {original}, ours {swapped}."
-
-
-def _bytes(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
