@@ -16,17 +16,12 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.suite import load_suite
 from tconv_swap import conv_transpose2d
 from tconv_swap.cpu import plan as plan_cpu
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.environment import environment, machine_name
+from tconv_swap.measurement.suite import load_suite
 from tconv_swap.measurement.timing import Timing, speedup_interval, time_interleaved
-
-#: The batch of a layer is cut until it needs no more arithmetic than this, or is one image.
-MOST_MACS = 400e6
-#: Stride-1 layers whose single image is larger than this many multiply-adds are left out.
-MOST_MACS_OF_AN_IMAGE = 3e9
 
 
 @dataclass(frozen=True)
@@ -70,11 +65,9 @@ class Result:
 def layers() -> Iterator[Layer]:
     """The baseline layers of the suite, their batches cut to fit."""
     for layer in load_suite().layers:
-        image = layer.geometry.with_batch(1)
-        if not layer.baseline or (image.stride == (1, 1) and image.macs > MOST_MACS_OF_AN_IMAGE):
-            continue
-        batch = max(1, min(layer.geometry.batch, int(MOST_MACS / image.macs)))
-        yield Layer(layer.name, image.with_batch(batch), layer.bias)
+        cut = layer.for_cpu()
+        if layer.baseline and cut is not None:
+            yield Layer(layer.name, cut.geometry, layer.bias)
 
 
 def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) -> Result:

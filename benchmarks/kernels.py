@@ -10,14 +10,14 @@ from multiprocessing import get_context
 
 import torch
 
-from benchmarks.modes import LAYOUTS, Mode
-from benchmarks.suite import Layer
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cuda import jit, plan
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.cuda.nvrtc import CompileError
 from tconv_swap.cuda.program import Kernel, Plan
 from tconv_swap.cuda.tuned import NONE, Winners
+from tconv_swap.measurement.modes import LAYOUTS, Mode
+from tconv_swap.measurement.suite import Layer
 
 #: Kernels whose compilation takes longer than it takes to start Python on every core.
 WORTH_WORKERS = 24

@@ -16,17 +16,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.ceilings import measure_ceilings
 from benchmarks.kernels import STAGE_MASKS, compile_ahead, steps_of
 from benchmarks.measure import Effort, Machine, measure
-from benchmarks.modes import LAYOUTS, MODES, Mode
 from benchmarks.render import markdown, progress_line, text
 from benchmarks.results import Results
-from benchmarks.suite import Layer, Suite, load_suite
 from benchmarks.table import fill_places, places
 from tconv_swap.cuda import call, tuned
 from tconv_swap.cuda.program import Plan
 from tconv_swap.measurement.environment import environment
+from tconv_swap.measurement.measured_ceilings import measure_ceilings
+from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
+from tconv_swap.measurement.suite import Layer, Suite, load_suite
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
@@ -157,7 +157,7 @@ def _plans(configuration: Configuration, machine: Machine) -> list[Plan]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.layers",
-        description="Time every layer of benchmarks/layers.toml on a GPU: PyTorch's and ours, paired, in one run.",
+        description="Time every layer of the suite on a GPU: PyTorch's and ours, paired, in one run.",
         epilog="Exit codes: 0 all was measured, 1 something could not be measured, 2 usage or no GPU.",
     )
     parser.add_argument("--only", metavar="NAME[,NAME]", help="these layers instead of all")

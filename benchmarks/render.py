@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from benchmarks.results import Results, Row, Summary, group_rows, summarise
-from benchmarks.suite import Targets
 from benchmarks.table import Table, bullets
 from tconv_swap.measurement.environment import machine_name
+from tconv_swap.measurement.suite import Targets
 
 STAGES = {
     "forward": "forward",

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.suite import Targets
 from benchmarks.truth import Error
 from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.roof import Ceilings, Work
+from tconv_swap.measurement.suite import Targets
 from tconv_swap.measurement.timing import Timing
 
 BENCHMARK = "layers"

@@ -97,6 +97,21 @@ JsonTarget = Annotated[
         help="Write the whole result as JSON; - means stdout, instead of the report.",
     ),
 ]
+ReportFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--report",
+        metavar="FILE",
+        help="Write the report as Markdown (FILE.md) or as one self-contained page with charts (FILE.html). "
+        "Repeatable.",
+    ),
+]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "-v", help="In the report, every timing's spread, every kind of error, every kernel."
+    ),
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors (and --json -).")]
 Trust = Annotated[
     list[str] | None,

@@ -15,7 +15,7 @@ from tconv_swap.files.loading import LoadedModel, load_model, load_weights
 from tconv_swap.files.saving import SaveError, save_model, save_whole
 
 if TYPE_CHECKING:
-    from tconv_swap.workflow import Request
+    from tconv_swap.request import Request
 
 
 def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], request: Request) -> list[str]:

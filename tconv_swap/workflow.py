@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from tconv_swap import output
-from tconv_swap.cuda.choice import Backend
-from tconv_swap.explanation import explain
+from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
@@ -32,65 +28,15 @@ from tconv_swap.inputs import (
     try_modes,
 )
 from tconv_swap.measurement.bench import benchmark
+from tconv_swap.measurement.ceilings import mode_of
+from tconv_swap.measurement.measured_ceilings import measure_ceilings
+from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.memory import free_bytes
 from tconv_swap.report import Facts
+from tconv_swap.request import Explained, Progress, Request, RequestError, Result
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import verify
-
-if TYPE_CHECKING:
-    from tconv_swap.measurement.bench import BenchmarkReport
-    from tconv_swap.verification import VerifyReport
-
-Progress = Callable[[str], None]
-
-
-class RequestError(Exception):
-    """What was asked for cannot be done as asked; the message is one line."""
-
-
-@dataclass(frozen=True)
-class Request:
-    """Everything a user can ask of one swap.
-
-    `device`, `dtype` and `channels_last` say how the network runs while it is verified and timed. They do not
-    touch what is saved: `out` has the devices, dtypes and memory formats of the file.
-    """
-
-    model: Path
-    out: Path | None = None
-    input_shapes: tuple[tuple[int, ...], ...] = ()
-    inputs: Path | None = None
-    device: torch.device | None = None
-    dtype: torch.dtype | None = None
-    channels_last: bool = False
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
-    backend: Backend | None = None
-    include_1d: bool = False
-    dry_run: bool = False
-    backward: bool = True
-    benchmark: bool = True
-    atol: float | None = None
-    rtol: float | None = None
-    seed: int = 0
-    warmup: int | None = None
-    iters: int | None = None
-    trust: tuple[str, ...] = ()
-    unsafe_pickle: bool = False
-    module: Path | None = None
-    factory: str | None = None
-    out_format: Literal["module", "state_dict"] = "module"
-
-
-@dataclass(frozen=True)
-class Result:
-    """What came of a request; `verification` and `benchmark` are None where they were not done."""
-
-    plan: SwapPlan
-    facts: Facts
-    verification: VerifyReport | None = None
-    benchmark: BenchmarkReport | None = None
 
 
 def run(request: Request, progress: Progress) -> Result:
@@ -98,14 +44,14 @@ def run(request: Request, progress: Progress) -> Result:
 
     Args:
         request: what to do.
-        progress: called with what comes next, in a few words.
+        progress: called with what comes next.
 
     Raises:
         LoadError: the file is not a network that may be loaded.
         RequestError: no such device, no inputs on which the network runs, an output that cannot be.
         SaveError: the verified network could not be written.
     """
-    device = _device(request.device)
+    device = device_of(request.device)
     if request.out is not None:
         _check_output(request.out, request.model)
     progress(f"loading {request.model}")
@@ -138,10 +84,15 @@ def run(request: Request, progress: Progress) -> Result:
             warmup=request.warmup,
             iters=request.iters,
             backward=request.backward,
-            progress=lambda what, done, total: progress(f"timing {what} ({done} of {total} done)"),
+            progress=lambda what, done, total: progress(f"timing {what}", done, total),
         )
+    explanation = _explanation(swapped, found.inputs, request.backward, notes)
     # On the CPU everything is made of PyTorch's operators.
-    native = explain(swapped, found.inputs, backward=request.backward).native if device.type == "cuda" else ()
+    native = explanation.native if explanation is not None and device.type == "cuda" else ()
+    ceilings = None
+    if timing is not None and explanation is not None and device.type == "cuda":
+        progress("measuring the ceilings of this GPU")
+        ceilings = _ceilings(device, explanation, notes)
     written = ""
     if request.out is not None and verification.passed:
         del original, swapped
@@ -154,7 +105,7 @@ def run(request: Request, progress: Progress) -> Result:
     else:
         notes.append("nothing was written")
     facts = _facts(request, device, found.inputs.describe(), found.how, notes, written, native)
-    return Result(plan, facts, verification, timing)
+    return Result(plan, facts, verification, timing, explanation, ceilings)
 
 
 def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
@@ -167,7 +118,7 @@ def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
     Raises:
         LoadError, RequestError: as ``run``.
     """
-    device = _device(request.device)
+    device = device_of(request.device)
     progress(f"loading {request.model}")
     loaded = _load(request)
     if not _plan(loaded.model, request).swapped:
@@ -176,6 +127,44 @@ def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
     found = _inputs_that_run(request, original, loaded.inputs, progress)
     progress(f"tuning on {found.inputs.describe()}")
     return tune(swapped, found.inputs, backward=None if request.backward else False)
+
+
+def explain_request(request: Request, architecture: str | None, progress: Progress) -> Explained:
+    """Load and plan, and follow the shapes through the network, without numbers where that is possible.
+
+    Args:
+        request: of which what concerns running, verifying, timing and writing is left aside.
+        architecture: plan for such a GPU wherever the network is, as in `explain`.
+        progress: called with what comes next.
+
+    Raises:
+        LoadError, RequestError: as `run`.
+    """
+    device = device_of(request.device)
+    progress(f"loading {request.model}")
+    loaded = _load(request)
+    plan = _plan(loaded.model, request)
+    notes = _notes(loaded)
+    if not plan.swapped:
+        return Explained(plan, notes=tuple(notes))
+    progress("planning")
+    # The plan for a GPU that is here takes into account what was tuned on it: that is a matter of the GPU itself.
+    here = device.type == "cuda" and architecture is None
+    places = (device,) if here else (torch.device("meta"), torch.device("cpu"))
+    for place in places:
+        try:
+            original, swapped = _pair(loaded.model, request, place)
+            found = _inputs(request, original, loaded.inputs)
+            made = explain(swapped, found.inputs, architecture=architecture, backward=request.backward)
+        except Exception as error:  # a foreign forward may raise anything
+            if place != places[-1]:
+                notes.append(f"run once on the CPU, since without numbers it raises {first_line(error)}")
+                continue
+            if isinstance(error, RequestError):
+                raise
+            raise RequestError(f"the network does not run ({first_line(error)})") from error
+        break
+    return Explained(plan, found.inputs.describe(), found.how, made, tuple(notes))
 
 
 def _load(request: Request) -> LoadedModel:
@@ -191,7 +180,32 @@ def _load(request: Request) -> LoadedModel:
     return loaded
 
 
-def _device(wanted: torch.device | None) -> torch.device:
+def _explanation(swapped: nn.Module, inputs: Inputs, backward: bool, notes: list[str]) -> Explanation | None:
+    """What computes each layer, for the report: a network that will not tell is no reason to give up."""
+    try:
+        return explain(swapped, inputs, backward=backward)
+    except Exception as error:  # a foreign forward may raise anything
+        notes.append(f"not explained which kernels run: the network raises {first_line(error)}")
+        return None
+
+
+def _ceilings(device: torch.device, explanation: Explanation, notes: list[str]) -> Ceilings | None:
+    """The rates that bound the layers, in the modes that they are computed in."""
+    found = {mode_of(getattr(torch, layer.dtype), layer.precision) for layer in explanation.layers}
+    torch.cuda.empty_cache()
+    try:
+        return measure_ceilings(device, iters=10, modes=[mode for mode in found if mode is not None])
+    except torch.OutOfMemoryError:
+        notes.append("the ceilings of this GPU were not measured: not enough memory")
+        return None
+
+
+def device_of(wanted: torch.device | None) -> torch.device:
+    """Where to run: as wanted, else a GPU if there is one, else the CPU.
+
+    Raises:
+        RequestError: there is no such device here, or no layer of ours runs on it.
+    """
     if wanted is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted.type not in ("cpu", "cuda"):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.suite import Layer, load_suite
 from tconv_swap.cuda import plan
 from tconv_swap.measurement.roof import Ceilings
+from tconv_swap.measurement.suite import Layer, load_suite
 
 SUITE = load_suite()
 TARGETS = SUITE.targets

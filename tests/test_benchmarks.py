@@ -15,17 +15,17 @@ from oracle import conv_transpose2d_reference
 from torch import Tensor
 
 from benchmarks import kernels, measure, truth
-from benchmarks.ceilings import measure_ceilings
 from benchmarks.kernels import STAGE_MASKS, steps_of
 from benchmarks.measure import Effort, Machine, make_data
-from benchmarks.modes import LAYOUTS, MODES, Mode
 from benchmarks.results import Row
-from benchmarks.suite import SUITE_FILE, Layer, load_suite
 from benchmarks.truth import Error, errors
 from tconv_swap.cuda import call
 from tconv_swap.cuda.nvrtc import CompileError
 from tconv_swap.cuda.program import Kernel
+from tconv_swap.measurement.measured_ceilings import measure_ceilings
+from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
 from tconv_swap.measurement.roof import Work, useful_macs, work_of
+from tconv_swap.measurement.suite import SUITE_FILE, Layer, load_suite
 
 NOTES = Path(__file__).parents[2] / "shared/reference/cudnn-h200.json"
 SMALL = [small(layer) for layer in SUITE.layers]

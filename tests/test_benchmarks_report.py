@@ -15,9 +15,9 @@ from benchmark_layers import H200, NOTES_CEILINGS, SUITE, TARGETS, small
 from torch import Tensor
 
 from benchmarks import layers, measure, render, table
-from benchmarks.modes import MODES
 from benchmarks.results import Results, Row, geometric_mean, group_rows, summarise
 from benchmarks.truth import Error
+from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.roof import Work
 from tconv_swap.measurement.timing import Timing
 

@@ -1,16 +1,51 @@
-"""The README tells the truth: its commands are those CI runs, its Python runs, its exit codes are the CLI's."""
+"""README, CONTRIBUTING and docs/ tell the truth: their Python runs, their commands work, links lead somewhere."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
+import typer
+from torch import nn
 from typer.testing import CliRunner
 
 from tconv_swap.cli import app
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
+TEXTS = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "benchmarks" / "README.md",
+        ROOT / "examples" / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+    )
+}
+#: Those that take long, or another network or machine than the one here: understood, but not carried out.
+LONG = ("bench", "demo", "tune")
+
+
+def commands(text: str) -> Iterator[str]:
+    """Indented lines, and lines and pieces in backticks, that begin with a program of ours."""
+    found = re.findall(r"^    (.+?)(?:\s+#.*)?$", text, flags=re.MULTILINE)
+    found += re.findall(r"`([^`\n]+)`", text)
+    for line in found:
+        for part in line.split(" && "):
+            if part.startswith(("tconv-swap ", "python -m benchmarks.", "python examples/", "pytest ")):
+                yield part
+
+
+COMMANDS = list(dict.fromkeys((name, line) for name, text in TEXTS.items() for line in commands(text)))
+TCONV_SWAP = [line for _, line in COMMANDS if line.startswith("tconv-swap ")]
+BENCHMARKS = [line for _, line in COMMANDS if line.startswith("python -m benchmarks.")]
 
 
 def test_the_two_lines_at_the_top_are_the_ones_ci_runs() -> None:
@@ -21,19 +56,66 @@ def test_the_two_lines_at_the_top_are_the_ones_ci_runs() -> None:
         assert line in ci, line
 
 
-def test_every_python_snippet_runs() -> None:
-    snippets = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert snippets
-    for snippet in snippets:
-        exec(compile(snippet, "README.md", "exec"), {})
+@pytest.mark.parametrize("name", [name for name, text in TEXTS.items() if "```python" in text])
+def test_every_python_snippet_runs(name: str) -> None:
+    """In the order of the text: a later one may use what an earlier one has made."""
+    names: dict[str, Any] = {}
+    for snippet in re.findall(r"```python\n(.*?)```", TEXTS[name], flags=re.DOTALL):
+        exec(compile(snippet, name, "exec"), names)
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(TCONV_SWAP))
+def test_commands_of_ours_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
+    torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2)), "model.pt")
+    arguments = shlex.split(line.replace("MODEL", "model.pt"))[1:]
+    command: Any = typer.main.get_command(app)
+    if arguments in ([name] for name in command.commands):  # a word of the text: what it takes is not said
+        arguments.append("--help")
+    elif arguments[0] in LONG:
+        with command.make_context("tconv-swap", arguments) as context:
+            name, sub, rest = command.resolve_command(context, context._protected_args + context.args)
+            sub.make_context(name, rest, parent=context)
+        return
+    network = arguments[0] not in command.commands and not arguments[0].startswith("-")
+    result = CliRunner().invoke(app, [*arguments, *(["--no-benchmark"] if network else [])])
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(BENCHMARKS))
+def test_commands_of_the_benchmarks_are_understood(line: str) -> None:
+    module, *arguments = shlex.split(line)[2:]
+    found = importlib.import_module(module)
+    if module in ("benchmarks.layers", "benchmarks.models"):
+        found._parser().parse_args(arguments)
+    else:
+        assert callable(found.main)
+        source = Path(found.__file__ or "").read_text()
+        assert all(f'"{word}"' in source for word in arguments if word.startswith("--"))
+
+
+@pytest.mark.parametrize(("name", "line"), COMMANDS)
+def test_files_that_commands_name_are_there(name: str, line: str) -> None:
+    for word in shlex.split(line):
+        if word.startswith(("tests/", "examples/")):
+            assert (ROOT / word).exists(), f"{name}: {word}"
 
 
 def test_the_exit_codes_are_those_of_the_help() -> None:
-    documented = re.findall(r"^\| (\d+) \|", README, flags=re.MULTILINE)
+    table = README[README.index("| exit code |") :].partition("\n\n")[0]
+    documented = re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)
     shown = re.findall(r"^\s*(\d+) = ", CliRunner().invoke(app, ["--help"]).output, flags=re.MULTILINE)
     assert documented == shown
 
 
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("name", TEXTS)
+def test_every_link_leads_somewhere(name: str) -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXTS[name]):
+        if not target.startswith("http"):
+            assert ((ROOT / name).parent / target).exists(), target
+
+
+def test_every_document_is_linked() -> None:
+    for path in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{path.name}" in README, path.name

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from report_cases import MACHINE, check, full_case, steady
 from rich.console import Console
 
 from tconv_swap.measurement.bench import BenchmarkReport, Comparison, LayerComparison, PeakMemory
@@ -19,11 +20,11 @@ from tconv_swap.report import (
     make_console,
     outcome,
     print_report,
-    speedup_text,
     to_json_dict,
 )
+from tconv_swap.report.summary import speedup_text, summarise
 from tconv_swap.surgery import LayerPlan, SwapPlan
-from tconv_swap.verification.report import Check, VerifyReport
+from tconv_swap.verification.report import VerifyReport
 
 LONG_NAME = "decoder.blocks.11.residual_upsampling_branch.transposed_convolution_with_a_long_name"
 PLAN = SwapPlan(
@@ -52,18 +53,6 @@ FACTS = Facts(
     "weights_only=False)",
     warnings=("the file's tensors were on cuda:7, which is not here",),
 )
-MACHINE = {
-    "gpu": "NVIDIA H200",
-    "compute_capability": "9.0",
-    "driver": "580.65.06",
-    "cuda": "13.0",
-    "cudnn": "9.19.0",
-    "torch": "2.11.0+cu130",
-}
-
-
-def check(kind: Any, name: str, original: float, swapped: float, limit: float, mode: str = "eval") -> Check:
-    return Check(mode, kind, name, original, swapped, limit, swapped <= limit, norm="max")
 
 
 def verified() -> VerifyReport:
@@ -88,11 +77,6 @@ def mismatched() -> VerifyReport:
     report.failures = [f"eval: output 3: error 7.70e-02, [odd] line {i}" for i in range(12)]
     report.first_divergence = "main.0, by 7.7e-02"
     return report
-
-
-def steady(ms: float, spread: float = 0.01) -> Timing:
-    """Eleven samples around `ms`."""
-    return Timing.of([ms * (1 + spread * (i - 5) / 5) for i in range(11)])
 
 
 def timed(**fields: Any) -> BenchmarkReport:
@@ -123,10 +107,15 @@ def timed(**fields: Any) -> BenchmarkReport:
 
 
 def render(
-    plan: SwapPlan, verification: VerifyReport | None, benchmark: BenchmarkReport | None, facts: Facts = FACTS
+    plan: SwapPlan,
+    verification: VerifyReport | None,
+    benchmark: BenchmarkReport | None,
+    facts: Facts = FACTS,
+    *,
+    verbose: bool = False,
 ) -> str:
     stream = io.StringIO()
-    print_report(make_console(stream), plan, verification, benchmark, facts)
+    print_report(make_console(stream), plan, verification, benchmark, facts, verbose=verbose)
     return stream.getvalue()
 
 
@@ -135,6 +124,7 @@ def squeezed(text: str) -> str:
     return " ".join(text.split())
 
 
+@pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize(
     ("plan", "verification", "benchmark"),
     [
@@ -156,10 +146,11 @@ def test_plain_text_of_80_columns_where_there_is_no_terminal(
     plan: SwapPlan,
     verification: VerifyReport | None,
     benchmark: BenchmarkReport | None,
+    verbose: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
-    text = render(plan, verification, benchmark)
+    text = render(plan, verification, benchmark, verbose=verbose)
     assert "\x1b" not in text
     assert "…" not in text  # rich's sign for "there was more"
     body, _, snippet = text.partition("Load it\n")
@@ -173,7 +164,7 @@ def test_one_look_at_a_verified_and_timed_swap() -> None:
     flat = squeezed(text)
     assert "2 of 3 transposed convolutions swapped" in flat
     assert "VERIFIED: 4 comparisons, the largest error is 95% of its limit" in flat
-    assert "forward 1.93x faster, backward 0.90x (slower), step 1.00x" in flat
+    assert "forward 1.93x faster, backward 0.90x slower, step 1.00x" in flat
     assert "NVIDIA H200 (sm_90), driver 580.65.06, CUDA 13.0, cuDNN 9.19.0, torch 2.11.0+cu130" in flat
     assert "2x100x1x1 float32 (inferred from main.0 (ConvTranspose2d))" in flat
     assert "Peak memory, step: PyTorch 3.00 GiB, ours 700.0 MiB." in flat
@@ -184,23 +175,57 @@ def test_one_look_at_a_verified_and_timed_swap() -> None:
 
 def test_layers_swapped_and_not_and_why() -> None:
     text = render(PLAN, verified(), None)
-    lines = text.splitlines()
-    assert any("main.0 = tied" in line and "819,200" in line and "yes" in line for line in lines)
-    assert any("352,322,560" in line for line in lines)
-    assert "Scaled has a forward of its own" in squeezed(" ".join(line[40:] for line in lines))
-    assert LONG_NAME in "".join(line[2:23].strip() for line in lines)
+    flat = squeezed(text)
+    assert "main.0 = tied" in flat
+    assert "100->512 k4" in flat
+    assert "Left as they are" in text
+    assert "up 8->8 k2 s2 Scaled has a forward of its own" in flat
+    assert LONG_NAME in "".join(line[2:50].strip() for line in text.splitlines())
+
+
+def test_one_row_of_lines_for_each_layer() -> None:
+    """Name, geometry and form on the left; times, error and who computes it on the right."""
+    stream = io.StringIO()
+    print_report(make_console(stream), **full_case())
+    lines = stream.getvalue().splitlines()
+    at = next(place for place, line in enumerate(lines) if line.startswith("  up.1 "))
+    assert [line.split() for line in lines[at : at + 3]] == [
+        ["up.1", "forward", "0.0800", "0.0510", "1.57x", "faster", "halo", "tile", "31%"],
+        ["512->256", "k4", "s2", "p1", "backward", "0.133", "0.0900", "1.48x", "faster", "PyTorch", "35%"],
+        ["128x512x4x4", "float32", "error", "8.0e-05", "7.5e-05", "12%", "of", "limit"],
+    ]
+    at = next(place for place, line in enumerate(lines) if line.startswith("  whole network "))
+    assert [line.split() for line in lines[at : at + 5]] == [
+        ["whole", "network", "forward", "0.810", "0.390", "2.08x", "faster"],
+        ["backward", "1.31", "0.830", "1.58x", "faster"],
+        ["step", "2.30", "1.52", "1.51x", "faster"],
+        ["output", "4.1e-04", "3.9e-04", "12%", "of", "limit"],
+        ["gradient", "4.6e-04", "4.7e-04", "13%", "of", "limit"],
+    ]
+    assert "4256 GB/s, 417 TFLOP/s tf32, measured in the same run" in squeezed(stream.getvalue())
 
 
 def test_errors_stand_side_by_side_and_the_one_nearest_to_its_limit_is_shown() -> None:
-    rows = [line.split() for line in render(PLAN, verified(), None).splitlines()]
+    short = [line.split() for line in render(PLAN, verified(), None).splitlines()]
+    assert any(row[-6:] == ["output", "1.0e-07", "1.9e-06", "95%", "of", "limit"] for row in short)
+    rows = [line.split() for line in render(PLAN, verified(), None, verbose=True).splitlines()]
     assert ["output", "eval", "1.boxes", "1.0e-07", "1.9e-06", "2.0e-06"] in rows
     assert not any("3.1e-07" in row for row in rows)
     assert any(row[-3:] == ["0", "0", "2.4e-07"] for row in rows)
     assert any(row[-3:] == ["4.2e-07", "4.4e-07", "3.4e-06"] for row in rows)
 
 
+def test_every_kernel_and_why_when_verbose() -> None:
+    stream = io.StringIO()
+    print_report(make_console(stream), **full_case(), verbose=True)
+    flat = squeezed(stream.getvalue())
+    assert "forward: halo tile (TF32 tensor cores" in flat
+    assert "forward_wgmma: 128 blocks of 256 threads" in flat
+    assert "both 0.213 0.141 1.51x faster" in flat
+
+
 def test_a_mismatch_says_what_is_wrong_and_where_it_begins() -> None:
-    text = render(PLAN, mismatched(), None)
+    text = render(PLAN, mismatched(), None, verbose=True)
     flat = squeezed(text)
     assert "MISMATCH: 12 failures" in flat
     assert "VERIFIED" not in flat
@@ -231,11 +256,12 @@ def test_what_was_not_done_is_said() -> None:
 
 
 def test_layer_timings_keep_their_digits_beside_a_long_name() -> None:
-    text = render(PLAN, verified(), timed())
+    text = render(PLAN, verified(), timed(), verbose=True)
     rows = [line.split() for line in text.splitlines()]
+    assert any(row[-5:] == ["forward", "0.0413", "0.0001", "335x", "faster"] for row in rows)
     assert any(row[-6:] == ["0.0413", "+-1%", "0.0001", "+-1%", "335x", "faster"] for row in rows)
     assert any(row[-7:] == ["forward", "1235", "+-1%", "640", "+-1%", "1.93x", "faster"] for row in rows)
-    assert any(row[-7:] == ["backward", "9.00", "+-1%", "10.0", "+-1%", "0.90x", "(slower)"] for row in rows)
+    assert any(row[-7:] == ["backward", "9.00", "+-1%", "10.0", "+-1%", "0.90x", "slower"] for row in rows)
     label = "".join(line[2:26].replace(" ", "") for line in text.splitlines())
     assert LONG_NAME in label
     assert "128x2048x128x256bfloat16channels_last,3calls" in label
@@ -251,18 +277,20 @@ def test_a_busy_machine_is_noticed() -> None:
     ("original", "swapped", "expected"),
     [
         (steady(1.93), steady(1.0), "1.93x faster"),
-        (steady(0.9), steady(1.0), "0.90x (slower)"),
+        (steady(0.9), steady(1.0), "0.90x slower"),
         (steady(250.0), steady(1.0), "250x faster"),
         (steady(1.0), steady(1.0), "1.00x"),
         (steady(1.004), steady(1.0), "1.00x"),
         (steady(1.02), steady(1.0), "1.02x faster"),  # little, but in every single pair
         (steady(1.02), Timing.of(steady(1.0, 0.1).samples_ms[::-1]), "1.00x"),
-        (steady(1.3), Timing.of(steady(1.0, 0.9).samples_ms[::-1]), "1.30x (noisy)"),
-        (steady(0.7), Timing.of(steady(1.0, 0.9).samples_ms[::-1]), "0.70x (noisy)"),
+        (steady(1.3), Timing.of(steady(1.0, 0.9).samples_ms[::-1]), "1.30x noisy"),
+        (steady(0.7), Timing.of(steady(1.0, 0.9).samples_ms[::-1]), "0.70x noisy"),
     ],
 )
 def test_speedups_are_printed_as_what_they_are(original: Timing, swapped: Timing, expected: str) -> None:
-    assert speedup_text(Comparison("network", "forward", original, swapped)).plain == expected
+    benchmark = BenchmarkReport(network=[Comparison("network", "forward", original, swapped)])
+    (row,) = summarise(to_json_dict(PLAN, None, benchmark, FACTS)).network
+    assert speedup_text(row) == expected
 
 
 def test_colours_on_a_terminal_only() -> None:

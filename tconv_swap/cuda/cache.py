@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import tempfile
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 logger = logging.getLogger("tconv_swap")
 
 ENVIRONMENT_VARIABLE = "TCONV_SWAP_CACHE"
+
+COMPILED = ("kernels", "host")
+TUNED = ("tuned",)
+"""What of the cache directory is ours: it may be one that holds other things too."""
 
 
 @lru_cache(maxsize=1)
@@ -47,6 +53,59 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException:
         os.unlink(temporary)
         raise
+
+
+@dataclass(frozen=True)
+class CacheUse:
+    """What lies in the cache: files and bytes in all, and how many of the files are what `tune` found out."""
+
+    directory: Path
+    files: int
+    bytes: int
+    tuned: int
+
+    def describe(self) -> str:
+        """ "312 files, 45.1 MiB"."""
+        return f"{self.files} file{'s' if self.files != 1 else ''}, {self.bytes / 2**20:.1f} MiB"
+
+    def __str__(self) -> str:
+        return f"{self.directory}: {self.describe()}"
+
+
+def cache_use() -> CacheUse:
+    """The size of the cache; files that vanish meanwhile do not count."""
+    directory = cache_directory()
+    files, size, tuned = 0, 0, 0
+    for part in (*COMPILED, *TUNED):
+        for path in (directory / part).rglob("*"):
+            try:
+                if path.is_file():
+                    size += path.stat().st_size
+                    files += 1
+                    tuned += part in TUNED
+            except OSError:
+                continue
+    return CacheUse(directory, files, size, tuned)
+
+
+def clear_cache(*, tuned: bool = True) -> list[str]:
+    """Remove what is ours from the cache directory; a process that runs meanwhile compiles again what it misses.
+
+    Args:
+        tuned: also what `tune` found out.
+
+    Returns:
+        One line for everything that could not be removed.
+    """
+    failed: list[str] = []
+    for part in COMPILED + TUNED * tuned:
+        path = cache_directory() / part
+        try:
+            if path.is_dir():
+                shutil.rmtree(path)
+        except OSError as error:
+            failed.append(f"{error.filename or path} was not removed ({error.strerror or error})")
+    return failed
 
 
 def csrc_directory() -> Path:

@@ -40,15 +40,19 @@ def _library() -> ctypes.CDLL:
     return library
 
 
+def launcher_path() -> Path:
+    """Where the shared library of csrc/launch.cpp for this torch and source is, or will be."""
+    digest = hashlib.sha256((csrc_directory() / "launch.cpp").read_bytes()).hexdigest()[:16]
+    return cache_directory() / "host" / f"torch-{torch.__version__}-{digest}" / "launch.so"
+
+
 def build() -> Path:
     """The shared library of csrc/launch.cpp, built on the first use for this torch and source, then kept.
 
     Raises:
         BuildError: naming the missing tool, or with the compiler's output.
     """
-    source = csrc_directory() / "launch.cpp"
-    digest = hashlib.sha256(source.read_bytes()).hexdigest()[:16]
-    target = cache_directory() / "host" / f"torch-{torch.__version__}-{digest}" / "launch.so"
+    source, target = csrc_directory() / "launch.cpp", launcher_path()
     if target.exists():
         return target
     compiler = os.environ.get("CXX", "g++")

@@ -52,7 +52,7 @@ def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] 
 
 
 def save_whole(
-    write: Callable[[IO[bytes]], None], target: Path, *, check: Callable[[Path], None] | None = None
+    write: Callable[[IO[bytes]], object], target: Path, *, check: Callable[[Path], None] | None = None
 ) -> None:
     """Write a file atomically: until the last moment `target` is what it was before.
 
@@ -89,6 +89,18 @@ def save_whole(
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
+
+
+def save_text(text: str, target: Path) -> None:
+    """Write a report as `save_whole` does; into a pipe or a device straight.
+
+    Raises:
+        OSError, SaveError: it could not be written; no file was left behind.
+    """
+    if target.exists() and not target.is_file():
+        target.write_text(text, encoding="utf-8")
+    else:
+        save_whole(lambda stream: stream.write(text.encode()), target)
 
 
 def _destination(target: Path) -> Path:

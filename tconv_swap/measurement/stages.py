@@ -160,7 +160,11 @@ def capture_calls(model: nn.Module, names: list[str], run: Callable[[], object])
             if not (tensors := inputs.named_tensors()):
                 return
             device = tensors[0][1].device.type
-            autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+            # Devices without numbers know no autocast.
+            enabled = torch.amp.autocast_mode.is_autocast_available(device) and torch.is_autocast_enabled(
+                device
+            )
+            autocast = torch.get_autocast_dtype(device) if enabled else None
             key = (name, autocast, *((path, t.shape, t.stride(), t.dtype) for path, t in tensors))
             call, count = found.get(key, (LayerCall(name, inputs, autocast), 0))
             found[key] = call, count + 1

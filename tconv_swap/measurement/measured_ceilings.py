@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 
-from benchmarks.modes import MODES, Mode
+from tconv_swap.measurement.modes import MODES, Mode
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.measurement.timing import time_interleaved
 
@@ -17,15 +17,19 @@ ITERS = 20
 
 
 def measure_ceilings(
-    device: torch.device, copy_bytes: int = COPY_BYTES, matrix: int = MATRIX, iters: int = ITERS
+    device: torch.device,
+    copy_bytes: int = COPY_BYTES,
+    matrix: int = MATRIX,
+    iters: int = ITERS,
+    modes: Collection[str] = tuple(MODES),
 ) -> Ceilings:
     """Copy one large buffer to another, counting bytes read plus bytes written; multiply square matrices of
-    random numbers in every mode through ``torch.matmul``. On a small GPU the buffers take a quarter of it."""
+    random numbers in each of the modes through ``torch.matmul``. On a small GPU the buffers take a quarter of it."""
     if device.type == "cuda":
         copy_bytes = min(copy_bytes, torch.cuda.get_device_properties(device).total_memory // 8)
     source = torch.randint(0, 256, (copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    products = {mode.name: _product(mode, matrix, device) for mode in MODES.values()}
+    products = {mode.name: _product(mode, matrix, device) for mode in map(MODES.__getitem__, modes)}
     timings = time_interleaved(
         {"copy": lambda: target.copy_(source), **products}, device=device, warmup=3, iters=iters
     )

@@ -1,20 +1,25 @@
-"""The suite of layers and the targets, as benchmarks/layers.toml states them."""
+"""The suite of layers and the targets, as layers.toml states them."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from tconv_swap.geometry import Geometry, as_pair, check_geometry
 
-# tomllib came with Python 3.11; pytest brings tomli, which is the same, to the Python before.
+# tomllib came with Python 3.11; tomli, which is the same, is installed with us on the Python before.
 tomllib: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 SUITE_FILE = Path(__file__).with_name("layers.toml")
+
+#: On a CPU the batch of a layer is cut until it needs no more arithmetic than this, or is one image.
+MOST_CPU_MACS = 400e6
+#: Stride-1 layers whose single image is larger than this many multiply-adds are nothing for a CPU.
+MOST_CPU_MACS_OF_AN_IMAGE = 3e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,14 @@ class Layer:
     geometry: Geometry
     bias: bool
     baseline: bool
+
+    def for_cpu(self) -> Layer | None:
+        """The layer with a batch that a CPU gets through; None where even one image is too much."""
+        image = self.geometry.with_batch(1)
+        if image.stride == (1, 1) and image.macs > MOST_CPU_MACS_OF_AN_IMAGE:
+            return None
+        batch = max(1, min(self.geometry.batch, int(MOST_CPU_MACS / image.macs)))
+        return replace(self, geometry=image.with_batch(batch))
 
     def __str__(self) -> str:
         batch, _, height, width = self.geometry.input_shape

@@ -1,0 +1,156 @@
+"""What benchmarks.models measured, for a reader: a table, a chart for the README."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.networks import NETWORKS
+from benchmarks.results import geometric_mean
+from benchmarks.table import Table
+from tconv_swap.measurement.environment import machine_name
+from tconv_swap.report.figures import COLOURS, Figure, settings, standalone_svg
+
+ROOT = Path(__file__).resolve().parents[1]
+STAGES = ("forward", "step")
+TITLES = {"forward": "forward", "step": "training step"}
+#: Marker and colour of each mode; hollow is channels_last.
+MARKS = {
+    ("tf32", "nchw"): ("o", "other", True),
+    ("tf32", "channels_last"): ("o", "other", False),
+    ("fp16", "nchw"): ("s", "after", True),
+    ("fp16", "channels_last"): ("s", "after", False),
+}
+
+Row = Mapping[str, Any]
+_CHART = re.compile(r"(<!-- models chart -->\n).*?(<!-- end of models chart -->)", re.DOTALL)
+_TABLE = re.compile(r"(<!-- models table -->\n).*?(<!-- end of models table -->)", re.DOTALL)
+
+
+def table(document: Row, *, markdown: bool = False) -> str:
+    """One line for each row, and the geometric means."""
+    headings = [
+        "network",
+        "mode",
+        "",
+        "forward ms",
+        "speedup",
+        "step ms",
+        "speedup",
+        "share fwd",
+        "share step",
+    ]
+    drawn = Table(headings, [_cells(row) for row in document["rows"]], left=3)
+    lines = [drawn.markdown() if markdown else drawn.text(), *_means(document)]
+    lines += [f"not measured: {line}" for line in document["not_measured"]]
+    text = "\n\n".join(line.strip("\n") for line in lines) if markdown else "\n".join(lines)
+    return f"{machine_name(document['environment'])}, commit {document['settings']['commit']}\n\n{text}\n"
+
+
+def _cells(row: Row) -> list[str]:
+    layout = "NCHW" if row["layout"] == "nchw" else "cl"
+    cells = [row["network"], f"{row['precision']} {layout}", row["runtime"]]
+    for stage in STAGES:
+        found = _stage(row, stage)
+        if found is None:
+            cells += ["", ""]
+            continue
+        times = (found["original"]["median_ms"], found["swapped"]["median_ms"])
+        cells += [" > ".join(f"{value:.2f}" for value in times), f"{found['speedup']:.2f}x"]
+    return [
+        *cells,
+        *("" if row["share"][stage] is None else f"{row['share'][stage]:.0%}" for stage in STAGES),
+    ]
+
+
+def _stage(row: Row, stage: str) -> Row | None:
+    return next((found for found in row["stages"] if found["stage"] == stage), None)
+
+
+def _means(document: Row) -> Iterator[str]:
+    for runtime in ("eager", "compile"):
+        for stage in STAGES:
+            rows = [row for row in document["rows"] if row["runtime"] == runtime]
+            found = [one["speedup"] for row in rows if (one := _stage(row, stage))]
+            if found:
+                yield (
+                    f"{runtime}, {TITLES[stage]}: {geometric_mean(found):.2f}x on geometric mean over {len(found)} "
+                    f"rows, {min(found):.2f}x to {max(found):.2f}x"
+                )
+
+
+def chart(document: Row) -> str:
+    """Speedups of the eager rows as SVG, light and dark; the label says what share Amdahl leaves to be gained."""
+    rows = [row for row in document["rows"] if row["runtime"] == "eager"]
+    names = list(dict.fromkeys(row["network"] for row in rows))
+    with settings():
+        figure = Figure(figsize=(9.2, 1.3 + 0.46 * len(names)), layout="constrained")
+        panels = figure.subplots(1, len(STAGES), sharey=True, squeeze=False)[0]
+        for axes, stage in zip(panels, STAGES, strict=True):
+            for (precision, layout), (marker, colour, filled) in MARKS.items():
+                mode = [row for row in rows if (row["precision"], row["layout"]) == (precision, layout)]
+                found = [(names.index(row["network"]), one) for row in mode if (one := _stage(row, stage))]
+                axes.scatter(
+                    [one["speedup"] for _, one in found],
+                    [place for place, _ in found],
+                    42,
+                    marker=marker,
+                    facecolors=COLOURS[colour] if filled else COLOURS["page"],
+                    edgecolors=COLOURS[colour],
+                    linewidths=1.5,
+                    zorder=3,
+                    label=f"{precision} {'NCHW' if layout == 'nchw' else 'channels_last'}",
+                )
+            for place, name in enumerate(names):
+                axes.annotate(
+                    _share(rows, name, stage),
+                    (1, place),
+                    xycoords=("axes fraction", "data"),
+                    xytext=(-3, 0),
+                    textcoords="offset points",
+                    ha="right",
+                    va="center",
+                    fontsize=9,
+                    color=COLOURS["muted"],
+                )
+            axes.axvline(1, color=COLOURS["ink"], linewidth=1)
+            axes.set_title(TITLES[stage])
+            axes.set_title("share of the time", loc="right", fontsize=9, color=COLOURS["muted"])
+            axes.set_xlabel("times as fast as PyTorch")
+            axes.grid(axis="x")
+            axes.margins(x=0.25, y=0.06)
+            axes.tick_params(axis="y", length=0)
+        panels[0].set_yticks(range(len(names)), [NETWORKS[name].title for name in names])
+        panels[0].invert_yaxis()
+        handles, labels = panels[0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside upper right", ncols=len(MARKS))
+    machine = document["environment"].get("gpu", "CPU")
+    return standalone_svg(figure, f"Speedup of whole networks over PyTorch on one {machine}")
+
+
+def _share(rows: list[Row], name: str, stage: str) -> str:
+    found = [
+        row["share"][stage] for row in rows if row["network"] == name and row["share"][stage] is not None
+    ]
+    if not found:
+        return ""
+    low, high = min(found), max(found)
+    return f"{low:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low * 100:.0f} to {high:.0%}"
+
+
+def fill_readmes(document: Row, name: str) -> None:
+    """The chart's place in README.md, the table's in benchmarks/README.md."""
+    means = " ".join(f"{line}." for line in _means(document))
+    image = f"![Speedup of ten networks](benchmarks/results/{Path(name).with_suffix('.svg')})"
+    origin = f"{machine_name(document['environment'])}."
+    _fill(ROOT / "README.md", _CHART, f"{image}\n\n{origin} {means}\n")
+    _fill(ROOT / "benchmarks" / "README.md", _TABLE, table(document, markdown=True))
+
+
+def _fill(path: Path, place: re.Pattern[str], text: str) -> None:
+    before = path.read_text(encoding="utf-8")
+    path.write_text(
+        place.sub(lambda found: f"{found[1]}\n{text.strip()}\n\n{found[2]}", before), encoding="utf-8"
+    )

@@ -1,0 +1,1 @@
+"""The commands beside `swap` and `demo`, one a file."""

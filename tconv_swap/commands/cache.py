@@ -1,0 +1,44 @@
+"""`tconv-swap cache`: what is kept between processes, and how to get rid of it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tconv_swap.cuda.cache import CacheUse, cache_use, clear_cache
+from tconv_swap.outcome import ExitCode, leave
+
+app = typer.Typer(
+    help="Show or clear what is kept between runs: compiled kernels, the launcher, what `tune` found out.",
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def show(context: typer.Context) -> None:
+    """Show where the cache is and how large. `tconv-swap cache clear` empties it."""
+    if context.invoked_subcommand is None:
+        leave(lambda: typer.echo(str(cache_use())))
+
+
+@app.command("clear")
+def clear(
+    kernels: Annotated[
+        bool,
+        typer.Option("--kernels", help="Only compiled kernels and the launcher, not what `tune` found out."),
+    ] = False,
+) -> None:
+    """Remove everything that tconv-swap keeps; nothing else in that directory is touched.
+
+    What is needed again is compiled again, at the first call of each layer: 0.2 to 1.5 seconds a kernel.
+    """
+    before = cache_use()
+    failed = clear_cache(tuned=not kernels)
+    after = cache_use()
+    freed = CacheUse(
+        before.directory, before.files - after.files, before.bytes - after.bytes, before.tuned - after.tuned
+    )
+    lines = [f"removed: {freed.describe()} from {before.directory}", *failed]
+    leave(lambda: typer.echo("\n".join(lines)), ExitCode.CANNOT_WRITE if failed else ExitCode.VERIFIED)

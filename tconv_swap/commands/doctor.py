@@ -1,0 +1,50 @@
+"""`tconv-swap doctor`: ten lines on what works here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from tconv_swap import options
+from tconv_swap.diagnosis import Finding, diagnose, lines
+from tconv_swap.files.fileformat import printable
+from tconv_swap.outcome import ExitCode, leave, write_json
+from tconv_swap.report import make_console
+
+EPILOG = """Exit codes: 0 = all that this machine can have works; 1 = there is a GPU, and something that its kernels
+need is missing."""
+
+STYLES = {"ok": "green", "--": "yellow", "NO": "bold red"}
+
+
+def doctor(json_target: options.JsonTarget = None) -> None:
+    """Say in ten lines what works here, what is missing, and what PyTorch's own operators compute.
+
+    Compiles one empty kernel; builds and launches nothing. Paste it into a bug report.
+    """
+    findings = diagnose()
+    missing = any(finding.verdict == "missing" for finding in findings)
+
+    def write() -> None:
+        if json_target is not None:
+            write_json({"findings": [asdict(finding) for finding in findings]}, json_target)
+        else:
+            _print(findings)
+
+    leave(write, ExitCode.MISMATCH if missing else ExitCode.VERIFIED)
+
+
+def _print(findings: list[Finding]) -> None:
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, mark, text in lines(findings):
+        table.add_row(name, Text(mark, style=STYLES[mark]), Text(printable(text)))
+    console = make_console()
+    with console.capture() as captured:
+        console.print(table)
+    typer.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

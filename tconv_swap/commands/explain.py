@@ -1,0 +1,112 @@
+"""`tconv-swap explain MODEL`: which kernels would compute each layer, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from tconv_swap import options, workflow
+from tconv_swap.console import print_error
+from tconv_swap.cuda.choice import check_backend
+from tconv_swap.explanation import DEVICES
+from tconv_swap.files.fileformat import printable
+from tconv_swap.files.loading import parse_trust
+from tconv_swap.files.usercode import parse_factory, parse_file
+from tconv_swap.outcome import ExitCode, Failure, Output, attempt, check_targets, leave, write_json
+from tconv_swap.request import Explained, Progress, Request, RequestError
+
+EPILOG = """Exit codes: 0 = explained; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
+be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself."""
+
+
+def explain(
+    model: options.ModelArgument,
+    input_shape: options.InputShape = None,
+    inputs: options.InputsFile = None,
+    device: options.Device = None,
+    architecture: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            metavar="|".join(DEVICES),
+            help="Plan for such a GPU, whether or not there is one here.",
+        ),
+    ] = None,
+    dtype: options.Dtype = None,
+    channels_last: options.ChannelsLast = False,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    include_1d: options.Include1d = False,
+    backend: options.BackendOption = None,
+    no_backward: options.NoBackward = False,
+    json_target: options.JsonTarget = None,
+    trust: options.Trust = None,
+    unsafe_pickle: options.UnsafePickle = False,
+    module: options.UserModule = None,
+    factory: options.Factory = None,
+) -> None:
+    """Say what would compute each layer of a saved network: kernels, tiles, why, work, and what bounds it.
+
+    No kernel runs and nothing is compiled. Shapes are followed through the network without numbers; only a network that
+    depends on numbers, or one on a GPU that is here, is run once.
+    """
+    if inputs is not None and input_shape:
+        raise typer.BadParameter("give either --input-shape or --inputs, not both")
+    request = Request(
+        model=model,
+        input_shapes=tuple(
+            options.parsed("--input-shape", options.parse_shape, text) for text in input_shape or ()
+        ),
+        inputs=inputs,
+        device=None if device is None else options.parsed("--device", torch.device, device),
+        dtype=None if dtype is None else options.parsed("--dtype", options.parse_dtype, dtype),
+        channels_last=channels_last,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        include_1d=include_1d,
+        backend=None if backend is None else options.parsed("--backend", check_backend, backend),
+        backward=not no_backward,
+        trust=tuple(trust or ()),
+        unsafe_pickle=unsafe_pickle,
+        module=None if module is None else options.parsed("--module", parse_file, module),
+        factory=factory,
+    )
+    if factory is not None:
+        options.parsed("--model", parse_factory, factory)
+    for option in request.trust:
+        options.parsed("--trust", parse_trust, option)
+
+    def work(progress: Progress) -> Explained:
+        check_targets(Output(json_target), (model, inputs))
+        if architecture is not None and architecture not in DEVICES:
+            raise RequestError(f"--arch {architecture}: expected one of {', '.join(DEVICES)}")
+        return workflow.explain_request(request, architecture, progress)
+
+    outcome = attempt(work, quiet=False)
+    if isinstance(outcome, Failure):
+        print_error(str(outcome))
+        raise typer.Exit(int(outcome.code))
+    code = ExitCode.VERIFIED if outcome.plan.swapped else ExitCode.NOTHING_TO_SWAP
+    leave(lambda: _write(outcome, json_target), code)
+
+
+def _write(found: Explained, json_target: Path | None) -> None:
+    if json_target is not None:
+        document: dict[str, Any] = {
+            "plan": found.plan.to_dict(),
+            "explanation": None if found.explanation is None else found.explanation.to_dict(),
+            "inputs": found.inputs,
+            "inputs_origin": found.inputs_origin,
+            "notes": list(found.notes),
+        }
+        write_json(document, json_target)
+        return
+    lines = [f"inputs: {found.inputs} ({found.inputs_origin})", "", *str(found.explanation).splitlines(), ""]
+    if found.explanation is None:
+        lines = []
+    lines += [str(layer) for layer in found.plan.skipped] or ([] if found.explanation else [str(found.plan)])
+    for line in (*lines, *(f"note: {note}" for note in found.notes)):
+        typer.echo(printable(line))

@@ -1,0 +1,97 @@
+"""`tconv-swap tune MODEL`: measure on this GPU what computes each swapped layer fastest, and go by it from then on."""
+
+from __future__ import annotations
+
+import torch
+import typer
+
+from tconv_swap import options, workflow
+from tconv_swap.files.fileformat import printable
+from tconv_swap.files.loading import parse_trust
+from tconv_swap.files.usercode import parse_factory, parse_file
+from tconv_swap.outcome import (
+    STDOUT,
+    ExitCode,
+    Failure,
+    Output,
+    attempt,
+    check_targets,
+    finish,
+    leave,
+    write_json,
+)
+from tconv_swap.report import SCHEMA_VERSION
+from tconv_swap.request import Request
+from tconv_swap.tuning import TuneReport
+
+EPILOG = """Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
+be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself; 130 = interrupted, nothing
+was kept."""
+
+
+def tune(
+    model: options.ModelArgument,
+    input_shape: options.InputShape = None,
+    inputs: options.InputsFile = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    channels_last: options.ChannelsLast = False,
+    include: options.Include = None,
+    exclude: options.Exclude = None,
+    include_1d: options.Include1d = False,
+    no_backward: options.NoBackward = False,
+    seed: options.Seed = 0,
+    json_target: options.JsonTarget = None,
+    quiet: options.Quiet = False,
+    trust: options.Trust = None,
+    unsafe_pickle: options.UnsafePickle = False,
+    module: options.UserModule = None,
+    factory: options.Factory = None,
+) -> None:
+    """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
+    if inputs is not None and input_shape:
+        raise typer.BadParameter("give either --input-shape or --inputs, not both")
+    request = Request(
+        model=model,
+        input_shapes=tuple(
+            options.parsed("--input-shape", options.parse_shape, text) for text in input_shape or ()
+        ),
+        inputs=inputs,
+        device=None if device is None else options.parsed("--device", torch.device, device),
+        dtype=None if dtype is None else options.parsed("--dtype", options.parse_dtype, dtype),
+        channels_last=channels_last,
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        include_1d=include_1d,
+        backward=not no_backward,
+        seed=seed,
+        trust=tuple(trust or ()),
+        unsafe_pickle=unsafe_pickle,
+        module=None if module is None else options.parsed("--module", parse_file, module),
+        factory=factory,
+    )
+    if factory is not None:
+        options.parsed("--model", parse_factory, factory)
+    for option in request.trust:
+        options.parsed("--trust", parse_trust, option)
+    output = Output(json_target, quiet=quiet)
+    refused = attempt(lambda _: check_targets(output, (model, inputs)), quiet=True)
+    if isinstance(refused, Failure):
+        # Without the target: it may well be the network itself.
+        finish(refused, Output(quiet=quiet))
+    outcome = attempt(lambda progress: workflow.tune_layers(request, progress), quiet=quiet)
+    if outcome is None:
+        outcome = Failure(ExitCode.NOTHING_TO_SWAP, "nothing to swap, and so nothing to tune")
+    if isinstance(outcome, Failure):
+        finish(outcome, output)
+    found = outcome
+    leave(lambda: _write(found, output))
+
+
+def _write(found: TuneReport, output: Output) -> None:
+    if output.json_target is not None:
+        head = {"schema_version": SCHEMA_VERSION, "tool": "tconv-swap", "outcome": "tuned"}
+        write_json({**head, **found.to_dict(), "exit_code": 0}, output.json_target)
+    if not output.quiet and output.json_target != STDOUT:
+        for line in str(found).splitlines():
+            typer.echo(printable(line))

@@ -1,0 +1,199 @@
+"""What works on this machine, found out by trying: for `tconv-swap doctor`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tconv_swap import __version__
+from tconv_swap.cuda import call, nvrtc, tuned
+from tconv_swap.cuda.cache import cache_use
+from tconv_swap.cuda.choice import choose_backward, choose_forward
+from tconv_swap.cuda.launch import launcher_path
+from tconv_swap.cuda.problem import Problem
+from tconv_swap.files.fileformat import first_line
+from tconv_swap.measurement.environment import cpu_name, environment
+from tconv_swap.measurement.modes import MODES
+from tconv_swap.measurement.suite import load_suite
+
+Verdict = Literal["ok", "note", "missing"]
+
+#: Compiled to find out whether NVRTC works: it takes 25 ms.
+EMPTY_KERNEL = 'extern "C" __global__ void empty() {}'
+ANY_ARCHITECTURE = "sm_80"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, what was found, and whether the kernels can do with that.
+
+    `missing`: without it the kernels do not run on this GPU. `note`: worth knowing, all works.
+    """
+
+    name: str
+    verdict: Verdict
+    text: str
+
+
+def diagnose() -> list[Finding]:
+    """Look at everything that the kernels need. Compiles an empty kernel, builds and launches nothing."""
+    checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
+        ("tconv-swap", _package),
+        ("torch", _torch),
+        ("CUDA", _cuda),
+        ("GPU", _gpu),
+        ("NVRTC", _nvrtc),
+        ("compiler", _compiler),
+        ("cache", _cache),
+        ("charts", _charts),
+        ("PyTorch's", _fallbacks),
+    )
+    findings = []
+    for name, check in checks:
+        try:
+            findings.append(check())
+        except Exception as error:  # whatever is broken here is what the user wants to know
+            findings.append(Finding(name, "missing", f"looking at it raises {first_line(error)}"))
+    return [*findings, _conclusion(findings)]
+
+
+def _package() -> Finding:
+    return Finding(
+        "tconv-swap", "ok", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"
+    )
+
+
+def _torch() -> Finding:
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    return Finding("torch", "ok", f"{torch.__version__} ({build}), {torch.get_num_threads()} threads")
+
+
+def _cuda() -> Finding:
+    if torch.cuda.is_available():
+        facts = environment("cuda")
+        return Finding("CUDA", "ok", f"driver {facts['driver'] or 'unknown'}, cuDNN {facts['cudnn']}")
+    if torch.version.cuda is None:
+        return Finding("CUDA", "note", "not available: this torch was built without it")
+    return Finding("CUDA", "note", "not available: no GPU, or no driver for it")
+
+
+def _gpu() -> Finding:
+    if not torch.cuda.is_available():
+        return Finding("GPU", "note", f"none; CPU: {cpu_name()} ({torch.backends.cpu.get_cpu_capability()})")
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        architecture = call.device_facts(index).architecture
+        memory = properties.total_memory / 2**30
+        found.append(f"{properties.name} ({architecture}, {memory:.0f} GiB)")
+    counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(found).items()]
+    oldest = min(torch.cuda.get_device_capability(index) for index in range(len(found)))
+    text = ", ".join(counted)
+    if oldest < (7, 5):
+        return Finding("GPU", "missing", f"{text}: the kernels need compute capability 7.5")
+    return Finding("GPU", "ok", text)
+
+
+def _nvrtc() -> Finding:
+    here = torch.cuda.is_available()
+    architecture = call.device_facts(torch.cuda.current_device()).architecture if here else ANY_ARCHITECTURE
+    try:
+        version = ".".join(map(str, nvrtc.version()))
+        begin = time.perf_counter()
+        nvrtc.compile_cubin(EMPTY_KERNEL, "empty.cu", {}, [f"--gpu-architecture={architecture}"])
+    except (nvrtc.NvrtcMissingError, nvrtc.CompileError) as error:
+        return Finding("NVRTC", "missing" if here else "note", first_line(error))
+    took_ms = (time.perf_counter() - begin) * 1e3
+    return Finding(
+        "NVRTC", "ok", f"{version}, compiles an empty kernel for {architecture} in {took_ms:.0f} ms"
+    )
+
+
+def _compiler() -> Finding:
+    built = launcher_path()
+    if built.exists():
+        return Finding("compiler", "ok", "not needed: the launcher for this torch is built")
+    name = os.environ.get("CXX", "g++")
+    missing: Verdict = "missing" if torch.cuda.is_available() else "note"
+    found = shutil.which(name)
+    if found is None:
+        return Finding(
+            "compiler", missing, f"{name} not found: apt-get install g++, or set CXX (only for a GPU)"
+        )
+    if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
+        return Finding("compiler", missing, "ninja not found: pip install ninja (only for a GPU)")
+    version = subprocess.run(
+        [found, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False
+    )
+    return Finding(
+        "compiler", "ok", f"{found} {version.stdout.strip()}; builds the launcher at its first use"
+    )
+
+
+def _cache() -> Finding:
+    use = cache_use()
+    return Finding("cache", "ok", f"{use}, {use.tuned} of them tuned" if use.tuned else str(use))
+
+
+def _charts() -> Finding:
+    if importlib.util.find_spec("matplotlib") is None:
+        return Finding(
+            "charts", "note", "no matplotlib: --report FILE.html needs pip install 'tconv-swap[report]'"
+        )
+    return Finding("charts", "ok", "--report FILE.html works")
+
+
+def _fallbacks() -> Finding:
+    if not torch.cuda.is_available():
+        text = "all, in what is fastest on a CPU: no GPU for the kernels"
+        return Finding("PyTorch's", "note", text)
+    index = torch.cuda.current_device()
+    facts, winners = call.device_facts(index), tuned.winners(index)
+    layers = load_suite().layers
+    found = []
+    reasons: Counter[str] = Counter()
+    for mode in ("tf32", "fp16"):
+        for stage in ("forward", "backward"):
+            count = 0
+            for layer in layers:
+                problem = Problem(layer.geometry, MODES[mode].dtype, MODES[mode].precision, False, False)
+                if stage == "forward":
+                    steps = [choose_forward(problem, layer.bias, facts, "auto", winners)]
+                else:
+                    mask = (True, True, layer.bias)
+                    steps = [*choose_backward(problem, mask, facts, "auto", winners)]
+                native = [step.why for step in steps if step.plan is None]
+                count += bool(native)
+                reasons.update(native)
+            if count:
+                found.append(f"{mode} {stage} {count}")
+    if not found:
+        return Finding("PyTorch's", "ok", f"none of the suite's {len(layers)} layers in tf32 and fp16")
+    why = f"; mostly: {reasons.most_common(1)[0][0]}"
+    return Finding("PyTorch's", "note", f"in part, of {len(layers)} suite layers: {', '.join(found)}{why}")
+
+
+def _conclusion(findings: list[Finding]) -> Finding:
+    missing = [finding.name for finding in findings if finding.verdict == "missing"]
+    if missing:
+        return Finding("verdict", "missing", f"the kernels cannot run here: see {', '.join(missing)}")
+    if not torch.cuda.is_available():
+        return Finding("verdict", "note", "works on the CPU; the kernels need an NVIDIA GPU")
+    return Finding("verdict", "ok", "the kernels run here; `tconv-swap bench` shows how fast")
+
+
+def lines(findings: list[Finding]) -> Iterator[tuple[str, str, str]]:
+    """Name, mark and text of each, ready to be printed."""
+    marks = {"ok": "ok", "note": "--", "missing": "NO"}
+    for finding in findings:
+        yield finding.name, marks[finding.verdict], finding.text

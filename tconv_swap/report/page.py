@@ -1,0 +1,57 @@
+"""The report as one self-contained page with charts: no script, nothing from the network, light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescape
+from markupsafe import Markup
+
+from tconv_swap.files.fileformat import printable
+from tconv_swap.report.charts import bars, roofline
+from tconv_swap.report.figures import FONT, VARIABLES
+from tconv_swap.report.summary import speedup_text, summarise
+from tconv_swap.report.words import error_text, milliseconds
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The report of a document that `to_json_dict` made, or that was read back from its JSON."""
+    summary = summarise(document)
+    # Whatever comes out of a foreign file is escaped by the template.
+    templates = Environment(
+        loader=PackageLoader("tconv_swap.report", "."),
+        autoescape=select_autoescape(("j2",)),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.filters |= {"ms": milliseconds, "error": error_text, "printable": printable}
+    drawn = [(title, text, chart) for title, text, chart in _charts(summary) if chart is not None]
+    benchmark = document["benchmark"]
+    return templates.get_template("page.html.j2").render(
+        summary=summary,
+        charts=[(title, text, Markup(chart)) for title, text, chart in drawn],
+        speedup=speedup_text,
+        variables=Markup(VARIABLES),
+        font=Markup(FONT),
+        environment=benchmark["environment"] if benchmark else {},
+        method=benchmark["method"] if benchmark else {},
+        schema_version=document["schema_version"],
+    )
+
+
+def _charts(summary: Any) -> list[tuple[str, str, str | None]]:
+    return [
+        (
+            "Time of every layer",
+            "By itself, on what reaches it in the network. The figure is the speedup.",
+            bars(summary),
+        ),
+        (
+            "How far from the chip's limit",
+            "Each layer's arrow leads from PyTorch to ours; the line is what this chip can do, measured in the "
+            "same run. Numbers are those of the chart above.",
+            roofline(summary),
+        ),
+    ]

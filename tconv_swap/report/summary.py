@@ -1,0 +1,403 @@
+"""What every form of the report says, out of the JSON document: plain rows, computed once for all renderers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tconv_swap.measurement.bench import UNSTEADY_SPREAD
+from tconv_swap.measurement.environment import machine_name
+from tconv_swap.measurement.roof import Ceilings, Work
+from tconv_swap.report.document import MODEL_ITSELF
+from tconv_swap.report.words import size_text, times_as_fast, verdict_of
+
+FAMILIES = {"native": "PyTorch", "plain": "PyTorch"}
+"""Words for a reader, where a family's own name needs one."""
+
+Json = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Before:
+    """Median of PyTorch's and of ours, milliseconds, and half the interquartile range as a share of the median."""
+
+    original_ms: float
+    swapped_ms: float
+    original_spread: float = 0.0
+    swapped_spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, before and after.
+
+    Attributes:
+        stage: `forward`, `backward`, `step` (whole networks) or `both` (layers: forward and backward together).
+        times: of both.
+        verdict: `faster`, `slower`, `same` (within noise) or `noisy` (noise may be all of the difference).
+        family: what computes it, for a reader; `""` where not known.
+        why: one line for each part, why that and no other.
+        roof_ms: the least that the work can take at the measured ceilings; None where not known.
+        work: useful FLOPs and fewest bytes; None where not known.
+    """
+
+    stage: str
+    times: Before
+    verdict: str
+    family: str = ""
+    why: tuple[str, ...] = ()
+    roof_ms: float | None = None
+    work: Work | None = None
+
+    @property
+    def speedup(self) -> float:
+        return self.times.original_ms / self.times.swapped_ms
+
+    @property
+    def of_roof(self) -> float | None:
+        """The share of the chip's limit that ours reaches, 0 to 1."""
+        return None if self.roof_ms is None else self.roof_ms / self.times.swapped_ms
+
+    @property
+    def of_roof_before(self) -> float | None:
+        """The same of PyTorch's."""
+        return None if self.roof_ms is None else self.roof_ms / self.times.original_ms
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """The comparison nearest to its limit among some: errors against the reference, and the limit of ours."""
+
+    what: str
+    mode: str
+    name: str
+    original: float
+    swapped: float
+    limit: float
+    passed: bool
+    detail: str = ""
+
+    @property
+    def of_limit(self) -> float:
+        """The share of the limit that is used: above 1, or NaN, it fails."""
+        if self.swapped == 0:
+            return 0.0
+        return self.swapped / self.limit if self.limit else math.inf
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One transposed convolution in one form of its inputs; several rows where it is called in several forms.
+
+    Attributes:
+        name: its dotted names.
+        geometry: channels and arguments in short.
+        form: `32x512x4x4 float32 channels_last, 2 calls`; `""` where it was not timed.
+        mode: of the arithmetic, a key of the ceilings' rates; `""` where not known.
+        stages: the timed ones.
+        error: the worst of its own comparisons; None where there was none.
+        kernels: what is launched, in words; for details.
+    """
+
+    name: str
+    geometry: str
+    parameters: int
+    form: str = ""
+    mode: str = ""
+    stages: tuple[StageRow, ...] = ()
+    error: ErrorRow | None = None
+    kernels: tuple[str, ...] = ()
+
+    def stage(self, name: str) -> StageRow | None:
+        return next((row for row in self.stages if row.stage == name), None)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The whole report.
+
+    Attributes:
+        facts: label and text, in the order in which they are to be read.
+        outcome: as in the document.
+        verdict: one line.
+        network: stages of the whole network.
+        layers: the swapped ones.
+        left: the others: name, geometry, why.
+        errors: the worst of every kind and mode.
+        remarks: one line each on shares of time and on memory.
+        no_roof: why no roof is shown; `""` where one is.
+        notes, failures: one line each.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    outcome: str
+    verdict: str
+    network: tuple[StageRow, ...]
+    layers: tuple[LayerRow, ...]
+    left: tuple[tuple[str, str, str], ...]
+    errors: tuple[ErrorRow, ...]
+    reference: str
+    remarks: tuple[str, ...]
+    ceilings: Ceilings | None
+    no_roof: str
+    notes: tuple[str, ...]
+    failures: tuple[str, ...]
+    first_divergence: str
+    output: str
+    load_snippet: str
+
+
+def summarise(document: Json, notes: Sequence[str] = ()) -> Summary:
+    """The summary of a document that `to_json_dict` made, or that was read back from its JSON.
+
+    Args:
+        document: see `document`.
+        notes: in front of those that the document holds.
+    """
+    plan, facts = document["plan"], document["facts"]
+    verification, benchmark = document["verification"], document["benchmark"]
+    ceilings = _ceilings(document.get("ceilings"))
+    checks = [_error(check) for check in verification["checks"]] if verification else []
+    swapped = [layer for layer in plan["layers"] if layer["swap"]]
+    return Summary(
+        facts=tuple(_facts(document, len(swapped), len(plan["layers"]))),
+        outcome=document["outcome"],
+        verdict=_verdict(document),
+        network=tuple(_stage(row) for row in benchmark["network"]) if benchmark else (),
+        layers=tuple(row for layer in swapped for row in _layer_rows(layer, document, checks, ceilings)),
+        left=tuple(
+            (_names(layer), layer["geometry"], layer["reason"])
+            for layer in plan["layers"]
+            if not layer["swap"]
+        ),
+        errors=tuple(_worst_of_each(checks)),
+        reference=verification["reference"] if verification else "",
+        remarks=tuple(_remarks(benchmark)) if benchmark else (),
+        ceilings=ceilings,
+        no_roof=_no_roof(document),
+        notes=tuple(dict.fromkeys([*notes, *_notes(document)])),
+        failures=tuple(verification["failures"]) if verification else (),
+        first_divergence=(verification["first_divergence"] or "") if verification else "",
+        output=facts["output"] or "",
+        load_snippet=facts["load_snippet"],
+    )
+
+
+def speedup_text(row: StageRow) -> str:
+    """As `words.times_as_fast`."""
+    return times_as_fast(row.speedup, row.verdict)
+
+
+def _facts(document: Json, swapped: int, layers: int) -> Iterator[tuple[str, str]]:
+    facts, benchmark = document["facts"], document["benchmark"]
+    yield "model", facts["model"]
+    yield "inputs", f"{facts['inputs']} ({facts['inputs_origin']})"
+    yield "device", facts["device"]
+    if benchmark and benchmark["environment"]:
+        yield "machine", machine_name(benchmark["environment"])
+    yield "layers", f"{swapped} of {layers} transposed convolutions swapped"
+
+
+def _verdict(document: Json) -> str:
+    verification = document["verification"]
+    if verification is None:
+        return "NOT VERIFIED: nothing was compared"
+    if not verification["passed"]:
+        count = len(verification["failures"])
+        return f"MISMATCH: {count} failure{'s' if count != 1 else ''}"
+    count, margin = len(verification["checks"]), _number(verification["margin"])
+    worst = f"the largest error is {1 / margin:.0%} of its limit" if math.isfinite(margin) else "all exact"
+    return f"VERIFIED: {count} comparisons, {worst}"
+
+
+def _no_roof(document: Json) -> str:
+    if document.get("ceilings") or not document["benchmark"]:
+        return ""
+    if str(document["facts"]["device"]).startswith("cuda"):
+        return "no roof: the ceilings of this GPU were not measured"
+    return (
+        "no roof: ceilings are measured on CUDA GPUs only, since on a CPU the caches hold what a layer needs"
+    )
+
+
+def _notes(document: Json) -> Iterator[str]:
+    facts, plan = document["facts"], document["plan"]
+    verification, benchmark = document["verification"], document["benchmark"]
+    yield from facts["warnings"]
+    yield from facts.get("native", ())
+    yield from plan.get("unused_hints", ())
+    if verification:
+        yield from verification["notes"]
+    if benchmark:
+        yield from benchmark["notes"]
+        rows = [*benchmark["network"], *benchmark["layers"]]
+        if unsteady := sum(max(map(_spread, (r["original"], r["swapped"]))) > UNSTEADY_SPREAD for r in rows):
+            yield f"{unsteady} of {len(rows)} timings are unsteady: the machine was busy; measure again"
+    elif document["outcome"] != "nothing_to_swap":
+        yield "not timed"
+
+
+def _names(layer: Json) -> str:
+    return " = ".join(name or MODEL_ITSELF for name in layer["names"])
+
+
+def _number(value: Any) -> float:
+    """Infinities and NaN are strings in JSON."""
+    return float(value)
+
+
+def _error(check: Json) -> ErrorRow:
+    return ErrorRow(
+        check["kind"],
+        check["mode"],
+        check["name"],
+        _number(check["error_original"]),
+        _number(check["error_swapped"]),
+        _number(check["limit"]),
+        check["passed"],
+        check["detail"],
+    )
+
+
+def _badness(row: ErrorRow) -> tuple[bool, float]:
+    return (not row.passed, math.inf if math.isnan(row.of_limit) else row.of_limit)
+
+
+def _worst_of_each(checks: Sequence[ErrorRow]) -> Iterator[ErrorRow]:
+    worst: dict[tuple[str, str], ErrorRow] = {}
+    for check in checks:
+        key = (check.what, check.mode)
+        if key not in worst or _badness(check) > _badness(worst[key]):
+            worst[key] = check
+    yield from worst.values()
+
+
+def _spread(timing: Json) -> float:
+    median = timing["median_ms"]
+    return (timing["q3_ms"] - timing["q1_ms"]) / 2 / median if median > 0 else 0.0
+
+
+def _stage(row: Json, **known: Any) -> StageRow:
+    original, swapped = row["original"], row["swapped"]
+    times = Before(original["median_ms"], swapped["median_ms"], _spread(original), _spread(swapped))
+    verdict = verdict_of(_number(row["speedup"]), [_number(value) for value in row["speedup_interval"]])
+    return StageRow(row["stage"], times, verdict, **known)
+
+
+def _layer_rows(
+    layer: Json, document: Json, checks: Sequence[ErrorRow], ceilings: Ceilings | None
+) -> Iterator[LayerRow]:
+    """One for each form of its inputs that was timed; one without times where none was."""
+    own = [check for check in checks if check.what.startswith("layer_") and check.name in layer["names"]]
+    same = {
+        "name": _names(layer),
+        "geometry": layer["geometry"],
+        "parameters": layer["parameters"],
+        "error": max(own, key=_badness, default=None),
+    }
+    forms: dict[tuple[Any, ...], list[Json]] = {}
+    for timed in document["benchmark"]["layers"] if document["benchmark"] else ():
+        if timed["name"] in layer["names"]:
+            forms.setdefault((*_key(timed), timed["memory_format"]), []).append(timed)
+    if not forms:
+        yield LayerRow(**same)
+    for timings in forms.values():
+        first = timings[0]
+        explained = _explained(first, document)
+        mode = _mode(first["dtype"], explained["precision"] if explained else "")
+        stages = [_layer_stage(row, explained, mode, ceilings) for row in timings]
+        yield LayerRow(
+            **same,
+            form=_form(first),
+            mode=mode,
+            stages=(*stages, *_both(stages)),
+            kernels=tuple(_kernels(explained)) if explained else (),
+        )
+
+
+def _key(layer: Json) -> tuple[Any, ...]:
+    return layer["name"], tuple(layer["input_shape"]), layer["dtype"]
+
+
+def _explained(timed: Json, document: Json) -> Json | None:
+    """The explanation of the layer as it was timed."""
+    explanation = document.get("explanation")
+    found = [layer for layer in explanation["layers"] if _key(layer) == _key(timed)] if explanation else []
+    # The layout breaks the tie: a layer's may differ from its input's, by its weight's.
+    same = [layer for layer in found if layer["layout"] == timed["memory_format"]]
+    return next(iter([*same, *found]), None)
+
+
+def _mode(dtype: str, precision: str) -> str:
+    if dtype == "float32":
+        return "tf32" if precision == "tf32" else "fp32"
+    return {"float16": "fp16", "bfloat16": "bf16"}.get(dtype, "")
+
+
+def _form(timed: Json) -> str:
+    shape = "x".join(map(str, timed["input_shape"]))
+    form = "" if timed["memory_format"] == "contiguous" else f" {timed['memory_format']}"
+    calls = f", {timed['calls']} calls" if timed["calls"] > 1 else ""
+    return f"{shape} {timed['dtype']}{form}{calls}"
+
+
+def _layer_stage(timed: Json, explained: Json | None, mode: str, ceilings: Ceilings | None) -> StageRow:
+    if explained is None or not explained["stages"]:
+        return _stage(timed)
+    forward, *gradients = explained["stages"]
+    parts = [forward] if timed["stage"] == "forward" else gradients
+    # All gradients together: each tensor moves and each product is made twice.
+    times = 1 if timed["stage"] == "forward" else 2
+    work = Work(times * forward["flops"], times * forward["bytes"])
+    known = ceilings is not None and mode in ceilings.tflops
+    return _stage(
+        timed,
+        family=", ".join(dict.fromkeys(map(_family, parts))),
+        why=tuple(f"{part['stage']}: {part['why']}" for part in parts),
+        roof_ms=work.roof_ms(ceilings, mode) if known and ceilings is not None else None,
+        work=work,
+    )
+
+
+def _family(part: Json) -> str:
+    name = FAMILIES.get(part["family"], part["family"])
+    return str("PyTorch" if part["backend"] == "native" else name).replace("_", " ")
+
+
+def _both(stages: Sequence[StageRow]) -> Iterator[StageRow]:
+    """Forward and backward together: what a layer contributes to a training step."""
+    if [row.stage for row in stages] != ["forward", "backward"]:
+        return
+    forward, backward = (row.times for row in stages)
+    times = Before(forward.original_ms + backward.original_ms, forward.swapped_ms + backward.swapped_ms)
+    ratio = times.original_ms / times.swapped_ms
+    certain = {row.verdict for row in stages} - {"same"}
+    verdict = next(iter(certain)) if len(certain) == 1 else "noisy" if "noisy" in certain else ""
+    verdict = verdict or ("faster" if ratio > 1 else "slower")
+    yield StageRow("both", times, "same" if f"{ratio:.2f}" == "1.00" or not certain else verdict)
+
+
+def _kernels(explained: Json) -> Iterator[str]:
+    for stage in explained["stages"]:
+        yield f"{stage['stage']}: {_family(stage)} ({stage['why']})"
+        for kernel in stage["kernels"]:
+            yield (
+                f"  {kernel['entry']}: {kernel['grid']} blocks of {kernel['block']} threads, "
+                f"{kernel['shared_bytes']} bytes shared"
+            )
+
+
+def _ceilings(found: Json | None) -> Ceilings | None:
+    return None if found is None else Ceilings(found["copy_gbps"], found["tflops"])
+
+
+def _remarks(benchmark: Json) -> Iterator[str]:
+    shares = benchmark["transposed_share"]
+    known = [f"{share:.0%} of the {stage} pass" for stage, share in shares.items() if share is not None]
+    if known:
+        yield f"These layers are about {' and '.join(known)} of the original network."
+    for peak in benchmark["peak_memory"] or ():
+        original, swapped = map(size_text, (peak["original_bytes"], peak["swapped_bytes"]))
+        yield f"Peak memory, {peak['stage']}: PyTorch {original}, ours {swapped}."

@@ -1,0 +1,328 @@
+"""The commands beside `swap`: bench, explain, doctor, cache; completion, and answers to misspelt words."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+import tconv_swap
+from tconv_swap import diagnosis, op, workflow
+from tconv_swap.cli import app
+from tconv_swap.cuda import cache as cache_module
+from tconv_swap.cuda.cache import cache_directory
+from tconv_swap.measurement.suite import load_suite
+from tconv_swap.report import json_schema
+
+REPOSITORY = Path(tconv_swap.__file__).parents[1]
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tconv_swap", *arguments],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
+    cache_directory.cache_clear()
+    yield tmp_path / "cache"  # type: ignore[misc]
+    cache_directory.cache_clear()
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.ConvTranspose2d(100, 64, 4), nn.ReLU(), nn.ConvTranspose2d(64, 8, 4, 2, 1))
+    torch.save(network, "model.pt")
+    return Path("model.pt")
+
+
+class TestBench:
+    def test_a_layer_checked_and_timed(self, tmp_path: Path) -> None:
+        target = tmp_path / "r.json"
+        result = run("bench", "--only", "dcgan1,kb57", "--device", "cpu", "--iters", "2", "--json", target)
+        assert result.exit_code == 0, result.output
+        found = json.loads(target.read_text())
+        jsonschema.validate(found, json_schema())
+        assert found["outcome"] == "verified"
+        rows = found["benchmark"]["layers"]
+        assert [(row["name"], row["stage"]) for row in rows] == [
+            ("dcgan1", "forward"),
+            ("dcgan1", "backward"),
+        ]
+        assert rows[0]["input_shape"] == [128, 100, 1, 1]
+        assert rows[0]["original"]["samples"] == 2
+        kinds = {(one["name"], one["kind"]) for one in found["verification"]["checks"]}
+        wanted = ("layer_output", "layer_grad_input", "layer_grad_weight")
+        assert kinds == {("dcgan1", kind) for kind in wanted}
+        assert found["explanation"]["layers"][0]["name"] == "dcgan1"
+        notes = " ".join(found["facts"]["warnings"])
+        assert "left out, too large for a CPU: kb57" in notes
+        assert "on geometric mean over 1 layers" in notes
+
+    def test_a_wrong_layer_is_a_mismatch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        right = op.conv_transpose2d
+
+        def wrong(input: Tensor, weight: Tensor, *others: Any) -> Tensor:
+            return right(input, weight * 1.001, *others)
+
+        monkeypatch.setattr(op, "conv_transpose2d", wrong)
+        result = run("bench", "--only", "dcgan1", "--device", "cpu", "--iters", "1", "--no-backward")
+        assert result.exit_code == 1, result.output
+        assert "MISMATCH" in result.stdout
+
+    def test_in_sixteen_bits_channels_last_without_checks(self, tmp_path: Path) -> None:
+        options = ("--dtype", "bf16", "--channels-last", "--no-verify", "--no-backward", "--iters", "1")
+        result = run("bench", "--only", "dcgan5", "--device", "cpu", *options, "--json", "-")
+        assert result.exit_code == 0, result.output
+        found = json.loads(result.stdout)
+        (row,) = found["benchmark"]["layers"]
+        assert (row["dtype"], row["memory_format"]) == ("bfloat16", "channels_last")
+        assert row["input_shape"][0] < 128, "the batch is cut on a CPU"
+        assert found["verification"] is None
+        assert found["outcome"] == "not_verified"
+
+    def test_the_list(self) -> None:
+        lines = run("bench", "--list").stdout.splitlines()
+        assert [line.split()[0] for line in lines] == [layer.name for layer in load_suite().layers]
+
+    @pytest.mark.parametrize(
+        ("options", "words"),
+        [
+            (("--only", "nothing"), "no such layer: nothing; the suite has kb57"),
+            (("--dtype", "int8"), "expected one of tf32, fp16, bf16, fp32"),
+            (("--device", "meta"), "only cpu and cuda"),
+            (("--report", "r.pdf"), "ends in .md or .html"),
+        ],
+    )
+    def test_wrong_usage(self, options: tuple[str, ...], words: str) -> None:
+        result = run("bench", *options)
+        assert result.exit_code == 2
+        assert words in result.stderr
+
+    def test_interrupted_it_leaves_nothing_half_written_and_exits_130(self, tmp_path: Path) -> None:
+        target = tmp_path / "r.json"
+        arguments = ("bench", "--device", "cpu", "--seconds", "5", "--no-verify", "--json", str(target))
+        with process(*arguments) as running:
+            assert running.stderr is not None
+            for line in running.stderr:
+                if "measuring" in line:
+                    break
+            running.send_signal(signal.SIGINT)
+            assert "interrupted, nothing was written" in running.stderr.read()
+        assert running.returncode == 130
+        assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
+        found = json.loads(target.read_text())
+        assert (found["outcome"], found["exit_code"]) == ("error", 130)
+
+
+class TestExplain:
+    def test_for_a_gpu_that_is_not_here_without_numbers(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        devices = []
+        pair = workflow._pair
+        monkeypatch.setattr(
+            workflow, "_pair", lambda *given: (devices.append(str(given[2])), pair(*given))[1]
+        )
+        result = run("explain", model, "--arch", "sm_90a", "--input-shape", "32,100,1,1")
+        assert result.exit_code == 0, result.output
+        assert devices == ["meta"]
+        assert "inputs: 32x100x1x1 float32 (--input-shape" in result.stdout
+        assert re.search(r"^0: 32x100x1x1, 100->64 k4 s1, .* sm_90a$", result.stdout, flags=re.MULTILINE)
+        assert re.search(r"forward_\w+: \d+ blocks of \d+ threads", result.stdout)
+        assert "note:" not in result.stdout
+
+    def test_the_same_as_in_python(self, model: Path) -> None:
+        shape = (2, 100, 1, 1)
+        result = run("explain", model, "--arch", "sm_80", "--input-shape", "2,100,1,1", "--json", "-")
+        assert result.exit_code == 0, result.output
+        network = tconv_swap.swap_layers(torch.load(model, weights_only=False))
+        expected = tconv_swap.explain(network, torch.zeros(shape), architecture="sm_80").to_dict()
+        assert json.loads(result.stdout)["explanation"] == json.loads(json.dumps(expected))
+
+    def test_on_the_cpu(self, model: Path) -> None:
+        result = run("explain", model, "--device", "cpu", "--no-backward")
+        assert result.exit_code == 0, result.output
+        assert "inferred from 0" in result.stdout
+        assert "forward: outer" in result.stdout
+        assert "grad_weight" not in result.stdout
+
+    def test_nothing_to_swap(self, model: Path) -> None:
+        torch.save(nn.Linear(2, 2), model)
+        result = run("explain", model)
+        assert result.exit_code == 4
+        assert "no transposed convolution" in result.stdout
+
+    @pytest.mark.parametrize(
+        ("options", "code", "words"),
+        [
+            (("--arch", "sm_10"), 2, "expected one of sm_75"),
+            (("--input-shape", "1,2,3,4"), 2, "the network does not run"),
+            (("--input-shape", "1,100,1,1", "--inputs", "x.pt"), 2, "not both"),
+        ],
+    )
+    def test_wrong_usage(self, model: Path, options: tuple[str, ...], code: int, words: str) -> None:
+        result = run("explain", model, *options)
+        assert result.exit_code == code
+        assert words in " ".join(result.stderr.split())
+
+    def test_a_file_that_is_none(self, model: Path) -> None:
+        model.write_bytes(b"no network")
+        assert run("explain", model).exit_code == 3
+
+
+class TestDoctor:
+    def test_ten_lines_of_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("COLUMNS", raising=False)
+        result = run("doctor")
+        assert result.exit_code == 0, result.output
+        lines = result.stdout.splitlines()
+        assert max(map(len, lines)) <= 80
+        names = [line.split()[0] for line in lines if not line.startswith(" ")]
+        assert names == [
+            "tconv-swap",
+            "torch",
+            "CUDA",
+            "GPU",
+            "NVRTC",
+            "compiler",
+            "cache",
+            "charts",
+            "PyTorch's",
+            "verdict",
+        ]
+        assert torch.__version__ in result.stdout
+        assert str(cache_directory())[:20] in result.stdout
+
+    def test_as_json(self) -> None:
+        findings = json.loads(run("doctor", "--json", "-").stdout)["findings"]
+        assert len(findings) == 10
+        assert {finding["verdict"] for finding in findings} <= {"ok", "note", "missing"}
+
+    def test_what_is_missing_has_an_exit_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken() -> diagnosis.Finding:
+            raise OSError("the driver is broken\nmore")
+
+        monkeypatch.setattr(diagnosis, "_gpu", broken)
+        result = run("doctor")
+        assert result.exit_code == 1
+        flat = " ".join(result.stdout.split())
+        assert "GPU NO looking at it raises OSError: the driver is broken" in flat
+        assert "verdict NO the kernels cannot run here: see GPU" in flat
+
+    def test_no_compiler(self, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("CXX", "no-such-compiler")
+        (finding,) = [finding for finding in diagnosis.diagnose() if finding.name == "compiler"]
+        assert "no-such-compiler not found: apt-get install g++, or set CXX" in finding.text
+
+    @pytest.mark.gpu
+    def test_on_a_gpu(self) -> None:
+        result = run("doctor")
+        assert result.exit_code == 0, result.output
+        assert torch.cuda.get_device_name() in " ".join(result.stdout.split())
+        assert "the kernels run here" in result.stdout
+
+
+class TestCache:
+    @pytest.fixture
+    def filled(self, own_cache: Path) -> Path:
+        for name in ("kernels/a.cubin", "host/torch-2/launch.so", "tuned/h200.json", "somebody/else.txt"):
+            (own_cache / name).parent.mkdir(parents=True, exist_ok=True)
+            (own_cache / name).write_bytes(b"x" * 2**20)
+        return own_cache
+
+    def test_its_size(self, filled: Path) -> None:
+        result = run("cache")
+        assert result.exit_code == 0
+        assert result.stdout.strip() == f"{filled}: 3 files, 3.0 MiB"
+
+    def test_clear(self, filled: Path) -> None:
+        result = run("cache", "clear")
+        assert result.exit_code == 0
+        assert result.stdout.strip() == f"removed: 3 files, 3.0 MiB from {filled}"
+        left = [path.name for path in filled.rglob("*") if path.is_file()]
+        assert left == ["else.txt"], "what is not ours stays"
+        assert "0 files" in run("cache").stdout
+
+    def test_what_was_tuned_may_stay(self, filled: Path) -> None:
+        assert "removed: 2 files" in run("cache", "clear", "--kernels").stdout
+        assert (filled / "tuned/h200.json").exists()
+
+    def test_what_cannot_be_removed_is_said(self, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(path: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(cache_module.shutil, "rmtree", refuse)
+        result = run("cache", "clear")
+        assert result.exit_code == 5
+        assert "kernels was not removed (Permission denied)" in result.stdout
+
+
+class TestWords:
+    @pytest.mark.parametrize(
+        ("arguments", "answer"),
+        [
+            (("model.pt", "--devise", "cpu"), "--device"),
+            (("bench", "--onyl", "x"), "--only"),
+            (("explain", "model.pt", "--input-shpe", "1,2"), "--input-shape"),
+            (("cache", "claer"), "clear"),
+            (("benhc",), "did you mean the command 'bench'?"),
+            (("doctro",), "did you mean the command 'doctor'?"),
+        ],
+    )
+    def test_a_misspelt_word_is_answered_with_the_right_one(
+        self, arguments: tuple[str, ...], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        result = run(*arguments)
+        assert result.exit_code in (2, 3)
+        assert answer in result.stderr
+
+    @pytest.mark.parametrize(
+        ("words", "expected"),
+        [
+            ("tconv-swap b", {"bench"}),
+            ("tconv-swap cache ", {"clear"}),
+            ("tconv-swap bench --no-", {"--no-backward", "--no-verify"}),
+            ("tconv-swap model.pt --inc", {"--include"}),
+        ],
+    )
+    def test_completion(self, words: str, expected: set[str]) -> None:
+        place = str(len(words.split(" ")) - 1)
+        environment = {"_TCONV_SWAP_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": place}
+        with process(**environment) as running:
+            out, _ = running.communicate(timeout=60)
+        assert set(out.split()) == expected
+
+    @pytest.mark.parametrize(
+        "command", ["swap", "demo", "bench", "explain", "doctor", "cache", "cache clear"]
+    )
+    def test_every_help_says_what_for(self, command: str) -> None:
+        result = run(*command.split(), "--help")
+        assert result.exit_code == 0
+        assert len(result.stdout.split()) > 25
+        if command not in ("cache", "cache clear"):
+            assert "Exit codes" in result.stdout

@@ -1,0 +1,204 @@
+"""The benchmark of whole networks, tiny and on the CPU: its rows, its list of what is missing, its table and chart."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import tconv_swap
+from benchmarks import models, models_report
+from benchmarks.networks import NETWORKS, Network
+from tconv_swap.inputs import Inputs
+
+TRANSFORMERS = ("sam", "dpt", "vitpose")
+LAYERS = {
+    "dcgan": 5,
+    "pix2pix": 8,
+    "cyclegan": 2,
+    "vae": 4,
+    "unet": 4,
+    "simplebaseline": 3,
+    "maskrcnn": 1,
+    "sam": 2,
+    "dpt": 2,
+    "vitpose": 2,
+}
+
+
+def run(path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    code = models.main(["--device", "cpu", "--tiny", "--iters", "1", "--json", str(path), *options])
+    return code, json.loads(path.read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("models") / "rows.json"
+    # float16 on a CPU takes seconds a layer: the networks are run in it by hand, on a GPU.
+    networks = ("--network", "dcgan", "--network", "unet")
+    code, document = run(path, *networks, "--precision", "tf32", "--runtime", "eager")
+    assert code == 0
+    return document
+
+
+@pytest.mark.parametrize("network", NETWORKS.values(), ids=NETWORKS)
+def test_networks_have_the_layers_that_are_published(network: Network) -> None:
+    """In full, but on no device: nothing is computed."""
+    if network.name in TRANSFORMERS:
+        pytest.importorskip("transformers")
+    with torch.device("meta"):
+        plan = tconv_swap.plan_swap(network.build(False))
+    assert len(plan.swapped) == len(plan.layers) == LAYERS[network.name]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in NETWORKS if name != "maskrcnn"]
+)  # test_examples.py runs that
+def test_networks_run_forward_and_backward(name: str) -> None:
+    network = NETWORKS[name]
+    if network.name in TRANSFORMERS:
+        pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    built = network.build(True)
+    inputs = Inputs.of(network.inputs(2, True, torch.device("cpu")))
+    models._loss(inputs(built.train())).backward()
+    layers = [module for module in built.modules() if isinstance(module, nn.ConvTranspose2d)]
+    assert all(layer.weight.grad is not None for layer in layers)
+
+
+def test_rows(measured: dict[str, Any]) -> None:
+    keys = {(row["network"], row["precision"], row["layout"]) for row in measured["rows"]}
+    layouts = ("nchw", "channels_last")
+    assert keys == {(name, "tf32", layout) for name in ("dcgan", "unet") for layout in layouts}
+    for row in measured["rows"]:
+        assert [stage["stage"] for stage in row["stages"]] == ["forward", "backward", "step"]
+        assert all(0 < share <= 1 for share in row["share"].values())
+        assert row["layers"] == (5 if row["network"] == "dcgan" else 2)
+        assert 0 <= row["difference"] < models.MOST_DIFFERENCE
+    assert measured["not_measured"] == []
+    assert measured["settings"]["tiny"] is True
+
+
+def test_float16_is_autocast() -> None:
+    seen = []
+    layer = nn.ConvTranspose2d(2, 2, 2)
+    network = models.Autocast(nn.Sequential(layer), "cpu")
+    layer.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
+    network(torch.zeros(1, 2, 3, 3))
+    assert seen == [torch.float16]
+
+
+def test_what_computes_something_else_is_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_layers = tconv_swap.swap_layers
+
+    def broken(network: nn.Module) -> nn.Module:
+        swap_layers(network)
+        with torch.no_grad():
+            next(m for m in network.modules() if isinstance(m, nn.ConvTranspose2d)).weight.mul_(1.01)
+        return network
+
+    monkeypatch.setattr(models.tconv_swap, "swap_layers", broken)
+    one = ("--network", "vae", "--precision", "tf32", "--layout", "nchw", "--runtime", "eager")
+    code, document = run(tmp_path / "rows.json", *one)
+    assert code == 1
+    assert document["rows"] == []
+    assert "the outputs of a layer differ by" in document["not_measured"][0]
+
+
+def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    two = ("--network", "vae", "--precision", "tf32", "--runtime", "eager")
+    code, first = run(path, *two, "--layout", "nchw")
+    assert code == 0
+    asked = []
+    measure = models.measure
+    monkeypatch.setattr(
+        models, "measure", lambda case, setting: (asked.append(case), measure(case, setting))[1]
+    )
+    code, both = run(path, *two, "--resume")
+    assert code == 0
+    assert [case.layout for case in asked] == ["channels_last"]
+    assert both["rows"][0] == first["rows"][0]
+    assert len(both["rows"]) == 2
+
+
+def test_no_row_begins_after_the_time(tmp_path: Path) -> None:
+    code, document = run(tmp_path / "rows.json", "--network", "vae", "--seconds", "1e-9")
+    assert code == 1
+    assert document["rows"] == []
+    assert document["not_measured"][0] == "vae tf32 nchw eager: no time left"
+
+
+def test_interrupted_it_leaves_the_rows_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "rows.json"
+    measure = models.measure
+
+    def interrupted(case: models.Case, setting: models.Setting) -> dict[str, Any]:
+        if case.layout == "channels_last":
+            raise KeyboardInterrupt
+        return measure(case, setting)
+
+    monkeypatch.setattr(models, "measure", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(path, "--network", "vae", "--precision", "tf32", "--runtime", "eager")
+    assert [row["layout"] for row in json.loads(path.read_text())["rows"]] == ["nchw"]
+
+
+def test_the_committed_set() -> None:
+    cases = list(models._cases(models._parser().parse_args([])))
+    eager = [case for case in cases if case.runtime == "eager"]
+    compiled = [case for case in cases if case.runtime == "compile"]
+    assert len(eager) == 4 * len(NETWORKS)
+    assert {(case.precision, case.layout) for case in compiled} == set(models.COMPILED)
+    assert {case.network for case in compiled} == {
+        name for name, one in NETWORKS.items() if not one.no_compile
+    }
+    assert cases.index(compiled[0]) == len(eager)
+
+
+def test_table(measured: dict[str, Any]) -> None:
+    lines = models_report.table(measured).splitlines()
+    assert sum(line.startswith(("dcgan ", "unet ")) for line in lines) == 4
+    assert any(
+        re.match(r"eager, forward: \d+\.\d\dx on geometric mean over 4 rows, ", line) for line in lines
+    )
+    assert max(map(len, lines)) <= 130
+    markdown = models_report.table(measured, markdown=True)
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len(rows) == 4 + 2
+    assert len({line.count("|") for line in rows}) == 1
+
+
+def test_chart(measured: dict[str, Any]) -> None:
+    svg = models_report.chart(measured)
+    assert svg == models_report.chart(measured)
+    assert "prefers-color-scheme: dark" in svg
+    assert ">DCGAN generator, 64 pixels<" in svg
+    assert ">training step<" in svg
+    assert re.search(r">\d+( to \d+)?%<", svg)
+
+
+def test_the_places_in_the_readmes(
+    measured: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("README.md", "benchmarks/README.md"):
+        assert models_report._CHART.search((models_report.ROOT / "README.md").read_text())
+        assert models_report._TABLE.search((models_report.ROOT / "benchmarks/README.md").read_text())
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((models_report.ROOT / name).read_bytes())
+    monkeypatch.setattr(models_report, "ROOT", tmp_path)
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir()
+    (results / "h200-models.json").write_text(json.dumps(measured))
+    for _ in range(2):
+        assert models.main(["--json", str(results / "h200-models.json"), "--render"]) == 0
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.count("![Speedup of ten networks](benchmarks/results/h200-models.svg)") == 1
+    assert (results / "h200-models.svg").read_text() == models_report.chart(measured)
+    below = (tmp_path / "benchmarks" / "README.md").read_text().partition("<!-- models table -->")[2]
+    assert below.count("| dcgan") == 2
