@@ -41,12 +41,14 @@ MOST_TILE_REGISTERS = 150
 #: Of an axis: a place of the input has a bit for each.
 MOST_PHASES = 16
 #: Of grad_input_wgmma.cu: a place of the input has a bit for each.
-MOST_SLICES = 28
-#: With three products more slices are more code than ptxas finds registers for: it then serializes the multiplies, and
-#: of a plan with 20 slices the result was wrong.
+MOST_SLICES = 16
+#: With three products, more are more code than ptxas finds registers for: of a plan with 20 slices, which spilled 6 KB,
+#: the result was wrong on an H200 (and right in emulation). Up to 4 all were right.
 MOST_IEEE_SLICES = 4
 #: Of a filling thread's registers of grad_input_wgmma.cu, those that carry no input.
 FILL_OVERHEAD = 64
+#: Of those that do, where finding the places takes registers as well: beyond it the compiler spills.
+MOST_FILL_REGISTERS = 64
 #: Of a multiplying thread's, those that are no sums.
 SUM_OVERHEAD = 48
 
@@ -146,7 +148,7 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
         images = 1 + -(-tile.cols // (cells_h * cells_w)) if problem.flat else tile.images
         if images * image_bytes >= plan_tile.INT32_LIMIT:
             return False
-        if tile.wgmma and fill_registers(problem, tile, 1) > fill_share(tile) - FILL_OVERHEAD:
+        if tile.wgmma and fill_registers(problem, tile, 1) > _fill_room(problem, tile):
             return False
         if not tile.wgmma and tile_registers(problem, tile) > MOST_TILE_REGISTERS:
             return False
@@ -179,9 +181,15 @@ def fill_share(tile: Tile) -> int:
     return min(255, registers // (FILL_THREADS + multiplying), max(24, spare // FILL_THREADS)) // 8 * 8
 
 
+def _fill_room(problem: StridedProblem, tile: Tile) -> int:
+    """Registers of a filling thread that may hold places and what is on its way there."""
+    plain = problem.flat and len(slice_taps(problem)) <= 4
+    return min(fill_share(tile) - FILL_OVERHEAD, 104 if plain else MOST_FILL_REGISTERS)
+
+
 def _fill_ahead(problem: StridedProblem, tile: Tile) -> int:
     """Slices that grad_input_wgmma.cu has on their way: as many as registers hold, and as slices repeat by."""
-    slices, room = len(slice_taps(problem)), fill_share(tile) - FILL_OVERHEAD
+    slices, room = len(slice_taps(problem)), _fill_room(problem, tile)
     return max(
         ahead
         for ahead in (1, 2, 3, 4)
