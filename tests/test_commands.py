@@ -307,7 +307,7 @@ class TestWords:
             ("tconv-swap b", {"bench"}),
             ("tconv-swap cache ", {"clear"}),
             ("tconv-swap bench --no-", {"--no-backward", "--no-verify"}),
-            ("tconv-swap model.pt --inc", {"--include"}),
+            ("tconv-swap model.pt --inc", {"--include", "--include-1d"}),
         ],
     )
     def test_completion(self, words: str, expected: set[str]) -> None:
