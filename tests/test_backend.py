@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -28,6 +28,14 @@ ALL = (True, True, True)
 
 def problem(geometry: Geometry = DCGAN, dtype: torch.dtype = torch.float32) -> plan.Problem:
     return plan.Problem(geometry, dtype, "ieee", False, False)
+
+
+@pytest.fixture(autouse=True)
+def _plans_anew() -> Iterator[None]:
+    """Plans are remembered, and some tests change who makes them."""
+    plan.plan_backward.cache_clear()
+    yield
+    plan.plan_backward.cache_clear()
 
 
 @pytest.fixture
@@ -70,6 +78,47 @@ def test_pytorchs_where_only_the_general_kernels_claim_it_and_the_reason_says_so
 def test_an_empty_batch_and_what_passes_32_bits_stay_ours() -> None:
     for geometry in (DCGAN.with_batch(0), Geometry(1, 7, 16400, 16400, 9, (2, 2), (2, 2))):
         assert choose_forward(problem(geometry, torch.float64), True, H200, "auto").family == "general"
+
+
+#: Geometry, dtype, channels_last, and which of (forward, gradient of the input, of the weight) PyTorch computes.
+SAM = Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2))
+DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
+STRIDE_1 = Geometry(64, 64, 128, 256, 128, (3, 5))
+RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "precision", "channels_last", "native"),
+    [
+        (DCGAN2, torch.float16, "ieee", True, (True, True, True)),
+        (DCGAN2, torch.float16, "ieee", False, (False, False, True)),
+        (DCGAN2, torch.float32, "tf32", True, (False, True, True)),
+        (DCGAN2, torch.float32, "ieee", True, (False, False, False)),
+        (SAM, torch.bfloat16, "ieee", True, (False, True, True)),
+        (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
+        (DCGAN, torch.float32, "tf32", True, (False, True, False)),
+        (STRIDE_1, torch.float16, "ieee", True, (False, False, False)),
+        (RGB, torch.float16, "ieee", True, (False, False, False)),
+    ],
+    ids=str,
+)
+def test_classes_measured_to_be_slower_are_left_to_pytorch_on_hopper_alone(
+    geometry: Geometry, dtype: torch.dtype, precision: str, channels_last: bool, native: tuple[bool, ...]
+) -> None:
+    asked = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+
+    def by_pytorch(device: plan.Device, backend: str) -> tuple[bool, ...]:
+        steps = [
+            choose_forward(asked, True, device, backend),
+            *choose_backward(asked, (True, False, False), device, backend),
+            *choose_backward(asked, (False, True, False), device, backend),
+        ]
+        assert all("H200" in step.why for step in steps if step.plan is None)
+        return tuple(step.plan is None for step in steps)
+
+    assert by_pytorch(H200, "auto") == native
+    assert not any(by_pytorch(H200, "kernel"))
+    assert not any(by_pytorch(plan.Device("sm_80", 108, 163 << 10), "auto"))
 
 
 @pytest.mark.usefixtures("fast_grad_input")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tconv_swap.cuda import plan
+from tconv_swap.cuda import measured, plan
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
@@ -65,11 +65,12 @@ def choose_forward(
         made = plan.plan_forward(problem, has_bias, device)
         if backend == "auto" and _only_general(problem, made):
             return Step(FORWARD, None, WHY_NOT_GENERAL)
+        if backend == "auto" and (why := measured.why_forward_is_native(problem, device)):
+            return Step(FORWARD, None, why)
         return Step(FORWARD, made, made.why)
     if backend == "auto" and winner.native:
         return Step(FORWARD, None, winner.why)
-    measured = plan.forward_candidates(problem, has_bias, device, CANDIDATES)
-    return _step(FORWARD, measured, winner)
+    return _step(FORWARD, plan.forward_candidates(problem, has_bias, device, CANDIDATES), winner)
 
 
 def choose_backward(
@@ -82,8 +83,8 @@ def choose_backward(
     native: list[Step] = []
     for unit in backward_units(mask):
         winner = winners.get(problem_key(problem, unit, has_bias=False))
-        if backend == "auto" and (winner.native if winner else _loses(problem, unit, device)):
-            native.append(Step(unit, None, winner.why if winner else WHY_NOT_GENERAL))
+        if backend == "auto" and (why := _why_native(problem, unit, device, winner)):
+            native.append(Step(unit, None, why))
             continue
         default = plan.plan_backward(problem, unit, device)
         if winner is None or winner.kernel == default.digest:
@@ -119,11 +120,17 @@ def backward_units(mask: Mask) -> list[Mask]:
     return units
 
 
-def _loses(problem: Problem, unit: Mask, device: Device) -> bool:
+def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | None) -> str | None:
+    """Why PyTorch's operator should compute these gradients, or None. What was tuned counts for more than the rest."""
+    if winner is not None:
+        return winner.why if winner.native else None
     if unit == (False, False, True):
-        return False  # a sum, which the general kernel computes as fast
+        return None  # a sum, which the general kernel computes as fast
     decisive = (False, True, False) if unit[1] else unit
-    return _only_general(problem, plan.plan_backward(problem, decisive, device))
+    if _only_general(problem, plan.plan_backward(problem, decisive, device)):
+        return WHY_NOT_GENERAL
+    slower = measured.why_grad_weight_is_native if unit[1] else measured.why_grad_input_is_native
+    return slower(problem, device)
 
 
 def _only_general(problem: Problem, made: Plan) -> bool:

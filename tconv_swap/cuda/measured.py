@@ -1,0 +1,76 @@
+"""Classes of layers on which PyTorch's operator was measured to be the faster one (benchmarks/README.md).
+
+Only on Hopper (compute capability 9.0), where it was measured, and only by what a layer is: ``tconv_swap.tune``
+measures the layers of one network, and its answer counts for more.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tconv_swap.cuda.problem import Device, Problem
+
+#: Input channels times output channels of a group from which cuDNN's gradient of the weight is the faster: in NCHW,
+#: in channels_last with TF32, and there in 16 bits.
+PAIRS_NCHW = 256 * 128
+PAIRS_TF32 = 256 * 64
+PAIRS_16_BIT = 128 * 64
+#: A small map with many channels: the weights are most of what moves.
+SMALL_MAP_PIXELS = 64
+SMALL_MAP_CHANNELS = 512
+
+_WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
+
+
+def why_forward_is_native(problem: Problem, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the output, or None."""
+    geometry = problem.geometry
+    small_map = geometry.height * geometry.width <= SMALL_MAP_PIXELS
+    many_channels = geometry.in_channels_per_group >= SMALL_MAP_CHANNELS
+    spread = max(geometry.stride) > 1 and geometry.height * geometry.width > 1
+    if not (_applies(problem, device) and problem.channels_last and problem.dtype.itemsize == 2):
+        return None
+    if not (small_map and many_channels and spread):
+        return None
+    return _WHY.format(what="many channels on a small map in channels_last", speedup="0.74 to 0.80")
+
+
+def why_grad_input_is_native(problem: Problem, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the gradient of the input, or None."""
+    if not (_applies(problem, device) and _wide(problem) and problem.channels_last and _strided(problem)):
+        return None
+    return _WHY.format(what="strides in channels_last", speedup="0.32 to 0.90 for most")
+
+
+def why_grad_weight_is_native(problem: Problem, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the gradient of the weight, or None."""
+    if not (_applies(problem, device) and _wide(problem) and _strided(problem)):
+        return None
+    geometry = problem.geometry
+    pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
+    if not problem.channels_last:
+        many, speedup = PAIRS_NCHW, "0.38 to 1.22"
+    elif problem.dtype == torch.float32:
+        many, speedup = PAIRS_TF32, "0.50 to 1.15"
+    else:
+        many, speedup = PAIRS_16_BIT, "0.35 to 0.99"
+    return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
+
+
+def _applies(problem: Problem, device: Device) -> bool:
+    """Float32 without TF32 is not among what was found slower; float64 was not measured."""
+    if device.compute_capability != 90 or problem.geometry.batch == 0:
+        return False
+    return problem.dtype in (torch.float16, torch.bfloat16) or (
+        problem.dtype == torch.float32 and problem.precision == "tf32"
+    )
+
+
+def _wide(problem: Problem) -> bool:
+    """What the tensor-core tiles take: the narrow families were the faster wherever they were measured."""
+    geometry = problem.geometry
+    return min(geometry.in_channels_per_group, geometry.out_channels_per_group) > 8 and geometry.taps < 256
+
+
+def _strided(problem: Problem) -> bool:
+    return max(problem.geometry.stride) > 1
