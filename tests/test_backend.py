@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import op
-from tconv_swap.cuda import call, choice, plan, plan_general
+from tconv_swap.cuda import call, choice, plan
 from tconv_swap.cuda.choice import NATIVE, WHY_NOT_GENERAL, Step, choose_backward, choose_forward
+from tconv_swap.cuda.plans import plan_general
 from tconv_swap.cuda.program import Part
 from tconv_swap.geometry import Geometry
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from oracle import conv_transpose2d_reference
 
-from tconv_swap.cuda import call, launch, plan, plan_cells
-from tconv_swap.cuda.cells_tile import product, shared_bytes
+from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda.plans import plan_cells
+from tconv_swap.cuda.plans.cells_tile import product, shared_bytes
 from tconv_swap.geometry import Geometry, phase_taps
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)

@@ -8,7 +8,8 @@ import math
 import pytest
 import torch
 
-from tconv_swap.cuda import plan, plan_general, plan_grad_input
+from tconv_swap.cuda import plan
+from tconv_swap.cuda.plans import plan_general, plan_grad_input
 from tconv_swap.cuda.program import ArgumentKind, Plan
 from tconv_swap.geometry import Geometry, phase_taps
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import tconv_swap
-from tconv_swap.cuda import call, plan, plan_general, route, tuned
+from tconv_swap.cuda import call, plan, route, tuned
 from tconv_swap.cuda.choice import NATIVE, choose_backward, choose_forward
+from tconv_swap.cuda.plans import plan_general
 from tconv_swap.cuda.tuned import Winner, problem_key
 from tconv_swap.geometry import Geometry
 from tconv_swap.tuning import Candidate, TunedProblem, TuneReport, _fastest

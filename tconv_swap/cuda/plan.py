@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import zip_longest
 from typing import TypeVar
 
-from tconv_swap.cuda import (
+from tconv_swap.cuda.plans import (
     plan_cells,
     plan_general,
     plan_grad_input,

@@ -133,6 +133,6 @@ def _as_slug(name: str) -> str:
 def _sources() -> str:
     """Of everything that makes a plan what it is: planners and kernels."""
     digest = hashlib.sha256(jit.sources_digest())
-    for path in (Path(geometry.__file__), *sorted(Path(__file__).parent.glob("*.py"))):
+    for path in (Path(geometry.__file__), *sorted(Path(__file__).parent.rglob("*.py"))):
         digest.update(f"{path.name}\0{path.read_text(encoding='utf-8')}\0".encode())
     return digest.hexdigest()[:16]

@@ -8,8 +8,8 @@ from math import log2, sqrt
 
 import torch
 
-from tconv_swap.cuda.narrow_cost import microseconds
-from tconv_swap.cuda.narrow_tile import (
+from tconv_swap.cuda.plans.narrow_cost import microseconds
+from tconv_swap.cuda.plans.narrow_tile import (
     MAX_SUMS,
     MAX_THREADS,
     MIN_SUMS,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tconv_swap.cuda.cells_tile import (
+from tconv_swap.cuda.plans.cells_tile import (
     Tile,
     halo,
     packed_bytes,
@@ -16,7 +16,7 @@ from tconv_swap.cuda.cells_tile import (
     product,
     store_elements,
 )
-from tconv_swap.cuda.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
 from tconv_swap.geometry import Geometry
 
 MULTIPROCESSORS = 132

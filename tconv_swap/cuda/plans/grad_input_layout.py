@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tconv_swap.cuda.problem import Problem
-from tconv_swap.cuda.tile_layout import (
+from tconv_swap.cuda.plans.tile_layout import (
     FILL_THREADS,
     STEP_WORDS,
     TAP_TILE_BYTES,
@@ -16,6 +15,7 @@ from tconv_swap.cuda.tile_layout import (
     power_dividing,
     staged_bytes,
 )
+from tconv_swap.cuda.problem import Problem
 from tconv_swap.geometry import Geometry, Pair
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 
-from tconv_swap.cuda import plan_tile, tile_choice
-from tconv_swap.cuda.grad_input_layout import (
+from tconv_swap.cuda.plans import plan_tile, tile_choice
+from tconv_swap.cuda.plans.grad_input_layout import (
     StridedProblem,
     as_convolution,
     fill_registers,
@@ -17,7 +17,8 @@ from tconv_swap.cuda.grad_input_layout import (
     slice_taps,
     tile_registers,
 )
-from tconv_swap.cuda.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, block_count, make_problem
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -30,7 +31,6 @@ from tconv_swap.cuda.program import (
     output,
     workspace,
 )
-from tconv_swap.cuda.tile_layout import FILL_THREADS, Tile, TileProblem, block_count, make_problem
 from tconv_swap.geometry import Geometry
 
 FAMILY = "halo tile"

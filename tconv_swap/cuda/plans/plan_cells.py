@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
-from tconv_swap.cuda import plan_narrow
-from tconv_swap.cuda.cells_cost import microseconds
-from tconv_swap.cuda.cells_tile import (
+from tconv_swap.cuda.plans import plan_narrow
+from tconv_swap.cuda.plans.cells_cost import microseconds
+from tconv_swap.cuda.plans.cells_tile import (
     HALF_CHANNELS,
     Tile,
     packed_bytes,
@@ -18,8 +18,8 @@ from tconv_swap.cuda.cells_tile import (
     registers,
     shared_bytes,
 )
-from tconv_swap.cuda.narrow_tile import axes, ceil_div
-from tconv_swap.cuda.plan_narrow import NOMINAL_BATCHES
+from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.plans.plan_narrow import NOMINAL_BATCHES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass
 from math import ceil
 
-from tconv_swap.cuda.gather_tile import GatherTile, columns, loads, rows, sectors
-from tconv_swap.cuda.narrow_gradients import KEPT_PLACES, is_ieee
+from tconv_swap.cuda.plans.gather_tile import GatherTile, columns, loads, rows, sectors
+from tconv_swap.cuda.plans.narrow_gradients import KEPT_PLACES, is_ieee
 from tconv_swap.cuda.problem import Device, Problem
 
 #: Microseconds for each, and on top of that where few warps hide each other's waits, times 8 / warps.

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from tconv_swap.cuda.gather_tile import (
+from tconv_swap.cuda.plans.gather_tile import (
     GatherTile,
     ceil_div,
     chunk_taps,
@@ -17,7 +17,7 @@ from tconv_swap.cuda.gather_tile import (
     load_width,
     side_by_side,
 )
-from tconv_swap.cuda.narrow_gradients import (
+from tconv_swap.cuda.plans.narrow_gradients import (
     CHUNK_TAPS,
     FAMILY,
     REGISTER_MARGIN,
@@ -37,8 +37,8 @@ from tconv_swap.cuda.narrow_gradients import (
     resident_blocks,
     why,
 )
-from tconv_swap.cuda.narrow_gradients_cost import GRAD_INPUT, Multiplies, microseconds, work_of
-from tconv_swap.cuda.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, int64, output, workspace
 from tconv_swap.geometry import Geometry

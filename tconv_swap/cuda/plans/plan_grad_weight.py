@@ -6,9 +6,9 @@ import math
 
 import torch
 
-from tconv_swap.cuda.grad_weight_candidates import best_tile, candidates, registers
-from tconv_swap.cuda.grad_weight_cost import expected_clocks, slice_bytes, slices_of
-from tconv_swap.cuda.grad_weight_tile import (
+from tconv_swap.cuda.plans.grad_weight_candidates import best_tile, candidates, registers
+from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks, slice_bytes, slices_of
+from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
     ceil_div,
     is_ieee,

@@ -7,6 +7,17 @@ from itertools import islice
 
 import torch
 
+from tconv_swap.cuda.plans.tile_choice import FILL_BUDGET, FILL_REGISTERS, candidates
+from tconv_swap.cuda.plans.tile_layout import (
+    STEP_WORDS,
+    TAP_TILE_BYTES,
+    Tile,
+    TileProblem,
+    block_count,
+    group_taps,
+    make_problem,
+    shared_bytes,
+)
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -19,17 +30,6 @@ from tconv_swap.cuda.program import (
     int64,
     output,
     workspace,
-)
-from tconv_swap.cuda.tile_choice import FILL_BUDGET, FILL_REGISTERS, candidates
-from tconv_swap.cuda.tile_layout import (
-    STEP_WORDS,
-    TAP_TILE_BYTES,
-    Tile,
-    TileProblem,
-    block_count,
-    group_taps,
-    make_problem,
-    shared_bytes,
 )
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
-from tconv_swap.cuda.narrow_tile import (
+from tconv_swap.cuda.plans.narrow_tile import (
     REGISTER_MARGIN,
     Tile,
     axes,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from tconv_swap.cuda.gather_tile import GatherTile, ceil_div, fitting, loads, rows
+from tconv_swap.cuda.plans.gather_tile import GatherTile, ceil_div, fitting, loads, rows
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import ELEMENT_TYPES, Constant, Launch
 from tconv_swap.geometry import Geometry

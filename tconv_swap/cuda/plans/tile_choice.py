@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, fill_registers, shared_bytes
 from tconv_swap.cuda.problem import Device
-from tconv_swap.cuda.tile_layout import Tile, TileProblem, block_count, fill_registers, shared_bytes
 
 #: Sums that a thread may keep where four warps fill for eight that multiply.
 MOST_SUMS = 156

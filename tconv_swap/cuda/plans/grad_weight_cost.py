@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from tconv_swap.cuda.grad_weight_tile import (
+from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
     Window,
     ceil_div,

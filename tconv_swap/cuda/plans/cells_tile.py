@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
-from tconv_swap.cuda.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
 from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Geometry, phase_taps
 

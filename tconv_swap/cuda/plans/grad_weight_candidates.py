@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tconv_swap.cuda.grad_weight_cost import expected_clocks
-from tconv_swap.cuda.grad_weight_tile import (
+from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks
+from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
     ceil_div,
     is_ieee,
