@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,8 +50,6 @@ def within_free_memory() -> Iterator[None]:
 
     Otherwise a small file that unpacks to something huge would have the system kill this process, or another.
     """
-    # Garbage that is let go inside would make room that was counted as used.
-    gc.collect()
     free, used = free_bytes(CPU), _private_bytes()
     try:
         import resource
