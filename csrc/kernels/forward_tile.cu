@@ -19,6 +19,7 @@
 #include "forward_tile_copy.cuh"
 #include "forward_tile_fill.cuh"
 #include "forward_tile_store.cuh"
+#include "tile_fragment.cuh"
 #include "repeat.cuh"
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
@@ -37,16 +38,6 @@ __device__ constexpr bool shift_used(int group_col, int shift) {
   for (int k = 0; k < KERNEL_W; ++k)
     if (COLS_AXIS.group(k) == group_col && COLS_AXIS.shift(k) == shift) return true;
   return false;
-}
-
-/// One fragment of the input, as it lies; `pair`: and its neighbour to the right.
-__device__ __forceinline__ void load_fragment(u32 (&b)[2], u32 address) {
-  if constexpr (INPUT_CHANNELS_LAST) {
-    ptx::load_matrices(b, address);
-  } else {
-    b[0] = ptx::load_shared(address);
-    b[1] = ptx::load_shared(address + 4 * K_PITCH * 4);
-  }
 }
 
 /// Add one step of 8 words of k. `weights`: this lane's first word of the step's fragments; `input`: this
@@ -68,14 +59,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
               u32(&fragment)[2] = b[image][ROW][col];
               const int pixel = image * FRAGMENT_N * IMAGE_PITCH + ROW * ROW_PITCH + col * FRAGMENT_W + SHIFT - MIN_SHIFT_W;
               load_fragment(fragment, input + pixel * PIXEL_STEP * 4);
-              if constexpr (!IS_16_BIT) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                  const u32 exact = fragment[i];
-                  fragment[i] = ptx::round_to_tf32(exact);
-                  if constexpr (PARTS == 2) b_low[image][ROW][col][i] = ptx::low_part(__uint_as_float(exact), fragment[i]);
-                }
-              }
+              split_fragment(fragment, b_low[image][PARTS == 2 ? ROW : 0][col]);
             }
           }
         });

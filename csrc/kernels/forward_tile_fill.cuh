@@ -7,21 +7,8 @@
 /// 16-bit NCHW: a word of k joins two channels that lie apart, so the copy goes through registers.
 constexpr bool THROUGH_REGISTERS = IS_16_BIT && !INPUT_CHANNELS_LAST;
 
-// Places of a chunk: NCHW, groups of COPY pixels (each with all its words of k, dealt to SHARERS threads);
-// channels_last, groups of COPY channels of a pixel.
-constexpr int COPIES_PER_PIXEL = INPUT_CHANNELS_LAST ? CHUNK_WORDS * CHANNELS_PER_WORD / COPY : 1;
-constexpr int COPIES_PER_ROW = HALO_W / COPY_PIXELS * COPIES_PER_PIXEL;
-constexpr int PLACES = TILE_N * HALO_H * COPIES_PER_ROW;
-__device__ constexpr int sharers() {
-  int n = 1;
-  while (!INPUT_CHANNELS_LAST && n < CHUNK_WORDS && 2 * n * PLACES <= THREADS) n *= 2;
-  return n;
-}
-constexpr int SHARERS = sharers();
-constexpr int SLOTS = ceil_div(PLACES, THREADS / SHARERS);
-constexpr int K_PER_SLOT = INPUT_CHANNELS_LAST ? 1 : CHUNK_WORDS / SHARERS;
-/// Registers that hold COPY pixels of one channel.
-constexpr int HALVES = ceil_div(COPY, 2);
+constexpr int COPIED_ROWS = HALO_H, COPIED_COLS = HALO_W;
+#include "tile_places.cuh"
 
 struct InputFill {
   const char* chunk;  // first channel of the next chunk of the tile's first image

@@ -55,27 +55,7 @@ constexpr bool MOVE_REGISTERS = FIRST_REGISTERS < 200;
 constexpr int MULTIPLY_REGISTERS =
     least(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / THREADS / 8 * 8);
 
-/// One turn of the ring's stages.
-struct Ring {
-  u32 base;
-  int stage = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ explicit Ring(u32 base) : base(base) {}
-  __device__ __forceinline__ u32 input() const { return base + stage * (STAGE_WORDS * 4); }
-  __device__ __forceinline__ u32 weights() const { return input() + round_up(INPUT_WORDS, 4) * 4; }
-  __device__ __forceinline__ u32 full() const { return base + BARRIERS + stage * 8; }
-  __device__ __forceinline__ u32 empty() const { return base + BARRIERS + (STAGES + stage) * 8; }
-  __device__ __forceinline__ u32 empty_before() const {
-    return base + BARRIERS + (STAGES + (stage == 0 ? STAGES - 1 : stage - 1)) * 8;
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+#include "stage_ring.cuh"
 
 /// What one turn of a block computes.
 struct Work {

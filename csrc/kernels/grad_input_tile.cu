@@ -16,6 +16,7 @@
 #include "forward_tile_copy.cuh"
 #include "grad_input_tile_fill.cuh"
 #include "forward_tile_store.cuh"
+#include "tile_fragment.cuh"
 #include "repeat.cuh"
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
@@ -38,16 +39,6 @@ __device__ constexpr bool column_used(int slice, int kw) {
   return false;
 }
 
-/// One fragment of a picture, as it lies.
-__device__ __forceinline__ void load_fragment(u32 (&b)[2], u32 address) {
-  if constexpr (INPUT_CHANNELS_LAST) {
-    ptx::load_matrices(b, address);
-  } else {
-    b[0] = ptx::load_shared(address);
-    b[1] = ptx::load_shared(address + 4 * K_PITCH * 4);
-  }
-}
-
 /// Add one step of 8 words of k for the taps of column KW. `weights`: this lane's first word of the step's fragments;
 /// `input`: this lane's place in the fragment at the warp's first cell, in the slice's first picture.
 template <int SLICE, int KW>
@@ -66,14 +57,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
           u32(&fragment)[2] = b[image][ROW][col];
           constexpr int AT = FIRST + ROW * ROW_PITCH;
           load_fragment(fragment, input + (image * FRAGMENT_N * IMAGE_PITCH + AT + col * FRAGMENT_W) * PIXEL_STEP * 4);
-          if constexpr (!IS_16_BIT) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              const u32 exact = fragment[i];
-              fragment[i] = ptx::round_to_tf32(exact);
-              if constexpr (PARTS == 2) b_low[image][ROW][col][i] = ptx::low_part(__uint_as_float(exact), fragment[i]);
-            }
-          }
+          split_fragment(fragment, b_low[image][PARTS == 2 ? ROW : 0][col]);
         }
       }
     });

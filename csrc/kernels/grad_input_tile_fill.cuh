@@ -2,21 +2,8 @@
 // for where pixels go. Pixels outside the image are written as zeros.
 #pragma once
 
-// Places of a slice: NCHW, runs of COPY pixels (each with all its words of k, dealt to SHARERS threads);
-// channels_last, groups of COPY channels of a pixel.
-constexpr int COPIES_PER_PIXEL = INPUT_CHANNELS_LAST ? CHUNK_WORDS * CHANNELS_PER_WORD / COPY : 1;
-constexpr int COPIES_PER_ROW = COPIED_W / COPY_PIXELS * COPIES_PER_PIXEL;
-constexpr int PLACES = TILE_N * COPIED_H * COPIES_PER_ROW;
-__device__ constexpr int sharers() {
-  int n = 1;
-  while (!INPUT_CHANNELS_LAST && n < CHUNK_WORDS && 2 * n * PLACES <= THREADS) n *= 2;
-  return n;
-}
-constexpr int SHARERS = sharers();
-constexpr int SLOTS = ceil_div(PLACES, THREADS / SHARERS);
-constexpr int K_PER_SLOT = INPUT_CHANNELS_LAST ? 1 : CHUNK_WORDS / SHARERS;
-/// Registers that hold COPY pixels of one channel.
-constexpr int HALVES = ceil_div(COPY, 2);
+constexpr int COPIED_ROWS = COPIED_H, COPIED_COLS = COPIED_W;
+#include "tile_places.cuh"
 
 struct InputFill {
   const char* input;       // the group's first channel of the tile's first image

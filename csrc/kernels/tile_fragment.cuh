@@ -1,0 +1,24 @@
+// Fragments of the input (of grad_output, for its gradient) on their way from shared memory to mma.sync.
+#pragma once
+
+/// One fragment, as it lies.
+__device__ __forceinline__ void load_fragment(u32 (&b)[2], u32 address) {
+  if constexpr (INPUT_CHANNELS_LAST) {
+    ptx::load_matrices(b, address);
+  } else {
+    b[0] = ptx::load_shared(address);
+    b[1] = ptx::load_shared(address + 4 * K_PITCH * 4);
+  }
+}
+
+/// Float32: `fragment` rounded to TF32, and with PARTS == 2 what that left over in `low`.
+__device__ __forceinline__ void split_fragment(u32 (&fragment)[2], [[maybe_unused]] u32 (&low)[2]) {
+  if constexpr (!IS_16_BIT) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const u32 exact = fragment[i];
+      fragment[i] = ptx::round_to_tf32(exact);
+      if constexpr (PARTS == 2) low[i] = ptx::low_part(__uint_as_float(exact), fragment[i]);
+    }
+  }
+}
