@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+
+from tconv_swap.cuda import plan
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -13,3 +17,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture
+def plans_anew() -> Iterator[None]:
+    """For tests that change who makes a plan: plans are remembered."""
+    plan.plan_backward.cache_clear()
+    yield
+    plan.plan_backward.cache_clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,16 +31,8 @@ def problem(geometry: Geometry = DCGAN, dtype: torch.dtype = torch.float32) -> p
     return plan.Problem(geometry, dtype, "ieee", False, False)
 
 
-@pytest.fixture(autouse=True)
-def _plans_anew() -> Iterator[None]:
-    """Plans are remembered, and some tests change who makes them."""
-    plan.plan_backward.cache_clear()
-    yield
-    plan.plan_backward.cache_clear()
-
-
 @pytest.fixture
-def fast_grad_input(monkeypatch: pytest.MonkeyPatch) -> None:
+def fast_grad_input(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A family that claims the gradient of the input alone; the general kernels have the rest."""
 
     def part(of: str) -> Callable[..., Part]:
@@ -52,7 +44,7 @@ def fast_grad_input(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def general_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def general_alone(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No family but the general kernels claims a gradient."""
     monkeypatch.setattr(plan, "_grad_input", lambda p, d: plan_general.plan_grad_input(p))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))

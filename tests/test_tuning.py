@@ -187,7 +187,7 @@ def test_a_winner_that_is_no_candidate_any_more_is_passed_over() -> None:
     assert step == choose_forward(PROBLEM, True, H200, "auto")
 
 
-def test_gradients_are_chosen_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_are_chosen_apart(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "_grad_input", lambda p, d: plan_general.plan_grad_input(p))
     monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)

@@ -65,7 +65,7 @@ def choose_forward(
         made = plan.plan_forward(problem, has_bias, device)
         if backend == "auto" and _only_general(problem, made):
             return Step(FORWARD, None, WHY_NOT_GENERAL)
-        if backend == "auto" and (why := measured.why_forward_is_native(problem, device)):
+        if backend == "auto" and (why := measured.why_forward_is_native(problem, made.family, device)):
             return Step(FORWARD, None, why)
         return Step(FORWARD, made, made.why)
     if backend == "auto" and winner.native:
@@ -127,10 +127,11 @@ def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | N
     if unit == (False, False, True):
         return None  # a sum, which the general kernel computes as fast
     decisive = (False, True, False) if unit[1] else unit
-    if _only_general(problem, plan.plan_backward(problem, decisive, device)):
+    made = plan.plan_backward(problem, decisive, device)
+    if _only_general(problem, made):
         return WHY_NOT_GENERAL
     slower = measured.why_grad_weight_is_native if unit[1] else measured.why_grad_input_is_native
-    return slower(problem, device)
+    return slower(problem, made.family, device)
 
 
 def _only_general(problem: Problem, made: Plan) -> bool:

@@ -1,7 +1,8 @@
 """Classes of layers on which PyTorch's operator was measured to be the faster one (benchmarks/README.md).
 
 Only on Hopper (compute capability 9.0), where it was measured, and only by what a layer is: ``tconv_swap.tune``
-measures the layers of one network, and its answer counts for more.
+measures the layers of one network, and its answer counts for more. The gradients were measured in TF32 and float16;
+bfloat16, by the same kernels, goes by float16.
 """
 
 from __future__ import annotations
@@ -19,32 +20,34 @@ PAIRS_16_BIT = 128 * 64
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
+#: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
+WIDE_FAMILIES = ("halo tile", "weight tile")
+
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
 
-def why_forward_is_native(problem: Problem, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the output, or None."""
+def why_forward_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the output, and not this family of ours; or None."""
     geometry = problem.geometry
-    small_map = geometry.height * geometry.width <= SMALL_MAP_PIXELS
+    small_map = 1 < geometry.height * geometry.width <= SMALL_MAP_PIXELS
     many_channels = geometry.in_channels_per_group >= SMALL_MAP_CHANNELS
-    spread = max(geometry.stride) > 1 and geometry.height * geometry.width > 1
-    if not (_applies(problem, device) and problem.channels_last and problem.dtype.itemsize == 2):
+    if not (_applies(problem, family, device) and problem.channels_last and problem.dtype.itemsize == 2):
         return None
-    if not (small_map and many_channels and spread):
+    if not (small_map and many_channels):
         return None
     return _WHY.format(what="many channels on a small map in channels_last", speedup="0.74 to 0.80")
 
 
-def why_grad_input_is_native(problem: Problem, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the gradient of the input, or None."""
-    if not (_applies(problem, device) and _wide(problem) and problem.channels_last and _strided(problem)):
+def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the gradient of the input, and not this family of ours; or None."""
+    if not (_applies(problem, family, device) and problem.channels_last):
         return None
     return _WHY.format(what="strides in channels_last", speedup="0.32 to 0.90 for most")
 
 
-def why_grad_weight_is_native(problem: Problem, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the gradient of the weight, or None."""
-    if not (_applies(problem, device) and _wide(problem) and _strided(problem)):
+def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None."""
+    if not _applies(problem, family, device):
         return None
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
@@ -57,20 +60,8 @@ def why_grad_weight_is_native(problem: Problem, device: Device) -> str | None:
     return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
 
 
-def _applies(problem: Problem, device: Device) -> bool:
-    """Float32 without TF32 is not among what was found slower; float64 was not measured."""
-    if device.compute_capability != 90 or problem.geometry.batch == 0:
+def _applies(problem: Problem, family: str, device: Device) -> bool:
+    """Strides above 1, by a wide family, on Hopper. Float32 without TF32 is not among what was found slower."""
+    if device.compute_capability != 90 or family not in WIDE_FAMILIES or max(problem.geometry.stride) == 1:
         return False
-    return problem.dtype in (torch.float16, torch.bfloat16) or (
-        problem.dtype == torch.float32 and problem.precision == "tf32"
-    )
-
-
-def _wide(problem: Problem) -> bool:
-    """What the tensor-core tiles take: the narrow families were the faster wherever they were measured."""
-    geometry = problem.geometry
-    return min(geometry.in_channels_per_group, geometry.out_channels_per_group) > 8 and geometry.taps < 256
-
-
-def _strided(problem: Problem) -> bool:
-    return max(problem.geometry.stride) > 1
+    return problem.dtype.itemsize == 2 or problem.precision == "tf32"
