@@ -22,7 +22,8 @@ from tconv_swap.report import (
     print_report,
     to_json_dict,
 )
-from tconv_swap.report.summary import speedup_text, summarise
+from tconv_swap.report.rows import speedup_text
+from tconv_swap.report.summary import summarise
 from tconv_swap.surgery import LayerPlan, SwapPlan
 from tconv_swap.verification.report import VerifyReport
 

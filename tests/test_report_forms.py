@@ -19,7 +19,8 @@ from tconv_swap.report import Facts, json_schema, to_json_dict, written
 from tconv_swap.report.charts import bars, roofline
 from tconv_swap.report.markdown import markdown
 from tconv_swap.report.page import page
-from tconv_swap.report.summary import LayerRow, Summary, summarise
+from tconv_swap.report.rows import LayerRow, Summary
+from tconv_swap.report.summary import summarise
 from tconv_swap.surgery import LayerPlan, SwapPlan
 from tconv_swap.verification.report import VerifyReport
 

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from tconv_swap.files.fileformat import printable
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.report.figures import COLOURS, Figure, inline_svg, settings
-from tconv_swap.report.summary import LayerRow, StageRow, Summary, speedup_text
+from tconv_swap.report.rows import LayerRow, StageRow, Summary, speedup_text
 
 STAGES = ("forward", "backward")
 WIDTH = 9.2

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tconv_swap.files.fileformat import printable
-from tconv_swap.report.summary import LayerRow, StageRow, Summary, speedup_text, summarise
+from tconv_swap.report.rows import LayerRow, StageRow, Summary, speedup_text
+from tconv_swap.report.summary import summarise
 from tconv_swap.report.words import error_text, milliseconds
 
 #: Everything by which a name out of a foreign file could become a link, HTML, or another column.

@@ -11,7 +11,8 @@ from markupsafe import Markup
 from tconv_swap.files.fileformat import printable
 from tconv_swap.report.charts import bars, roofline
 from tconv_swap.report.figures import FONT, VARIABLES
-from tconv_swap.report.summary import speedup_text, summarise
+from tconv_swap.report.rows import speedup_text
+from tconv_swap.report.summary import summarise
 from tconv_swap.report.words import error_text, milliseconds
 
 

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from tconv_swap.files.fileformat import printable
 from tconv_swap.report.document import MODEL_ITSELF, Facts, to_json_dict
-from tconv_swap.report.summary import ErrorRow, LayerRow, StageRow, Summary, speedup_text, summarise
+from tconv_swap.report.rows import ErrorRow, LayerRow, StageRow, Summary, speedup_text
+from tconv_swap.report.summary import summarise
 from tconv_swap.report.words import error_text, milliseconds
 
 if TYPE_CHECKING:

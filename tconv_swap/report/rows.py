@@ -1,0 +1,144 @@
+"""The rows of a report, the same for every form of it: plain data and what follows from it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tconv_swap.measurement.roof import Ceilings, Work
+from tconv_swap.report.words import times_as_fast
+
+
+@dataclass(frozen=True)
+class Before:
+    """Median of PyTorch's and of ours, milliseconds, and half the interquartile range as a share of the median."""
+
+    original_ms: float
+    swapped_ms: float
+    original_spread: float = 0.0
+    swapped_spread: float = 0.0
+
+
+@dataclass(frozen=True)
+class StageRow:
+    """One stage, before and after.
+
+    Attributes:
+        stage: `forward`, `backward`, `step` (whole networks) or `both` (layers: forward and backward together).
+        times: of both.
+        verdict: `faster`, `slower`, `same` (within noise) or `noisy` (noise may be all of the difference).
+        family: what computes it, for a reader; `""` where not known.
+        why: one line for each part, why that and no other.
+        roof_ms: the least that the work can take at the measured ceilings; None where not known.
+        work: useful FLOPs and fewest bytes; None where not known.
+    """
+
+    stage: str
+    times: Before
+    verdict: str
+    family: str = ""
+    why: tuple[str, ...] = ()
+    roof_ms: float | None = None
+    work: Work | None = None
+
+    @property
+    def speedup(self) -> float:
+        return self.times.original_ms / self.times.swapped_ms
+
+    @property
+    def of_roof(self) -> float | None:
+        """The share of the chip's limit that ours reaches, 0 to 1."""
+        return None if self.roof_ms is None else self.roof_ms / self.times.swapped_ms
+
+    @property
+    def of_roof_before(self) -> float | None:
+        """The same of PyTorch's."""
+        return None if self.roof_ms is None else self.roof_ms / self.times.original_ms
+
+
+@dataclass(frozen=True)
+class ErrorRow:
+    """The comparison nearest to its limit among some: errors against the reference, and the limit of ours."""
+
+    what: str
+    mode: str
+    name: str
+    original: float
+    swapped: float
+    limit: float
+    passed: bool
+    detail: str = ""
+
+    @property
+    def of_limit(self) -> float:
+        """The share of the limit that is used: above 1, or NaN, it fails."""
+        if self.swapped == 0:
+            return 0.0
+        return self.swapped / self.limit if self.limit else math.inf
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One transposed convolution in one form of its inputs; several rows where it is called in several forms.
+
+    Attributes:
+        name: its dotted names.
+        geometry: channels and arguments in short.
+        form: `32x512x4x4 float32 channels_last, 2 calls`; `""` where it was not timed.
+        mode: of the arithmetic, a key of the ceilings' rates; `""` where not known.
+        stages: the timed ones.
+        error: the worst of its own comparisons; None where there was none.
+        kernels: what is launched, in words; for details.
+    """
+
+    name: str
+    geometry: str
+    parameters: int
+    form: str = ""
+    mode: str = ""
+    stages: tuple[StageRow, ...] = ()
+    error: ErrorRow | None = None
+    kernels: tuple[str, ...] = ()
+
+    def stage(self, name: str) -> StageRow | None:
+        return next((row for row in self.stages if row.stage == name), None)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The whole report.
+
+    Attributes:
+        facts: label and text, in the order in which they are to be read.
+        outcome: as in the document.
+        verdict: one line.
+        network: stages of the whole network.
+        layers: the swapped ones.
+        left: the others: name, geometry, why.
+        errors: the worst of every kind and mode.
+        remarks: one line each on shares of time and on memory.
+        no_roof: why no roof is shown; `""` where one is.
+        notes, failures: one line each.
+    """
+
+    facts: tuple[tuple[str, str], ...]
+    outcome: str
+    verdict: str
+    network: tuple[StageRow, ...]
+    layers: tuple[LayerRow, ...]
+    left: tuple[tuple[str, str, str], ...]
+    errors: tuple[ErrorRow, ...]
+    reference: str
+    remarks: tuple[str, ...]
+    ceilings: Ceilings | None
+    no_roof: str
+    notes: tuple[str, ...]
+    failures: tuple[str, ...]
+    first_divergence: str
+    output: str
+    load_snippet: str
+
+
+def speedup_text(row: StageRow) -> str:
+    """As `words.times_as_fast`."""
+    return times_as_fast(row.speedup, row.verdict)
