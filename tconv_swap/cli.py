@@ -11,6 +11,7 @@ import difflib
 import signal
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -22,10 +23,7 @@ import tconv_swap
 from tconv_swap import demo as demo_network
 from tconv_swap import options, workflow
 from tconv_swap.commands import bench, cache, doctor, explain, tune
-from tconv_swap.cuda.choice import check_backend
 from tconv_swap.files.fileformat import first_line
-from tconv_swap.files.loading import parse_trust
-from tconv_swap.files.usercode import parse_factory, parse_file
 from tconv_swap.outcome import EXIT_CODES, ExitCode, Failure, Output, attempt, check_targets, finish
 from tconv_swap.request import Request, RequestError
 
@@ -107,40 +105,35 @@ def swap(
     out_format: options.OutFormat = "module",
 ) -> None:
     """Swap the transposed convolutions of a saved network, verify, time, and write the result."""
-    if inputs is not None and input_shape:
-        raise typer.BadParameter("give either --input-shape or --inputs, not both")
-    request = Request(
-        model=model,
-        out=out,
-        input_shapes=tuple(
-            options.parsed("--input-shape", options.parse_shape, text) for text in input_shape or ()
-        ),
+    request = options.network_request(
+        model,
+        input_shape=input_shape,
         inputs=inputs,
-        device=None if device is None else options.parsed("--device", torch.device, device),
-        dtype=None if dtype is None else options.parsed("--dtype", options.parse_dtype, dtype),
+        device=device,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        trust=trust,
+        module=module,
+        factory=factory,
         channels_last=channels_last,
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        backend=None if backend is None else options.parsed("--backend", check_backend, backend),
         include_1d=include_1d,
+        no_backward=no_backward,
+        unsafe_pickle=unsafe_pickle,
+        backend=backend,
+    )
+    request = replace(
+        request,
+        out=out,
         dry_run=dry_run,
-        backward=not no_backward,
         benchmark=not no_benchmark,
         atol=atol,
         rtol=rtol,
         seed=seed,
         warmup=warmup,
         iters=iters,
-        trust=tuple(trust or ()),
-        unsafe_pickle=unsafe_pickle,
-        module=None if module is None else options.parsed("--module", parse_file, module),
-        factory=factory,
         out_format=out_format,
     )
-    if factory is not None:
-        options.parsed("--model", parse_factory, factory)
-    for option in request.trust:
-        options.parsed("--trust", parse_trust, option)
     _carry_out(request, Output(json_target, tuple(reports or ()), verbose, quiet))
 
 

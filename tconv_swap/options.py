@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
 import torch
 import typer
+
+from tconv_swap.cuda.choice import check_backend
+from tconv_swap.files.loading import parse_trust
+from tconv_swap.files.usercode import parse_factory, parse_file
+from tconv_swap.request import Request
 
 _T = TypeVar("_T")
 
@@ -183,3 +188,51 @@ def parsed(option: str, parse: Callable[[str], _T], text: str) -> _T:
         return parse(text)
     except (ValueError, RuntimeError) as error:
         raise typer.BadParameter(str(error).splitlines()[0], param_hint=option) from None
+
+
+def network_request(
+    model: Path,
+    *,
+    input_shape: Sequence[str] | None,
+    inputs: Path | None,
+    device: str | None,
+    dtype: str | None,
+    include: Sequence[str] | None,
+    exclude: Sequence[str] | None,
+    trust: Sequence[str] | None,
+    module: str | None,
+    factory: str | None,
+    channels_last: bool,
+    include_1d: bool,
+    no_backward: bool,
+    unsafe_pickle: bool,
+    backend: str | None = None,
+) -> Request:
+    """The options that every command on a saved network takes, as a request.
+
+    Raises:
+        typer.BadParameter: an option cannot be read, or excludes another.
+    """
+    if inputs is not None and input_shape:
+        raise typer.BadParameter("give either --input-shape or --inputs, not both")
+    if factory is not None:
+        parsed("--model", parse_factory, factory)
+    for option in trust or ():
+        parsed("--trust", parse_trust, option)
+    return Request(
+        model=model,
+        input_shapes=tuple(parsed("--input-shape", parse_shape, text) for text in input_shape or ()),
+        inputs=inputs,
+        device=None if device is None else parsed("--device", torch.device, device),
+        dtype=None if dtype is None else parsed("--dtype", parse_dtype, dtype),
+        include=tuple(include or ()),
+        exclude=tuple(exclude or ()),
+        backend=None if backend is None else parsed("--backend", check_backend, backend),
+        trust=tuple(trust or ()),
+        module=None if module is None else parsed("--module", parse_file, module),
+        factory=factory,
+        channels_last=channels_last,
+        include_1d=include_1d,
+        backward=not no_backward,
+        unsafe_pickle=unsafe_pickle,
+    )

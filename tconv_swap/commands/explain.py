@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 from tconv_swap import options, workflow
 from tconv_swap.console import print_error
-from tconv_swap.cuda.choice import check_backend
 from tconv_swap.explanation import DEVICES
 from tconv_swap.files.fileformat import printable
-from tconv_swap.files.loading import parse_trust
-from tconv_swap.files.usercode import parse_factory, parse_file
 from tconv_swap.outcome import ExitCode, Failure, Output, attempt, check_targets, leave, write_json
-from tconv_swap.request import Explained, Progress, Request, RequestError
+from tconv_swap.request import Explained, Progress, RequestError
 
 EPILOG = """Exit codes: 0 = explained; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
 be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself."""
@@ -53,31 +49,23 @@ def explain(
     No kernel runs and nothing is compiled. Shapes are followed through the network without numbers; only a network that
     depends on numbers, or one on a GPU that is here, is run once.
     """
-    if inputs is not None and input_shape:
-        raise typer.BadParameter("give either --input-shape or --inputs, not both")
-    request = Request(
-        model=model,
-        input_shapes=tuple(
-            options.parsed("--input-shape", options.parse_shape, text) for text in input_shape or ()
-        ),
+    request = options.network_request(
+        model,
+        input_shape=input_shape,
         inputs=inputs,
-        device=None if device is None else options.parsed("--device", torch.device, device),
-        dtype=None if dtype is None else options.parsed("--dtype", options.parse_dtype, dtype),
-        channels_last=channels_last,
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        include_1d=include_1d,
-        backend=None if backend is None else options.parsed("--backend", check_backend, backend),
-        backward=not no_backward,
-        trust=tuple(trust or ()),
-        unsafe_pickle=unsafe_pickle,
-        module=None if module is None else options.parsed("--module", parse_file, module),
+        device=device,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        trust=trust,
+        module=module,
         factory=factory,
+        backend=backend,
+        channels_last=channels_last,
+        include_1d=include_1d,
+        no_backward=no_backward,
+        unsafe_pickle=unsafe_pickle,
     )
-    if factory is not None:
-        options.parsed("--model", parse_factory, factory)
-    for option in request.trust:
-        options.parsed("--trust", parse_trust, option)
 
     def work(progress: Progress) -> Explained:
         check_targets(Output(json_target), (model, inputs))

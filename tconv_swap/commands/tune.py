@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
+
 import typer
 
 from tconv_swap import options, workflow
 from tconv_swap.files.fileformat import printable
-from tconv_swap.files.loading import parse_trust
-from tconv_swap.files.usercode import parse_factory, parse_file
 from tconv_swap.outcome import (
     STDOUT,
     ExitCode,
@@ -21,7 +20,6 @@ from tconv_swap.outcome import (
     write_json,
 )
 from tconv_swap.report import SCHEMA_VERSION
-from tconv_swap.request import Request
 from tconv_swap.tuning import TuneReport
 
 EPILOG = """Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
@@ -49,31 +47,23 @@ def tune(
     factory: options.Factory = None,
 ) -> None:
     """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
-    if inputs is not None and input_shape:
-        raise typer.BadParameter("give either --input-shape or --inputs, not both")
-    request = Request(
-        model=model,
-        input_shapes=tuple(
-            options.parsed("--input-shape", options.parse_shape, text) for text in input_shape or ()
-        ),
+    request = options.network_request(
+        model,
+        input_shape=input_shape,
         inputs=inputs,
-        device=None if device is None else options.parsed("--device", torch.device, device),
-        dtype=None if dtype is None else options.parsed("--dtype", options.parse_dtype, dtype),
-        channels_last=channels_last,
-        include=tuple(include or ()),
-        exclude=tuple(exclude or ()),
-        include_1d=include_1d,
-        backward=not no_backward,
-        seed=seed,
-        trust=tuple(trust or ()),
-        unsafe_pickle=unsafe_pickle,
-        module=None if module is None else options.parsed("--module", parse_file, module),
+        device=device,
+        dtype=dtype,
+        include=include,
+        exclude=exclude,
+        trust=trust,
+        module=module,
         factory=factory,
+        channels_last=channels_last,
+        include_1d=include_1d,
+        no_backward=no_backward,
+        unsafe_pickle=unsafe_pickle,
     )
-    if factory is not None:
-        options.parsed("--model", parse_factory, factory)
-    for option in request.trust:
-        options.parsed("--trust", parse_trust, option)
+    request = replace(request, seed=seed)
     output = Output(json_target, quiet=quiet)
     refused = attempt(lambda _: check_targets(output, (model, inputs)), quiet=True)
     if isinstance(refused, Failure):
