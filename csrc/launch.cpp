@@ -46,6 +46,9 @@ struct LaunchConfig {
   unsigned attribute_count;
 };
 constexpr int ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6;
+struct alignas(64) TensorMap {
+  char bytes[128];
+};
 constexpr int FUNCTION_MAX_DYNAMIC_SHARED_BYTES = 8;
 constexpr int DEFAULT_SHARED_LIMIT = 48 * 1024;
 
@@ -59,6 +62,9 @@ struct Driver {
   Result (*context_get_current)(void**);
   Result (*context_set_current)(void*);
   Result (*primary_context_retain)(void**, int);
+  // Null with a driver older than CUDA 12, which knows no GPU whose plans have tensor maps.
+  Result (*tensor_map_encode_tiled)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
+                                    const uint32_t*, const uint32_t*, int, int, int, int);
 
   Driver() {
     void* library = dlopen("libcuda.so.1", RTLD_NOW);
@@ -77,6 +83,7 @@ struct Driver {
     find(context_get_current, "cuCtxGetCurrent");
     find(context_set_current, "cuCtxSetCurrent");
     find(primary_context_retain, "cuDevicePrimaryCtxRetain");
+    tensor_map_encode_tiled = reinterpret_cast<decltype(tensor_map_encode_tiled)>(dlsym(library, "cuTensorMapEncodeTiled"));
   }
 };
 
@@ -104,16 +111,25 @@ void ensure_context(int device) {
 
 // ---- plans -------------------------------------------------------------------------------------------------
 
-enum class ArgumentKind : int64_t { Input = 0, Output = 1, Workspace = 2, Int64 = 3 };  // program.ArgumentKind
+enum class ArgumentKind : int64_t { Input = 0, Output = 1, Workspace = 2, Int64 = 3, TensorMap = 4 };  // program.ArgumentKind
 struct Argument {
   ArgumentKind kind;
   int64_t value;
+};
+struct BoxedTensor {  // program.TensorMap
+  Argument base;
+  int64_t offset;
+  int element, swizzle;
+  uint32_t dimensions;
+  uint64_t sizes[5], strides[5];
+  uint32_t box[5], steps[5];
 };
 struct Launch {
   void* kernel;
   unsigned grid, block, shared_bytes;
   bool overlaps_previous;
   std::vector<Argument> arguments;
+  std::vector<BoxedTensor> tensor_maps;
 };
 struct Output {
   std::vector<int64_t> sizes, strides;
@@ -141,11 +157,40 @@ Tensor allocate(const std::vector<int64_t>& sizes, const std::vector<int64_t>& s
   return Tensor(handle);
 }
 
-void run(const Launch& launch, void* stream, void* const* inputs, const std::vector<Tensor>& outputs,
-         char* workspace) {
-  constexpr size_t MOST = 16;
+/// What the pointers of a call's arguments come from.
+struct Operands {
+  void* const* inputs;
+  const std::vector<Tensor>& outputs;
+  char* workspace;
+
+  void* pointer(const Argument& argument) const {
+    switch (argument.kind) {
+      case ArgumentKind::Input: return inputs[argument.value];
+      case ArgumentKind::Output: return outputs[argument.value].data_ptr();
+      case ArgumentKind::Workspace: return workspace + argument.value;
+      default: throw std::runtime_error("an argument of a tconv_swap kernel is no pointer");
+    }
+  }
+};
+
+void encode(TensorMap* map, const BoxedTensor& tensor, const Operands& operands) {
+  constexpr int NO_INTERLEAVE = 0, PROMOTE_TO_256_BYTES = 3, ZEROS_OUTSIDE = 0;
+  if (!driver().tensor_map_encode_tiled)
+    throw std::runtime_error("the NVIDIA driver is too old, it lacks cuTensorMapEncodeTiled");
+  void* base = static_cast<char*>(operands.pointer(tensor.base)) + tensor.offset;
+  check(driver().tensor_map_encode_tiled(map, tensor.element, tensor.dimensions, base, tensor.sizes, tensor.strides,
+                                         tensor.box, tensor.steps, NO_INTERLEAVE, tensor.swizzle, PROMOTE_TO_256_BYTES,
+                                         ZEROS_OUTSIDE),
+        "cuTensorMapEncodeTiled");
+}
+
+void run(const Launch& launch, void* stream, const Operands& operands) {
+  constexpr size_t MOST = 16, MOST_MAPS = 8;
   const size_t count = launch.arguments.size();
-  if (count > MOST) throw std::runtime_error("a kernel of tconv_swap takes too many arguments");
+  if (count > MOST || launch.tensor_maps.size() > MOST_MAPS)
+    throw std::runtime_error("a kernel of tconv_swap takes too many arguments");
+  TensorMap maps[MOST_MAPS];
+  for (size_t i = 0; i < launch.tensor_maps.size(); ++i) encode(&maps[i], launch.tensor_maps[i], operands);
   union {
     void* pointer;
     int64_t number;
@@ -153,13 +198,12 @@ void run(const Launch& launch, void* stream, void* const* inputs, const std::vec
   void* addresses[MOST];
   for (size_t i = 0; i < count; ++i) {
     const Argument& argument = launch.arguments[i];
-    switch (argument.kind) {
-      case ArgumentKind::Input: values[i].pointer = inputs[argument.value]; break;
-      case ArgumentKind::Output: values[i].pointer = outputs[argument.value].data_ptr(); break;
-      case ArgumentKind::Workspace: values[i].pointer = workspace + argument.value; break;
-      case ArgumentKind::Int64: values[i].number = argument.value; break;
-    }
     addresses[i] = &values[i];
+    switch (argument.kind) {
+      case ArgumentKind::Int64: values[i].number = argument.value; break;
+      case ArgumentKind::TensorMap: addresses[i] = &maps[argument.value]; break;
+      default: values[i].pointer = operands.pointer(argument);
+    }
   }
   LaunchAttribute overlap{};
   overlap.id = ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
@@ -209,7 +253,8 @@ std::vector<Tensor> launch(int64_t handle, Tensor first, Tensor second, std::opt
 
   void* const inputs[] = {first.data_ptr(), second.data_ptr(), third ? third->data_ptr() : nullptr};
   char* scratch = workspace ? static_cast<char*>(workspace->data_ptr()) : nullptr;
-  for (const Launch& step : plan->launches) run(step, stream, inputs, outputs, scratch);
+  const Operands operands{inputs, outputs, scratch};
+  for (const Launch& step : plan->launches) run(step, stream, operands);
   return outputs;
 }
 
@@ -274,6 +319,21 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
       for (Argument& argument : launch.arguments) {
         argument.kind = static_cast<ArgumentKind>(next());
         argument.value = next();
+      }
+      launch.tensor_maps.resize(static_cast<size_t>(next()));
+      for (BoxedTensor& tensor : launch.tensor_maps) {
+        tensor.base.kind = static_cast<ArgumentKind>(next());
+        tensor.base.value = next();
+        tensor.offset = next();
+        tensor.element = static_cast<int>(next());
+        const int64_t swizzle_bytes = next();
+        tensor.swizzle = swizzle_bytes == 0 ? 0 : swizzle_bytes == 32 ? 1 : swizzle_bytes == 64 ? 2 : 3;
+        tensor.dimensions = static_cast<uint32_t>(next());
+        if (tensor.dimensions < 1 || tensor.dimensions > 5) throw std::runtime_error("a tensor map has 1 to 5 dimensions");
+        for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.sizes[i] = static_cast<uint64_t>(next());
+        for (uint32_t i = 0; i + 1 < tensor.dimensions; ++i) tensor.strides[i] = static_cast<uint64_t>(next());
+        for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.box[i] = static_cast<uint32_t>(next());
+        for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.steps[i] = static_cast<uint32_t>(next());
       }
       if (launch.shared_bytes > DEFAULT_SHARED_LIMIT)
         check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(launch.shared_bytes),

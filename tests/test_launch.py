@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tconv_swap.cuda import cache, launch, plan
+from tconv_swap.cuda import cache, launch, plan, program
 from tconv_swap.geometry import Geometry
 
 
@@ -74,3 +74,25 @@ def test_plan_words_are_what_launch_cpp_reads(monkeypatch: pytest.MonkeyPatch) -
     inputs = (torch.empty(2, 4).t(), torch.empty(3), None)
     told = launch.plan_words(made, torch.float32, "sm_75", inputs)
     assert told == [*words[:-1], 3, 1, 2, 4, 2, 1, 4, 1, 1, 3, 1, 0, 0]
+
+
+def test_tensor_maps_are_told_after_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "_kernel", lambda kernel, architecture: 77)
+    boxed = program.TensorMap(
+        program.workspace(32),
+        program.ElementKind.BFLOAT16,
+        sizes=(64, 10, 9, 2),
+        strides=(128, 1280, 11520),
+        box=(64, 8, 4, 1),
+        steps=(1, 2, 1, 1),
+        offset=16,
+    )
+    one = program.Launch(
+        program.Kernel("x.cu", "x", ()), 1, 32, (program.tensor_map(0),), 512, tensor_maps=(boxed,)
+    )
+    made = program.Plan("a family", "a reason", (), (one,), workspace_bytes=64)
+    words = launch.plan_words(made, torch.bfloat16, "sm_90a")
+    expected = [4, 0, 1, 2, 32, 16, 9, 128, 4, 64, 10, 9, 2, 128, 1280, 11520, 64, 8, 4, 1, 1, 2, 1, 1, 0]
+    assert words[-len(expected) :] == expected
+    moved = program.with_operands(one, lambda argument: program.input_(1))
+    assert moved.operands == (program.input_(1), program.input_(1))

@@ -14,6 +14,16 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 plane_bytes, u
          static_cast<u64>(group_bytes >> 4) << 32;
 }
 
+/// Of an operand that a box with swizzle brought (tma.cuh), at any of its rows. Along k: rows of 128 (64, 32) bytes of
+/// k, the next eight rows `group_bytes` further on, the next step of k 32 bytes; `block_bytes` counts for nothing.
+/// Across k (16 bits): a row is one k of 64 (32, 16) rows of the operand, `group_bytes` are from 8 k to the next 8,
+/// `block_bytes` from so many rows of the operand to the next.
+template <int SWIZZLE_BYTES = 128>
+__device__ __forceinline__ u64 swizzled_descriptor(u32 address, u32 block_bytes, u32 group_bytes) {
+  static_assert(SWIZZLE_BYTES == 128 || SWIZZLE_BYTES == 64 || SWIZZLE_BYTES == 32);
+  return matrix_descriptor(address, block_bytes, group_bytes) | (SWIZZLE_BYTES == 128 ? 1ull : SWIZZLE_BYTES == 64 ? 2ull : 3ull) << 62;
+}
+
 /// Before the first multiply after other instructions wrote its registers.
 __device__ __forceinline__ void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_multiplies() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

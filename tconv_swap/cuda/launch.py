@@ -147,6 +147,11 @@ def plan_words(
         ]
         for argument in launch.arguments:
             words += [int(argument.kind), argument.value]
+        words.append(len(launch.tensor_maps))
+        for one in launch.tensor_maps:
+            words += [int(one.base.kind), one.base.value, one.offset]
+            words += [int(one.element), one.swizzle_bytes, len(one.sizes)]
+            words += [*one.sizes, *one.strides, *one.box, *one.steps]
     words.append(len(inputs))
     for tensor in inputs:
         if tensor is None:

@@ -32,6 +32,9 @@ class ArgumentKind(IntEnum):
     OUTPUT = 1  # pointer to the value-th output tensor
     WORKSPACE = 2  # pointer value bytes into the workspace
     INT64 = 3  # the value itself, as a long long
+    TENSOR_MAP = (
+        4  # the launch's value-th tensor map, for the unit that copies boxes of tensors (sm_90 and later)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,44 @@ def workspace(offset: int) -> Argument:
 
 def int64(value: int) -> Argument:
     return Argument(ArgumentKind.INT64, value)
+
+
+def tensor_map(index: int) -> Argument:
+    return Argument(ArgumentKind.TENSOR_MAP, index)
+
+
+class ElementKind(IntEnum):
+    """What a tensor map copies: CUtensorMapDataType's numbers."""
+
+    FLOAT16 = 6
+    FLOAT32 = 7
+    BFLOAT16 = 9
+    TFLOAT32 = 11  # float32, rounded to TF32 on the way
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMap:
+    """How a tensor is cut into boxes: cuTensorMapEncodeTiled's arguments, made anew for every launch.
+
+    What of a box lies outside the tensor is read as zeros, and not written. In shared memory a box is dense, rows of
+    ``box[0]`` elements, which the swizzle permutes by 16 bytes within ``swizzle_bytes`` by the address's higher bits.
+    """
+
+    base: Argument
+    element: ElementKind
+    #: Of the tensor, innermost first, in elements; 1 to 5 dimensions.
+    sizes: tuple[int, ...]
+    #: From one to the next, of all dimensions but the innermost, in bytes: multiples of 16.
+    strides: tuple[int, ...]
+    #: What one copy brings: sizes in elements of the tensor, at most 256 each; with a step, the first of each
+    #: ``step`` of them.
+    box: tuple[int, ...]
+    #: 1 to 8 for each dimension; 1 for the innermost.
+    steps: tuple[int, ...]
+    #: 0 (none), 32, 64 or 128: no less than ``box[0]`` takes.
+    swizzle_bytes: int = 128
+    #: From the base to the tensor's first element, in bytes: a multiple of 16.
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +121,12 @@ class Launch:
     #: May start while the launch before it still runs (programmatic dependent launch, sm_90 and later); the
     #: kernel itself then waits with griddepcontrol.wait before it reads what that one wrote.
     overlaps_previous: bool = False
+    tensor_maps: tuple[TensorMap, ...] = ()
+
+    @property
+    def operands(self) -> tuple[Argument, ...]:
+        """The arguments, and what the tensor maps among them are of."""
+        return self.arguments + tuple(one.base for one in self.tensor_maps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +155,7 @@ class Part:
                 return argument
             return output(indices[argument.value])
 
-        return tuple(_with_arguments(launch, placed) for launch in self.launches)
+        return tuple(with_operands(launch, placed) for launch in self.launches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,8 +177,8 @@ class Plan:
         """
         packing = tuple(takewhile(_packs, self.launches))
         rest = self.launches[len(packing) :]
-        packed = {a.value for one in packing for a in one.arguments if a.kind == ArgumentKind.WORKSPACE}
-        used = {a.value for one in rest for a in one.arguments if a.kind == ArgumentKind.WORKSPACE}
+        packed = {a.value for one in packing for a in one.operands if a.kind == ArgumentKind.WORKSPACE}
+        used = {a.value for one in rest for a in one.operands if a.kind == ArgumentKind.WORKSPACE}
         if not rest or packed != {0} or 0 not in used or any(map(_reads_weight, rest)):
             return None
         size = min(used - {0}, default=self.workspace_bytes)
@@ -144,7 +191,7 @@ class Plan:
         def packing_into(argument: Argument) -> Argument:
             return output(0) if argument.kind is ArgumentKind.WORKSPACE else argument
 
-        going_on = [_with_arguments(one, unpacked) for one in rest]
+        going_on = [with_operands(one, unpacked) for one in rest]
         # It began while the packing before it ran, and waited for that alone: now somebody else is before it.
         going_on[0] = replace(going_on[0], overlaps_previous=False)
         return (
@@ -152,7 +199,7 @@ class Plan:
                 f"{self.family}, packing",
                 self.why,
                 (Output((size // item_bytes,)),),
-                tuple(_with_arguments(one, packing_into) for one in packing),
+                tuple(with_operands(one, packing_into) for one in packing),
             ),
             replace(self, launches=tuple(going_on), workspace_bytes=self.workspace_bytes - size),
         )
@@ -166,13 +213,18 @@ class Plan:
 
 def _packs(launch: Launch) -> bool:
     """Whether a launch of a forward plan reads the weight alone and writes to the workspace alone."""
-    read = {a.value for a in launch.arguments if a.kind == ArgumentKind.INPUT}
-    return read == {1} and not any(a.kind == ArgumentKind.OUTPUT for a in launch.arguments)
+    read = {a.value for a in launch.operands if a.kind == ArgumentKind.INPUT}
+    return read == {1} and not any(a.kind == ArgumentKind.OUTPUT for a in launch.operands)
 
 
 def _reads_weight(launch: Launch) -> bool:
-    return input_(1) in launch.arguments
+    return input_(1) in launch.operands
 
 
-def _with_arguments(launch: Launch, change: Callable[[Argument], Argument]) -> Launch:
-    return replace(launch, arguments=tuple(map(change, launch.arguments)))
+def with_operands(launch: Launch, change: Callable[[Argument], Argument]) -> Launch:
+    """The same launch on other tensors."""
+    return replace(
+        launch,
+        arguments=tuple(map(change, launch.arguments)),
+        tensor_maps=tuple(replace(one, base=change(one.base)) for one in launch.tensor_maps),
+    )

@@ -29,6 +29,7 @@ from tconv_swap.cuda.program import (
     input_,
     int64,
     output,
+    with_operands,
     workspace,
 )
 from tconv_swap.geometry import Geometry
@@ -122,10 +123,7 @@ def _reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
         # The bias is never read: where a kernel expects it, it gets the weight.
         return input_(2) if argument == input_(1) else argument
 
-    return tuple(
-        replace(launch, arguments=tuple(placed(argument) for argument in launch.arguments))
-        for launch in launches
-    )
+    return tuple(with_operands(launch, placed) for launch in launches)
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
