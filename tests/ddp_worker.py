@@ -1,6 +1,7 @@
 """One process of a group: DDP and FSDP2 of a swapped network against one unswapped, with the whole batch.
 
-The test suite starts two of them with gloo on the CPU. With NCCL on two GPUs, by hand:
+The test suite starts two of them with gloo on the CPU. With NCCL on two GPUs, where our kernels
+compute whatever PyTorch's would be faster at, by hand:
 
     for rank in 0 1; do python tests/ddp_worker.py $rank 2 /tmp/group-$$ nccl & done; wait
 """
@@ -50,14 +51,14 @@ def main(rank: int, size: int, file: str, backend: str) -> None:
     mine = batches[:, 2 * rank : 2 * rank + 2]
     original = network().to(device)
     reference = dict(stepped(copy.deepcopy(original), batches).named_parameters())
-    swapped = swap_layers(original)
+    swapped = swap_layers(original, backend="kernel" if device.type == "cuda" else None)
     assert sum(isinstance(module, ConvTranspose2d) for module in swapped.modules()) == 3
 
     replicated = copy.deepcopy(swapped)
     stepped(DistributedDataParallel(replicated, device_ids=None if backend == "gloo" else [rank]), mine)
     for name, parameter in replicated.named_parameters():
         torch.testing.assert_close(parameter, reference[name], rtol=1e-4, atol=1e-6)
-    print("ddp: same", flush=True)
+    print(f"rank {rank} of {size}, {backend} on {device}: ddp: same", flush=True)
 
     mesh = init_device_mesh(device.type, (size,))
     sharded = copy.deepcopy(swapped)
@@ -66,7 +67,7 @@ def main(rank: int, size: int, file: str, backend: str) -> None:
     stepped(sharded, mine)
     for name, parameter in sharded.named_parameters():
         torch.testing.assert_close(parameter.full_tensor(), reference[name], rtol=1e-4, atol=1e-6)
-    print("fsdp2: same", flush=True)
+    print(f"rank {rank} of {size}, {backend} on {device}: fsdp2: same", flush=True)
     dist.barrier()
     dist.destroy_process_group()
 
