@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -44,6 +44,8 @@ PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile")
 #: Compiling takes longer than measuring: these two, where all four are measured eagerly.
 COMPILED = (("tf32", "nchw"), ("fp16", "channels_last"))
+#: Why a row was not even begun.
+NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 #: Between the outputs of a layer, relative (L2): the rounding of TF32 or float16 on both sides, and not much more.
 MOST_DIFFERENCE = 3e-3
 
@@ -116,17 +118,22 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         "rows": [],
         "not_measured": [],
     }
+    failed: list[str] = []
     if options.resume and options.json.exists():
-        document["rows"] = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+        before = json.loads(options.json.read_text(encoding="utf-8"))
+        document["rows"] = before["rows"]
+        failed = [line for line in before["not_measured"] if not line.endswith(NOT_TRIED)]
     done = {Case(*(row[field] for field in Case._fields)) for row in document["rows"]}
     left = [case for case in cases if case not in done]
+    # Last what failed before: it may take the GPU with it.
+    left.sort(key=lambda case: any(line.startswith(f"{case}: ") for line in failed))
     if setting.device.type == "cuda" and options.workers:
         compile_ahead(left, setting, options.workers, options.ahead)
         _say(f"compiled ahead: {time.monotonic() - begin:.0f} s")
     for place, case in enumerate(left, start=1):
         spent = time.monotonic() - begin
         if options.seconds and spent > options.seconds:
-            document["not_measured"] += [f"{later}: no time left" for later in left[place - 1 :]]
+            document["not_measured"] += [f"{later}: {NO_TIME}" for later in left[place - 1 :]]
             break
         try:
             row = measure(case, setting)
@@ -135,14 +142,27 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         except Exception as error:  # whatever it is, the other rows are worth having
             line = f"not measured: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             document["not_measured"].append(f"{case}: {line}")
-        if setting.device.type == "cuda":
-            torch.cuda.empty_cache()
         torch.compiler.reset()
         document["settings"]["seconds"] = round(time.monotonic() - begin, 1)
-        _save(document, options.json)
         _say(f"[{place}/{len(left)}, {document['settings']['seconds']:.0f} s] {case}: {line}")
+        if not _usable(setting.device):
+            document["not_measured"] += [f"{later}: {GPU_LOST}" for later in left[place:]]
+            _say(f"{GPU_LOST}; --resume goes on in a new process")
+            break
+        _save(document, options.json)
     _save(document, options.json)
     return document
+
+
+def _usable(device: torch.device) -> bool:
+    """An illegal access takes the process's GPU with it: everything after it would fail too."""
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+    return True
 
 
 def measure(case: Case, setting: Setting) -> dict[str, Any]:
@@ -266,8 +286,11 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
             pass
     except TimeoutError:
         _say(f"{sum(not job.done() for job in jobs)} cases are compiled when they are measured")
-    # Waits for what has begun: it would disturb the measurements.
-    pool.shutdown(cancel_futures=True)
+    # What has begun would disturb the measurements; what is finished lies on disk.
+    pool.shutdown(wait=False, cancel_futures=True)
+    for worker in active_children():
+        worker.terminate()
+        worker.join()
 
 
 def _run_once(case: Case, setting: Setting) -> None:
@@ -338,7 +361,7 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         default=100.0,
         metavar="S",
-        help="begin to compile nothing ahead after so long (default: %(default)s)",
+        help="compile nothing ahead after so long (default: %(default)s)",
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     parser.add_argument(

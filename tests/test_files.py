@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import zipfile
@@ -15,17 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from file_cases import REPOSITORY, one_line, run
 from torch import nn
-from typer.testing import CliRunner
 
 import tconv_swap
-from tconv_swap import workflow
-from tconv_swap.cli import app
-from tconv_swap.files import exported, weights
+from tconv_swap.files import weights
 from tconv_swap.files.loading import LoadError, UntrustedError, load_model, load_weights
 from tconv_swap.files.usercode import import_file, parse_factory
 
-REPOSITORY = Path(__file__).parents[1]
 SOURCE = """
 from pathlib import Path
 import os
@@ -88,18 +83,6 @@ def network(source: Path) -> nn.Module:
 def forget(source: Path) -> None:
     """Call after the network has been saved: then nothing of it is imported any more."""
     source.with_suffix(".executed").unlink(missing_ok=True)
-
-
-def run(*arguments: Any) -> Any:
-    return CliRunner().invoke(app, [*map(str, arguments), "--no-benchmark", "--input-shape", "2,4,5,6"])
-
-
-def one_line(result: Any, code: int) -> str:
-    assert result.exit_code == code, result.output
-    assert result.stdout == ""
-    text = result.stderr.strip()
-    assert "Traceback" not in text
-    return " ".join(text.split())
 
 
 # --- classes in a file of the user's ------------------------------------------------------------------------
@@ -337,206 +320,3 @@ def test_damaged_safetensors(network: nn.Module, source: Path, size: int) -> Non
     save_weights(network, path, "")
     path.write_bytes(path.read_bytes()[:size])
     assert one_line(run(path, "--model", f"{source}:build"), 3)
-
-
-# --- exported programs --------------------------------------------------------------------------------------
-
-
-def exported_network() -> tuple[nn.Module, torch.export.ExportedProgram]:
-    torch.manual_seed(0)
-    block = nn.ModuleDict({"up": nn.ConvTranspose2d(6, 3, 2, 2)})
-    model = nn.Sequential(
-        nn.ConvTranspose2d(4, 6, 4, 2, 1),
-        nn.BatchNorm2d(6),
-        nn.Sequential(block["up"], nn.ReLU()),
-        nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(3, 3, 2, 2)),
-        nn.ConvTranspose2d(3, 2, 3, bias=False),
-    ).eval()
-    axes = {0: torch.export.Dim("n", min=1)}
-    return model, torch.export.export(model, (torch.randn(2, 4, 5, 6),), dynamic_shapes=(axes,))
-
-
-def convolutions(program: torch.export.ExportedProgram) -> list[str]:
-    return [str(node.target) for node in program.graph.nodes if "conv" in str(node.target)]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("decomposed", [False, True])
-def test_a_program_is_swapped_verified_and_saved(tmp_path: Path, decomposed: bool) -> None:
-    model, program = exported_network()
-    if decomposed:
-        program = program.run_decompositions()
-    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
-    torch.export.save(program, path)
-    assert "whose loader can execute what the file says" in one_line(run(path), 3)
-
-    arguments = [str(path), "--unsafe-pickle", "--no-benchmark", "--json", "-"]
-    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
-    assert result.exit_code == 0, result.output
-    data = json.loads(result.stdout)
-    assert [layer["names"] for layer in data["plan"]["layers"]] == [["0"], ["2.0"], ["4"]]
-    assert data["facts"]["inputs_origin"] == "those the program was exported with"
-    assert "3 is left: the graph computes its weight" in data["facts"]["warnings"]
-    names = {check["name"] for check in data["verification"]["checks"] if check["kind"] == "layer_output"}
-    assert names == {"0", "2.0", "4"}
-    loaded = torch.export.load(out)
-    assert [("tconv_swap" in target) for target in convolutions(loaded)] == [True, True, False, True]
-    x = torch.randn(3, 4, 5, 6)
-    torch.testing.assert_close(loaded.module()(x), model(x))
-
-    # The result is a program again: found to be swapped, partly swapped, unswapped.
-    again = CliRunner().invoke(app, [str(out), "--unsafe-pickle", "--no-benchmark", "--exclude", "4"])
-    assert again.exit_code == 0, again.output
-    assert "--out-format" in one_line(run(path, "--unsafe-pickle", "--out-format", "state_dict"), 2)
-    back = exported.unswap_program(loaded)
-    assert exported.count_swapped(back) == 0
-    torch.testing.assert_close(back.module()(x), model(x))
-
-
-def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
-    model, program = exported_network()
-    swapped = tconv_swap.swap_program(program)
-    assert exported.count_swapped(program) == 0
-    assert exported.count_swapped(swapped) == 4  # the weight-normed one too, whose weight the graph computes
-    x = torch.randn(2, 4, 5, 6)
-    torch.testing.assert_close(swapped.module()(x), model(x))
-
-
-def test_what_is_no_batched_2d_layer_is_listed() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wave, self.one = nn.ConvTranspose1d(4, 4, 2), nn.ConvTranspose2d(4, 4, 2)
-            self.kernel = nn.Parameter(torch.randn(4, 4, 2, 2))
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return (
-                self.wave(x[:, :, 0]),
-                self.one(x[0]),
-                nn.functional.conv_transpose2d(x, self.kernel),
-                self.one(x),
-                nn.functional.conv_transpose2d(x, self.one.weight, stride=2),
-            )
-
-    model, x = Net(), torch.randn(2, 4, 3, 3)
-    network, left = exported.lifted(torch.export.export(model, (x,)))
-    assert [layer.names for layer in tconv_swap.plan_swap(network).layers] == [("one",)]
-    assert len(left) == 4
-    text = "\n".join(left)
-    assert "conv_transpose1d" in text
-    assert "its weight and bias are not those of one layer" in text
-    assert "its weight is used with other arguments too" in text
-    torch.testing.assert_close(network(x), model(x))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_damaged_archive(tmp_path: Path) -> None:
-    path = tmp_path / "model.pt2"
-    torch.export.save(exported_network()[1], path)
-    whole = path.read_bytes()
-    for size in (100, len(whole) // 2, len(whole) - 30):
-        path.write_bytes(whole[:size])
-        assert one_line(run(path, "--unsafe-pickle"), 3)
-
-
-# --- what takes more than there is --------------------------------------------------------------------------
-
-
-def test_a_tensor_that_is_huge_only_when_copied(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(4, 3, 2))
-    model.register_buffer("bomb", torch.zeros(1).expand(1 << 45))
-    torch.save(model, tmp_path / "model.pt")
-    assert "its tensors would need 131072 GiB" in one_line(run(tmp_path / "model.pt"), 3)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
-def test_a_file_that_unpacks_to_more_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tconv_swap.memory.free_bytes", lambda device: 1 << 26)
-    monkeypatch.setattr("tconv_swap.memory.LEAST_BYTES", 0)
-    torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "small.pt")
-    with zipfile.ZipFile(tmp_path / "small.pt") as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in content.items():
-            archive.writestr(name, data + bytes(1 << 28 if "data.pkl" in name else 0))
-    assert (tmp_path / "bomb.pt").stat().st_size < 1 << 20
-    assert one_line(run(tmp_path / "bomb.pt"), 3)
-    torch.save(torch.nn.Linear(1 << 14, 1 << 12), tmp_path / "big.pt")
-    gc.collect()  # what is let go only while the file is loaded would make room for it
-    assert "needs more memory than is free" in one_line(run(tmp_path / "big.pt"), 3)
-
-
-HEADS = [b"PK\x03\x04", b"\x80\x02", b"\x80\x02X\xff\xff\xff\x0f", (2).to_bytes(8, "little") + b"{}"]
-
-
-@pytest.mark.parametrize("head", HEADS)
-def test_a_file_larger_than_any_memory(tmp_path: Path, head: bytes) -> None:
-    path = tmp_path / "model.pt"
-    with path.open("wb") as stream:
-        stream.write(head)
-        stream.truncate(1 << 42)  # of which the disk holds a few bytes
-    assert one_line(run(path), 3)
-    assert one_line(run(path, "--model", "torch.nn:Identity"), 3)
-
-
-def test_names_in_an_archive_that_lead_out_of_it(tmp_path: Path) -> None:
-    torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "plain.pt")
-    with zipfile.ZipFile(tmp_path / "plain.pt") as archive:
-        content = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
-        for name, data in content.items():
-            archive.writestr(name, data)
-        for name in (
-            "../escaped",
-            "plain/../../escaped",
-            "/tmp/escaped-tconv-swap",
-            "plain/data/../../escaped",
-        ):
-            archive.writestr(name, b"escaped")
-    before = sorted(path.name for path in tmp_path.iterdir())
-    assert run(tmp_path / "model.pt").exit_code in (0, 3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-    assert not (tmp_path.parent / "escaped").exists()
-    assert not Path("/tmp/escaped-tconv-swap").exists()
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_devices(tmp_path: Path) -> None:
-    torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "model.pt")
-    for device in ("/dev/zero", "/dev/full", "/dev/null"):
-        assert "is not a regular file" in one_line(run(device), 3)
-        assert "is not a regular file" in one_line(run(tmp_path / "model.pt", "--out", device), 2)
-        assert "is not the name of a Python file" in one_line(
-            run(tmp_path / "model.pt", "--module", device), 2
-        )
-
-
-def test_the_two_networks_share_their_parameters_and_nothing_that_a_run_changes(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.BatchNorm2d(3))
-    original, swapped = workflow._pair(model, workflow.Request(tmp_path), torch.device("cpu"))
-    assert all(a is b for a, b in zip(original.parameters(), swapped.parameters(), strict=True))
-    assert not any(a is b for a, b in zip(original.buffers(), swapped.buffers(), strict=True))
-    assert not any(a is b for a, b in zip(original.modules(), swapped.modules(), strict=True))
-    assert not any(a is b for a, b in zip(original.parameters(), model.parameters(), strict=True))
-    assert [type(network[0]) for network in (model, original, swapped)] == [
-        *[nn.ConvTranspose2d] * 2,
-        tconv_swap.ConvTranspose2d,
-    ]
-
-
-def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """The system itself refuses to write more than 4 KiB: exit code 5, and nothing is left behind."""
-    source, out = tmp_path / "model.pt", tmp_path / "fast.pt"
-    torch.save(nn.Sequential(nn.ConvTranspose2d(16, 16, 4)), source)
-    result = subprocess.run(
-        [sys.executable, "-m", "tconv_swap", str(source), "--out", str(out), "--no-benchmark"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "HOME": str(tmp_path)},
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)),
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 5, result.stderr
-    assert "cannot be written" in result.stderr
-    assert "Traceback" not in result.stderr
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.pt"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import time
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +134,43 @@ def test_no_row_begins_after_the_time(tmp_path: Path) -> None:
     assert code == 1
     assert document["rows"] == []
     assert document["not_measured"][0] == "vae tf32 nchw eager: no time left"
+
+
+def test_a_lost_gpu_ends_the_run_and_what_lost_it_comes_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "rows.json", []
+    measure = models.measure
+
+    def breaks(case: models.Case, setting: models.Setting) -> dict[str, Any]:
+        asked.append(case.network)
+        if case.network == "unet":
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return measure(case, setting)
+
+    monkeypatch.setattr(models, "measure", breaks)
+    monkeypatch.setattr(models, "_usable", lambda device: asked[-1] != "unet")
+    options = ["--precision", "tf32", "--layout", "nchw", "--runtime", "eager"]
+    for network in ("dcgan", "unet", "vae"):
+        options += ["--network", network]
+    code, first = run(path, *options)
+    assert code == 1
+    assert [row["network"] for row in first["rows"]] == ["dcgan"]
+    assert "illegal memory access" in first["not_measured"][0]
+    assert first["not_measured"][1:] == [f"vae tf32 nchw eager: {models.GPU_LOST}"]
+    code, second = run(path, *options, "--resume")
+    assert code == 1
+    assert asked == ["dcgan", "unet", "vae", "unet"]
+    assert [row["network"] for row in second["rows"]] == ["dcgan", "vae"]
+    assert len(second["not_measured"]) == 1
+
+
+def test_compiling_ahead_ends_with_its_time() -> None:
+    begin = time.monotonic()
+    setting = models.Setting(torch.device("cpu"), True, 1)
+    models.compile_ahead([models.Case("vae", "tf32", "nchw", "compile")], setting, 1, 0.01)
+    assert time.monotonic() - begin < 20
+    assert active_children() == []
 
 
 def test_interrupted_it_leaves_the_rows_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

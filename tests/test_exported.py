@@ -1,0 +1,90 @@
+"""Programs of torch.export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from file_cases import exported_network, one_line, run
+from torch import nn
+from typer.testing import CliRunner
+
+import tconv_swap
+from tconv_swap.cli import app
+from tconv_swap.files import exported
+
+
+def convolutions(program: torch.export.ExportedProgram) -> list[str]:
+    return [str(node.target) for node in program.graph.nodes if "conv" in str(node.target)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_a_program_is_swapped_verified_and_saved(tmp_path: Path, decomposed: bool) -> None:
+    model, program = exported_network()
+    if decomposed:
+        program = program.run_decompositions()
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(program, path)
+    assert "whose loader can execute what the file says" in one_line(run(path), 3)
+
+    arguments = [str(path), "--unsafe-pickle", "--no-benchmark", "--json", "-"]
+    result = CliRunner().invoke(app, [*arguments, "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    data = json.loads(result.stdout)
+    assert [layer["names"] for layer in data["plan"]["layers"]] == [["0"], ["2.0"], ["4"]]
+    assert data["facts"]["inputs_origin"] == "those the program was exported with"
+    assert "3 is left: the graph computes its weight" in data["facts"]["warnings"]
+    names = {check["name"] for check in data["verification"]["checks"] if check["kind"] == "layer_output"}
+    assert names == {"0", "2.0", "4"}
+    loaded = torch.export.load(out)
+    assert [("tconv_swap" in target) for target in convolutions(loaded)] == [True, True, False, True]
+    x = torch.randn(3, 4, 5, 6)
+    torch.testing.assert_close(loaded.module()(x), model(x))
+
+    # The result is a program again: found to be swapped, partly swapped, unswapped.
+    again = CliRunner().invoke(app, [str(out), "--unsafe-pickle", "--no-benchmark", "--exclude", "4"])
+    assert again.exit_code == 0, again.output
+    assert "--out-format" in one_line(run(path, "--unsafe-pickle", "--out-format", "state_dict"), 2)
+    back = exported.unswap_program(loaded)
+    assert exported.count_swapped(back) == 0
+    torch.testing.assert_close(back.module()(x), model(x))
+
+
+def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
+    model, program = exported_network()
+    swapped = tconv_swap.swap_program(program)
+    assert exported.count_swapped(program) == 0
+    assert exported.count_swapped(swapped) == 4  # the weight-normed one too, whose weight the graph computes
+    x = torch.randn(2, 4, 5, 6)
+    torch.testing.assert_close(swapped.module()(x), model(x))
+
+
+def test_what_is_no_batched_2d_layer_is_listed() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.wave, self.one = nn.ConvTranspose1d(4, 4, 2), nn.ConvTranspose2d(4, 4, 2)
+            self.kernel = nn.Parameter(torch.randn(4, 4, 2, 2))
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return (
+                self.wave(x[:, :, 0]),
+                self.one(x[0]),
+                nn.functional.conv_transpose2d(x, self.kernel),
+                self.one(x),
+                nn.functional.conv_transpose2d(x, self.one.weight, stride=2),
+            )
+
+    model, x = Net(), torch.randn(2, 4, 3, 3)
+    network, left = exported.lifted(torch.export.export(model, (x,)))
+    assert [layer.names for layer in tconv_swap.plan_swap(network).layers] == [("one",)]
+    assert len(left) == 4
+    text = "\n".join(left)
+    assert "conv_transpose1d" in text
+    assert "its weight and bias are not those of one layer" in text
+    assert "its weight is used with other arguments too" in text
+    torch.testing.assert_close(network(x), model(x))
