@@ -20,6 +20,13 @@ PAIRS_16_BIT = 128 * 64
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
+#: Where cuDNN's output of float32 without TF32 at stride 1 is the faster one: from so many taps, channels on either side
+#: and images on, up to maps of so many pixels.
+TRANSFORMED_TAPS = 15
+TRANSFORMED_CHANNELS = 64
+TRANSFORMED_BATCH = 16
+TRANSFORMED_PIXELS = 128 * 256
+
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 WIDE_FAMILIES = ("halo tile", "weight tile")
 
@@ -28,6 +35,8 @@ _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed b
 
 def why_forward_is_native(problem: Problem, family: str, device: Device) -> str | None:
     """Why PyTorch's operator should compute the output, and not this family of ours; or None."""
+    if _transformed(problem, family, device):
+        return _WHY.format(what="large kernels of stride 1 without TF32", speedup="0.13 to 1.04")
     geometry = problem.geometry
     small_map = 1 < geometry.height * geometry.width <= SMALL_MAP_PIXELS
     many_channels = geometry.in_channels_per_group >= SMALL_MAP_CHANNELS
@@ -58,6 +67,23 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
     else:
         many, speedup = PAIRS_16_BIT, "0.35 to 0.99"
     return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
+
+
+def _transformed(problem: Problem, family: str, device: Device) -> bool:
+    """Whether cuDNN computes this output of float32 without TF32 by a transform, whose time does not depend on the
+    size of the kernel (benchmarks/NOTES.md has the table)."""
+    geometry = problem.geometry
+    ieee = problem.dtype == torch.float32 and problem.precision != "tf32"
+    if device.compute_capability != 90 or family not in WIDE_FAMILIES or not ieee:
+        return False
+    return (
+        geometry.stride == geometry.dilation == (1, 1)
+        and geometry.groups == 1
+        and geometry.taps >= TRANSFORMED_TAPS
+        and min(geometry.in_channels, geometry.out_channels) >= TRANSFORMED_CHANNELS
+        and geometry.batch >= TRANSFORMED_BATCH
+        and geometry.height * geometry.width <= TRANSFORMED_PIXELS
+    )
 
 
 def _applies(problem: Problem, family: str, device: Device) -> bool:
