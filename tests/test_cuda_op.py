@@ -19,7 +19,6 @@ from cuda_cases import (
     relative_error,
 )
 from oracle import conv_transpose2d_reference
-from torch import Tensor
 
 from tconv_swap.cuda import call, launch
 

@@ -20,8 +20,8 @@ PAIRS_16_BIT = 128 * 64
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
-#: Where cuDNN's output of float32 without TF32 at stride 1 is the faster one: from so many taps, channels on either side
-#: and images on, up to maps of so many pixels.
+#: Where cuDNN's output of float32 without TF32 at stride 1 is the faster one: from so many taps, channels on either
+#: side and images on, up to maps of so many pixels.
 TRANSFORMED_TAPS = 15
 TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
