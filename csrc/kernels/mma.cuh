@@ -155,6 +155,13 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[2], u32 addres
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
 }
 
+/// Lane 8m + r names where row r (16 bytes) of matrix m goes; lane 4r + t gives word t of row r of each matrix (sm_90).
+__device__ __forceinline__ void store_matrices(u32 address, const u32 (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]),
+               "r"(m[3])
+               : "memory");
+}
+
 // ---- loads and asynchronous copies global -> shared -------------------------------------------------------------------
 
 // Both ask the L2 for whole lines of 128 bytes: a chunk reads a part of each, the chunks after it the rest.

@@ -1,5 +1,6 @@
 """Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
-kernels, else by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu. Pure functions of data."""
+kernels, else by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu, and from channels_last by plan_grad_input_boxes.py.
+Pure functions of data."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 
-from tconv_swap.cuda.plans import plan_tile, tile_choice
+from tconv_swap.cuda.plans import plan_grad_input_boxes, plan_tile, tile_choice
 from tconv_swap.cuda.plans.grad_input_layout import (
     StridedProblem,
     as_convolution,
@@ -79,10 +80,12 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return [
             Part(one.family, one.why, _reading_backward(one.launches), one.workspace_bytes) for one in made
         ]
+    boxes = plan_grad_input_boxes.part_candidates(convolution, device, max(1, count // 2))
+    count -= len(boxes)
     if not claims(convolution, device):
-        return []
+        return boxes
     tiles = islice(dict.fromkeys(candidates(convolution, device)), count)
-    return [part_with_tile(convolution, tile, device.multiprocessors) for tile in tiles]
+    return [*boxes, *(part_with_tile(convolution, tile, device.multiprocessors) for tile in tiles)]
 
 
 def as_forward(problem: Problem) -> TileProblem:
@@ -316,7 +319,7 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
     )
     launches = [pack, main]
     if tile.splits > 1:
-        launches.append(plan_tile.reduce_launch(problem, tile, packed_bytes, count))
+        launches.append(plan_tile.reduce_launch(problem, tile.splits, packed_bytes, count))
     return Part(
         FAMILY,
         f"{problem.precision} tensor cores, {tile}",

@@ -209,7 +209,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     )
     launches = [pack, forward]
     if tile.splits > 1:
-        launches.append(reduce_launch(problem, tile, packed_bytes, outputs))
+        launches.append(reduce_launch(problem, tile.splits, packed_bytes, outputs))
     return Plan(
         "halo tile",
         f"{problem.precision} tensor cores, {tile}",
@@ -219,7 +219,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     )
 
 
-def reduce_launch(problem: TileProblem, tile: Tile, offset: int, count: int) -> Launch:
+def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) -> Launch:
     """The launch that adds up the ``count`` outputs of every split, which begin ``offset`` bytes into the workspace."""
     vector = 4 if count % 4 == 0 else 1
     kernel = Kernel(
@@ -231,7 +231,7 @@ def reduce_launch(problem: TileProblem, tile: Tile, offset: int, count: int) -> 
             ("OUT_PIXELS", problem.geometry.out_height * problem.geometry.out_width),
             ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
             ("HAS_BIAS", problem.has_bias),
-            ("SPLITS", tile.splits),
+            ("SPLITS", splits),
             ("VECTOR", vector),
             ("THREADS", _REDUCE_THREADS),
         ),

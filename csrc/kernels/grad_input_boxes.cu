@@ -1,0 +1,300 @@
+// Gradient of the input, strides above 1, from channels_last by boxes of the copy engine (sm_90a): an implicit GEMM.
+//
+//   M = cells, each one pixel of grad_input: WARPGROUPS times M_TILES multiplies of 64 cells, 8 groups of 8
+//   N = BLOCK_CHANNELS channels of the input
+//   K = taps x channels of the output, by chunks of 128 bytes of channels
+//
+// A stage of the input holds one slice of a chunk: one phase of grad_output (pixels STEP_H and STEP_W apart), one box of
+// TILE_N images with the rows and columns that the taps of the phase reach. There, cells that are neighbours find
+// neighbouring pixels, a row of 128 bytes each, so a tap is a start address. Where a map is narrower than 8 cells (TILE_W
+// below 8), whole rows of it are neighbours, and each shift by columns is a slice of its own. A stage of the weights holds
+// one tap of a chunk. The two rings turn independently: one thread asks for each, and the others multiply and store.
+//
+// CLUSTER 2: two blocks work on neighbouring tiles of cells, each asks for half of the weights, and both get all.
+//
+// The constants of the tile (plans/boxes_layout.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
+// input's stage and GROUP_PLACES in what is stored, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT
+// (kernel within the stride, no padding): rows of all images are rows of one.
+//
+// Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; grad_output and weight in channels_last with 16-byte
+// multiples of channels of a group, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides to 8.
+// SPLITS > 1: grad_input is float32 [split, ...], each with its share of the chunks.
+#include "mma.cuh"
+#include "wgmma.cuh"
+#include "pipeline.cuh"
+#include "tma.cuh"
+#include "repeat.cuh"
+
+using ptx::u32;
+using ptx::u64;
+
+__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+
+// ---- slices and taps -------------------------------------------------------------------------------------------
+
+constexpr int TAPS = KERNEL_H * KERNEL_W;
+constexpr bool NARROW = TILE_W < 8;
+constexpr int REACH_H = (KERNEL_H - 1) * DILATION_H / STEP_H;
+constexpr int REACH_W = NARROW ? 0 : (KERNEL_W - 1) * DILATION_W / STEP_W;
+constexpr int BOX_H = TILE_H + REACH_H, BOX_W = TILE_W + REACH_W;
+
+/// A slice's first pixel, counted from the tile's first cell, and its taps: which of the kernel, and at which pixel of
+/// the box they meet the first cell. Taps of slice s: first[s] to first[s + 1].
+struct Table {
+  int slices, row[TAPS], col[TAPS], first[TAPS + 1], tap[TAPS], pixel[TAPS];
+};
+
+__device__ constexpr Table make_table() {
+  Table t{};
+  int taps = 0;
+  for (int row = 0; row < STEP_H; ++row)
+    for (int col = 0; col < (NARROW ? KERNEL_W : STEP_W); ++col) {
+      const int before = taps;
+      for (int kh = 0; kh < KERNEL_H; ++kh)
+        for (int kw = 0; kw < KERNEL_W; ++kw)
+          if (kh * DILATION_H % STEP_H == row && (NARROW ? kw : kw * DILATION_W % STEP_W) == col) {
+            t.tap[taps] = kh * KERNEL_W + kw;
+            t.pixel[taps++] = kh * DILATION_H / STEP_H * BOX_W + (NARROW ? 0 : kw * DILATION_W / STEP_W);
+          }
+      if (taps == before) continue;
+      t.row[t.slices] = row;
+      t.col[t.slices] = NARROW ? col * DILATION_W : col;
+      t.first[t.slices++] = before;
+    }
+  t.first[t.slices] = taps;
+  return t;
+}
+__constant__ Table TABLE = make_table();
+constexpr int SLICES = make_table().slices;
+
+// ---- shared memory, in bytes from its beginning ------------------------------------------------------------------
+
+constexpr int ROW = 128, CHUNK = ROW / static_cast<int>(sizeof(Element));
+constexpr int K_GROUP = IN_CHANNELS / GROUPS, CHANNELS_GROUP = OUT_CHANNELS / GROUPS;
+constexpr int CHUNKS = ceil_div(K_GROUP, CHUNK), M_BLOCKS = ceil_div(CHANNELS_GROUP, BLOCK_CHANNELS);
+constexpr int INPUT_BYTES = TILE_N * BOX_H * BOX_W * ROW, INPUT_PITCH = round_up(INPUT_BYTES, 1024);
+constexpr int WEIGHT_BYTES = BLOCK_CHANNELS * ROW;
+static_assert(WEIGHT_BYTES % (1024 * CLUSTER) == 0);
+constexpr int WARPGROUP_CELLS = 64 * M_TILES, STAGED_BYTES = WARPGROUP_CELLS * ROW;
+constexpr int WEIGHTS = INPUT_STAGES * INPUT_PITCH;
+constexpr int STAGED = WEIGHTS + WEIGHT_STAGES * WEIGHT_BYTES;
+constexpr int INPUT_BARRIERS = STAGED + WARPGROUPS * STORE_BUFFERS * STAGED_BYTES;
+constexpr int WEIGHT_BARRIERS = INPUT_BARRIERS + 2 * INPUT_STAGES * 8;
+static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "the plan and the kernel must agree");
+
+constexpr int MULTIPLYING = 128 * WARPGROUPS, ASKING = 64;
+
+/// Where a warp is in a ring of stages: full ones are multiplied, empty ones filled.
+template <int STAGES, int FIRST_STAGE, int PITCH, int BARRIERS>
+struct Ring {
+  u32 base;
+  int stage = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ explicit Ring(u32 base) : base(base) {}
+  __device__ __forceinline__ u32 data() const { return base + FIRST_STAGE + stage * PITCH; }
+  __device__ __forceinline__ u32 full() const { return base + BARRIERS + stage * 8; }
+  __device__ __forceinline__ u32 empty() const { return base + BARRIERS + (STAGES + stage) * 8; }
+  __device__ __forceinline__ u32 empty_before() const {
+    return base + BARRIERS + (STAGES + (stage == 0 ? STAGES - 1 : stage - 1)) * 8;
+  }
+  __device__ __forceinline__ void advance() {
+    if (++stage == STAGES) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+using InputRing = Ring<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
+using WeightRing = Ring<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
+
+struct Cell {
+  int image, row, col;
+};
+
+/// What one turn of a block computes. Blocks of a cluster differ in the tile of cells alone.
+struct Work {
+  int split, block, group, image, row, col;
+
+  __device__ __forceinline__ explicit Work(int index) {
+    split = index % SPLITS;
+    index /= SPLITS;
+    block = index % M_BLOCKS;
+    index /= M_BLOCKS;
+    group = index % GROUPS;
+    int tile = index / GROUPS * CLUSTER + blockIdx.x % CLUSTER;
+    col = tile % TILES_W * TILE_W;
+    tile /= TILES_W;
+    row = (FLAT ? tile : tile % TILES_H) * TILE_H;
+    image = FLAT ? 0 : tile / TILES_H * TILE_N;
+  }
+  __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
+  __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
+};
+
+/// Work of this block: body(work) for each.
+template <class Body>
+__device__ __forceinline__ void each_work(int works, const Body& body) {
+  for (int index = blockIdx.x / CLUSTER; index < works; index += gridDim.x / CLUSTER) body(Work(index));
+}
+
+#include "grad_input_boxes_store.cuh"
+
+// ---- those that ask ----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, int works) {
+  InputRing ring(shared);
+  each_work(works, [&](const Work& work) {
+    for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+#pragma unroll 1
+      for (int slice = 0; slice < SLICES; ++slice) {
+        const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = work.col * STEP_W - PADDING_W + TABLE.col[slice];
+        ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+        ptx::arrive_expecting(ring.full(), INPUT_BYTES);
+        if constexpr (GROUPS == 1) {
+          ptx::copy_box(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
+        } else {
+          ptx::copy_box(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
+        }
+        ring.advance();
+      }
+  });
+}
+
+__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, int works) {
+  constexpr int SHARE = BLOCK_CHANNELS / CLUSTER;
+  const int rank = blockIdx.x % CLUSTER;
+  WeightRing ring(shared);
+  each_work(works, [&](const Work& work) {
+    for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+#pragma unroll 1
+      for (int i = 0; i < TAPS; ++i) {
+        const int tap = TABLE.tap[i], first = work.block * BLOCK_CHANNELS + rank * SHARE;
+        const u32 to = ring.data() + rank * SHARE * ROW;
+        ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+        ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
+        if constexpr (CLUSTER == 1) {
+          ptx::copy_box(to, map, chunk * CHUNK, tap, first, work.group, ring.full());
+        } else {
+          ptx::copy_box_to_blocks(to, map, chunk * CHUNK, tap, first, work.group, ring.full(), (1 << CLUSTER) - 1);
+        }
+        ring.advance();
+      }
+  });
+}
+
+// ---- those that multiply -----------------------------------------------------------------------------------------
+
+/// This warp's word that its multiplies of a stage are done, to all who fill it.
+__device__ __forceinline__ void release_input(u32 barrier, bool wanted = true) {
+  if (wanted && threadIdx.x % 32 == 0) ptx::arrive(barrier);
+}
+__device__ __forceinline__ void release_weights(u32 barrier, bool wanted = true) {
+  if constexpr (CLUSTER == 1) {
+    release_input(barrier, wanted);
+  } else {
+    if (wanted && threadIdx.x % 32 < CLUSTER) ptx::arrive_at_block(barrier, threadIdx.x % 32);
+  }
+}
+
+__device__ __forceinline__ void multiply_and_store(u32 shared, const TensorMap& output_map, Out* output, int batch, int works) {
+  const int warpgroup = threadIdx.x / 128, warpgroup_h = warpgroup % WARPGROUPS_H, warpgroup_n = warpgroup / WARPGROUPS_H;
+  const int first_pixel = (warpgroup_n * WARPGROUP_N * BOX_H + warpgroup_h * WARPGROUP_H) * BOX_W;
+  const u32 staged = shared + STAGED + warpgroup * (STORE_BUFFERS * STAGED_BYTES);
+
+  InputRing input(shared);
+  WeightRing weights(shared);
+  each_work(works, [&](const Work& work) {
+    Sums sums;
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
+    bool first = true;
+    // One chunk at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
+    u32 chunks = ptx::pinned(work.end_chunk() - work.first_chunk());
+#pragma unroll 1
+    do {
+#pragma unroll 1
+      for (int slice = 0; slice < SLICES; ++slice) {
+        ptx::wait_for_phase(input.full(), input.parity);
+        const int begin = TABLE.first[slice], end = TABLE.first[slice + 1];
+#pragma unroll 1
+        for (int i = begin; i < end; ++i) {
+          const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
+          const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
+          ptx::wait_for_phase(weights.full(), weights.parity);
+          ptx::fence_sums();
+          // Steps of k of 32 bytes; descriptors count in 16.
+#pragma unroll
+          for (int step = 0; step < 4; ++step)
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m)
+              ptx::multiply<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
+          ptx::commit_multiplies();
+          ptx::wait_multiplies<1>();
+          release_weights(weights.empty_before(), !first);
+          release_input(input.empty_before(), !first && i == begin);
+          first = false;
+          weights.advance();
+        }
+        input.advance();
+      }
+    } while (--chunks > 0);
+    ptx::wait_multiplies<0>();
+    // Else the compiler reads them as bits before.
+#pragma unroll
+    for (int m = 0; m < M_TILES; ++m)
+#pragma unroll
+      for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) asm volatile("" : "+f"(sums.of[m][i]));
+    release_weights(weights.empty_before());
+    release_input(input.empty_before());
+
+    const Cell first_cell{work.image + warpgroup_n * WARPGROUP_N, work.row + warpgroup_h * WARPGROUP_H, work.col};
+    if constexpr (OUTPUT_CHANNELS_LAST) {
+      store_channels_last(sums, output_map, staged, work, first_cell);
+    } else {
+      store_nchw(sums, output, work, first_cell, batch);
+    }
+  });
+  if (OUTPUT_CHANNELS_LAST && threadIdx.x % 128 == 0) ptx::wait_stores_read<0>();
+}
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MULTIPLYING + ASKING, BLOCKS_PER_MULTIPROCESSOR)
+    grad_input_boxes(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
+                     const __grid_constant__ TensorMap grad_input_map, Out* __restrict__ grad_input, long long batch, long long works) {
+  extern __shared__ __align__(1024) u32 memory[];
+  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  if (threadIdx.x == 0) {
+    InputRing input(shared);
+    for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
+      ptx::set_up_barrier(input.full(), 1);
+      ptx::set_up_barrier(input.empty(), MULTIPLYING / 32);
+    }
+    WeightRing weights(shared);
+    for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
+      ptx::set_up_barrier(weights.full(), 1);
+      ptx::set_up_barrier(weights.empty(), MULTIPLYING / 32 * CLUSTER);
+    }
+    ptx::publish_barriers();
+  }
+  if constexpr (CLUSTER > 1) {
+    ptx::meet_cluster();
+  } else {
+    __syncthreads();
+  }
+
+  if (threadIdx.x >= MULTIPLYING) {
+    ptx::wait_for_previous_launch();
+    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, static_cast<int>(works));
+    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, static_cast<int>(works));
+    __syncwarp();
+  } else {
+    multiply_and_store(shared, grad_input_map, grad_input, static_cast<int>(batch), static_cast<int>(works));
+    __syncwarp();
+  }
+  // The other block may still write here.
+  if constexpr (CLUSTER > 1) ptx::meet_cluster();
+}
