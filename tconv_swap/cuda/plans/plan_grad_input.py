@@ -1,6 +1,6 @@
 """Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
-kernels, else by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu, and from channels_last by plan_grad_input_boxes.py.
-Pure functions of data."""
+kernels, else from channels_last by plan_grad_input_boxes.py, and by csrc/kernels/grad_input_wgmma.cu and
+grad_input_tile.cu. Pure functions of data."""
 
 from __future__ import annotations
 

@@ -1,0 +1,229 @@
+"""The gradient of the input by boxes of the copy engine, whatever plan is taken: every tile of random problems."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tconv_swap.cuda import launch, plan
+from tconv_swap.cuda.plans import boxes_tile, plan_grad_input, plan_grad_input_boxes
+from tconv_swap.cuda.plans.boxes_tile import BoxTile
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, as_convolution
+from tconv_swap.cuda.program import Output, Part, Plan, input_, workspace
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"))
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random_geometry(rng: random.Random, item: int) -> Geometry:
+    """Channels in 16-byte multiples, a stride above 1; kernel = stride, and maps of few pixels, more often than not."""
+    unit = 16 // item
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3))
+        kernel = (rng.randint(1, 5), rng.randint(1, 5))
+        most = rng.choice((8, 40))
+        size = (rng.randint(1, most), rng.randint(1, most))
+        channels = [groups * unit * rng.choice((1, 3, 8, 9, 16, 17, 33)) for _ in range(2)]
+        batch = rng.choice((1, 2, 5, 9))
+        if rng.random() < 0.3:
+            geometry = Geometry(batch, channels[0], *size, channels[1], kernel, kernel, groups=groups)
+        else:
+            stride = (rng.randint(1, 4), rng.randint(1, 4))
+            dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)))
+            padding = (rng.randint(0, 3), rng.randint(0, 3))
+            extra = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+            geometry = Geometry(
+                batch,
+                channels[0],
+                *size,
+                channels[1],
+                kernel,
+                stride,
+                padding,
+                (extra[0], extra[1]),
+                dilation,
+                groups,
+            )
+        whole = min(geometry.out_height, geometry.out_width) >= 1 and geometry.stride != (1, 1)
+        if whole and geometry.macs / groups < 2e9:
+            return geometry
+
+
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, BoxTile]]:
+    """Problems that the kernel claims, each with one of its tiles, every kind of them as often as every other."""
+    rng = random.Random(seed)
+    while count:
+        dtype, precision = MODES[count % len(MODES)]
+        problem = plan.Problem(random_geometry(rng, dtype.itemsize), dtype, precision, True, True)
+        posed = as_convolution(problem)
+        if rng.random() < 0.3:
+            posed = replace(posed, output_channels_last=False)
+        kinds: dict[tuple[object, ...], list[BoxTile]] = {}
+        if posed.step != (1, 1) and plan_grad_input_boxes.claims(posed, H200):
+            for tile in boxes_tile.tiles(posed, H200):
+                kind = (tile.groups_along, tile.multiplies_along, tile.cluster, tile.splits > 1)
+                kinds.setdefault(kind, []).append(tile)
+        if kinds:
+            count -= 1
+            yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
+
+
+def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarray, np.ndarray]:
+    """What grad_input_boxes.cu's places make of one channel, and what the definition does."""
+    rng = np.random.default_rng(0)
+    geometry, (step_h, step_w) = posed.geometry, posed.step
+    (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
+    padding_h, padding_w = geometry.padding
+    constants = {k: v for k, v in part.launches[0].kernel.constants if not isinstance(v, str)}
+    source, *_, target = part.launches[0].tensor_maps
+    (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
+    box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
+    grad_output = rng.standard_normal((geometry.batch, geometry.height, geometry.width))
+    pictures = grad_output.reshape(sizes_n, sizes_h, sizes_w)
+    weight = rng.standard_normal(geometry.kernel)
+
+    slices: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for kh in range(kernel_h):
+        for kw in range(kernel_w):
+            row, col = kh * dilation_h, kw * dilation_w
+            start = (row % step_h, col if tile.narrow else col % step_w)
+            pixel = row // step_h * box_w + (0 if tile.narrow else col // step_w)
+            slices.setdefault(start, []).append((weight[kh, kw], pixel))
+    assert len(slices) == boxes_tile.slice_count(posed, tile)
+
+    grad_input = np.full(tuple(reversed(target.sizes[-3:])), np.nan)
+    own_w, own_h, own_n = target.box[-3:]
+    m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]
+    pixels = m * constants["MULTIPLY_PIXELS"] + group * constants["GROUP_PIXELS"] + eight
+    places = m * constants["MULTIPLY_PLACES"] + group * constants["GROUP_PLACES"] + eight
+    assert sorted(places.ravel()) == list(range(tile.m_tiles * 64)), "a place for each cell"
+    blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
+    for index in range(boxes_tile.work_count(posed, tile) // blocks * tile.cluster):
+        index, col = index // constants["TILES_W"], index % constants["TILES_W"] * tile.cols
+        row = (index if constants["FLAT"] else index % constants["TILES_H"]) * tile.rows
+        image = 0 if constants["FLAT"] else index // constants["TILES_H"] * tile.images
+        sums = np.zeros((tile.warpgroups, tile.m_tiles * 64))
+        for (first_row, first_col), taps in slices.items():
+            n, h, w = np.ogrid[:box_n, :box_h, :box_w]
+            n, h, w = (
+                n + image,
+                h * steps[1] + row * step_h - padding_h + first_row,
+                w * steps[0] + col * step_w - padding_w + first_col,
+            )
+            inside = (n < sizes_n) & (h >= 0) & (h < sizes_h) & (w >= 0) & (w < sizes_w)
+            stage = np.where(
+                inside, pictures[n.clip(0, sizes_n - 1), h.clip(0, sizes_h - 1), w.clip(0, sizes_w - 1)], 0
+            ).ravel()
+            stage = np.concatenate([stage, np.full(4096, np.nan)])
+            for warpgroup in range(tile.warpgroups):
+                down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
+                first = (images * own_n * box_h + down * own_h) * box_w
+                for value, pixel in taps:
+                    sums[warpgroup][places.ravel()] += value * stage[first + pixel + pixels].ravel()
+        for warpgroup in range(tile.warpgroups):
+            down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
+            stored = sums[warpgroup][: own_n * own_h * own_w].reshape(own_n, own_h, own_w)
+            part_of = grad_input[image + images * own_n :][:own_n, row + down * own_h :][
+                :, :own_h, col : col + own_w
+            ]
+            assert np.isnan(part_of).all(), "stored twice"
+            part_of[:] = stored[tuple(slice(n) for n in part_of.shape)]
+
+    rows, cols = posed.cells
+    room = np.zeros((geometry.batch, geometry.height + 200, geometry.width + 200))
+    room[:, padding_h : padding_h + geometry.height, padding_w : padding_w + geometry.width] = grad_output
+    wanted = np.zeros((geometry.batch, rows, cols))
+    for kh in range(kernel_h):
+        for kw in range(kernel_w):
+            shifted = room[:, kh * dilation_h :: step_h, kw * dilation_w :: step_w]
+            wanted += weight[kh, kw] * shifted[:, :rows, :cols]
+    return grad_input.reshape(wanted.shape), wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_cell_is_stored_once_and_made_of_its_pixels(seed: int) -> None:
+    for _, posed, tile in cases(seed, 10):
+        channels_last = replace(posed, output_channels_last=True)
+        part = plan_grad_input_boxes.part_with_tile(channels_last, tile)
+        found, wanted = emulated(channels_last, part, tile)
+        np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
+
+
+def test_boxes_come_first_where_they_are_claimed() -> None:
+    geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+    problem = plan.Problem(geometry, torch.float16, "ieee", True, True)
+    parts = plan_grad_input.part_candidates(problem, H200, 8)
+    assert [part.family for part in parts[:2]] == [plan_grad_input_boxes.FAMILY] * 2
+    assert parts[-1].family == plan_grad_input.FAMILY
+    for other in (
+        replace(problem, channels_last=False, weight_channels_last=False),
+        replace(problem, geometry=replace(geometry, out_channels=63)),
+        replace(problem, dtype=torch.float32),
+    ):
+        families = {part.family for part in plan_grad_input.part_candidates(other, H200, 8)}
+        assert plan_grad_input_boxes.FAMILY not in families
+
+
+def test_operands_may_lie_in_a_workspace() -> None:
+    geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+    posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+    tile = next(boxes_tile.tiles(posed, H200))
+    part = plan_grad_input_boxes.part_with_tile(posed, tile, 132, workspace(512), input_(2))
+    assert [one.base for one in part.launches[0].tensor_maps[:2]] == [workspace(512), input_(2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="sm_90a alone"
+)
+@pytest.mark.parametrize("seed", range(12))
+def test_every_tile_against_float64(seed: int) -> None:
+    torch.manual_seed(seed)
+    device = torch.device("cuda", torch.cuda.current_device())
+    for problem, posed, tile in cases(100 + seed, 6):
+        geometry = problem.geometry
+        made = plan_grad_input_boxes.part_with_tile(posed, tile)
+        channels_last = posed.output_channels_last
+        whole = Plan(
+            made.family,
+            made.why,
+            (Output(geometry.input_shape, channels_last),),
+            made.launches,
+            made.workspace_bytes,
+        )
+        handle = launch.add_plan(whole, problem.dtype, device, "sm_90a")
+        grad_output, weight = (
+            torch.randn(*(shape[i] for i in (0, 2, 3, 1)), device=device, dtype=problem.dtype).permute(
+                0, 3, 1, 2
+            )
+            for shape in (geometry.output_shape, geometry.weight_shape)
+        )
+        results = []
+        for _ in range(2):
+            poison = torch.full(geometry.input_shape, float("nan"), device=device, dtype=problem.dtype)
+            del poison  # the result takes its memory
+            results += torch.ops.tconv_swap.launch(handle, grad_output, weight, weight)
+        wanted = torch.zeros(geometry.input_shape, device=device, dtype=torch.float64)
+        # Of what output_padding added beyond the last tap, the convolution may see more than the gradient has.
+        seen = F.conv2d(
+            grad_output.double().contiguous(),
+            weight.double().contiguous(),
+            None,
+            geometry.stride,
+            geometry.padding,
+            geometry.dilation,
+            geometry.groups,
+        )[:, :, : geometry.height, : geometry.width]
+        wanted[:, :, : seen.shape[2], : seen.shape[3]] = seen
+        error = float((results[0].double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
+        told = f"{geometry} {geometry.input_shape} {problem.dtype} {tile}, channels_last={channels_last}"
+        assert error <= TOLERANCE[problem.dtype], told
+        assert torch.equal(results[0], results[1]), told
