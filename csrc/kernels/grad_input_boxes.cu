@@ -10,7 +10,7 @@
 // below 8), whole rows of it are neighbours, and each shift by columns is a slice of its own. A stage of the weights holds
 // one tap of a chunk. The two rings turn independently: one thread asks for each, and the others multiply and store.
 //
-// CLUSTER 2: two blocks work on neighbouring tiles of cells, each asks for half of the weights, and both get all.
+// CLUSTER blocks work on neighbouring tiles of cells: each asks for its share of the weights, and all get them.
 //
 // The constants of the tile (plans/boxes_layout.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
 // input's stage and GROUP_PLACES in what is stored, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT

@@ -61,7 +61,7 @@ class BoxTile:
 
     def __str__(self) -> str:
         text = f"{self.images}x{self.rows}x{self.cols} cells x {self.channels} channels, {self.warpgroups} warpgroups"
-        text += ", in pairs" if self.cluster > 1 else ""
+        text += f", clusters of {self.cluster}" if self.cluster > 1 else ""
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -132,17 +132,22 @@ def work_count(problem: StridedProblem, tile: BoxTile) -> int:
     return -(-images * rows * cols // tile.cluster) * blocks * geometry.groups * tile.splits
 
 
+def block_room(tile: BoxTile, multiprocessors: int) -> int:
+    """Blocks that find room at once, whole clusters of them. Of multiprocessors, clusters of 4 get those that lie
+    together by 16 (an H200 has room for 32 such clusters on 132)."""
+    whole = multiprocessors // 16 * 16 if tile.cluster == 4 else multiprocessors
+    return whole * tile.blocks_per_multiprocessor // tile.cluster * tile.cluster
+
+
 def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> float:
     """About how long it takes, what comes from memory left aside: it is the same for all tiles but what splits cost."""
     geometry = problem.geometry
     cells = tile.warpgroups * tile.m_tiles * 64
     taps = geometry.taps
-    multiplies = taps * cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS / 2
+    multiplies = taps * cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
     weights = taps * tile.channels * ROW_BYTES / tile.cluster
     fill = slice_count(problem, tile) * input_bytes(problem, tile) + weights
-    rounds = -(
-        -work_count(problem, tile) * tile.cluster // (multiprocessors * tile.blocks_per_multiprocessor)
-    )
+    rounds = -(-work_count(problem, tile) * tile.cluster // block_room(tile, multiprocessors))
     steps = -(-chunks(problem) // tile.splits)
     turn = steps * max(multiplies, fill / FILL_BYTES) * tile.blocks_per_multiprocessor
     turn += TILE_CLOCKS * cells / 128 * tile.channels / 128
@@ -156,7 +161,7 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
 def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
     """Tiles that the kernel can compute the problem with, in no order."""
     for shape in dict.fromkeys(_shapes(problem)):
-        for cluster, splits, blocks in product((1, 2), (1, 2, 4), (1, 2)):
+        for cluster, splits, blocks in product((1, 2, 4), (1, 2, 4), (1, 2)):
             if splits > 1 and (problem.geometry.groups > 1 or splits > chunks(problem)):
                 continue
             if blocks * shape.warpgroups > 2 or shape.channels * ROW_BYTES % (1024 * cluster):

@@ -117,7 +117,7 @@ def part_with_tile(
     )
     main = Launch(
         Kernel("grad_input_boxes.cu", "grad_input_boxes", constants),
-        grid=min(works, multiprocessors * tile.blocks_per_multiprocessor // tile.cluster) * tile.cluster,
+        grid=min(works * tile.cluster, boxes_tile.block_room(tile, multiprocessors)),
         block=tile.threads,
         arguments=(
             *(tensor_map(index) for index in (0, 1, 2 if problem.output_channels_last else 0)),
