@@ -75,6 +75,7 @@ def test_an_empty_batch_and_what_passes_32_bits_stay_ours() -> None:
 
 #: Geometry, dtype, channels_last, and which of (forward, gradient of the input, of the weight) PyTorch computes.
 SAM = Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2))
+ODD = Geometry(64, 130, 64, 64, 66, (2, 2), (2, 2))
 DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
 STRIDE_1 = Geometry(64, 64, 128, 256, 128, (3, 5))
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
@@ -83,13 +84,14 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "precision", "channels_last", "native"),
     [
-        (DCGAN2, torch.float16, "ieee", True, (True, True, True)),
+        (DCGAN2, torch.float16, "ieee", True, (True, False, True)),
         (DCGAN2, torch.float16, "ieee", False, (False, False, True)),
-        (DCGAN2, torch.float32, "tf32", True, (False, True, True)),
+        (DCGAN2, torch.float32, "tf32", True, (False, False, True)),
         (DCGAN2, torch.float32, "ieee", True, (False, False, False)),
-        (SAM, torch.bfloat16, "ieee", True, (False, True, True)),
+        (SAM, torch.bfloat16, "ieee", True, (False, False, True)),
         (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
-        (DCGAN, torch.float32, "tf32", True, (False, True, False)),
+        (DCGAN, torch.float32, "tf32", True, (False, False, False)),
+        (ODD, torch.float32, "tf32", True, (False, True, False)),
         (STRIDE_1, torch.float16, "ieee", True, (False, False, False)),
         (STRIDE_1, torch.float32, "ieee", False, (True, False, False)),
         (STRIDE_1, torch.float32, "tf32", False, (False, False, False)),

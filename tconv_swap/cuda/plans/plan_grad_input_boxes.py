@@ -3,6 +3,8 @@ Pure functions of data."""
 
 from __future__ import annotations
 
+import torch
+
 from tconv_swap.cuda.plans import boxes_tile, plan_tile
 from tconv_swap.cuda.plans.boxes_tile import BoxTile
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
@@ -39,7 +41,9 @@ _INT32_LIMIT = 2**31
 def claims(problem: StridedProblem, device: Device) -> bool:
     """Whether the kernel computes the problem."""
     geometry = problem.geometry
-    if device.architecture != "sm_90a" or problem.precision not in _ELEMENT_KINDS or geometry.batch == 0:
+    if device.architecture != "sm_90a" or geometry.batch == 0:
+        return False
+    if problem.dtype == torch.float64 or problem.precision not in _ELEMENT_KINDS:
         return False
     if not (problem.input_channels_last and problem.weight_channels_last):
         return False
