@@ -69,7 +69,13 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         kinds: dict[tuple[object, ...], list[BoxTile]] = {}
         if posed.step != (1, 1) and plan_grad_input_boxes.claims(posed, H200):
             for tile in boxes_tile.tiles(posed, H200):
-                kind = (tile.groups_along, tile.multiplies_along, tile.cluster, tile.splits > 1)
+                kind = (
+                    tile.groups_along,
+                    tile.multiplies_along,
+                    tile.dense,
+                    tile.warpgroups,
+                    tile.splits > 1,
+                )
                 kinds.setdefault(kind, []).append(tile)
         if kinds:
             count -= 1
@@ -83,7 +89,7 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
     (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
     padding_h, padding_w = geometry.padding
     constants = {k: v for k, v in part.launches[0].kernel.constants if not isinstance(v, str)}
-    source, *_, target = part.launches[0].tensor_maps
+    source, _ = part.launches[0].tensor_maps
     (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
     box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
     grad_output = rng.standard_normal((geometry.batch, geometry.height, geometry.width))
@@ -99,17 +105,21 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             slices.setdefault(start, []).append((weight[kh, kw], pixel))
     assert len(slices) == boxes_tile.slice_count(posed, tile)
 
-    grad_input = np.full(tuple(reversed(target.sizes[-3:])), np.nan)
-    own_w, own_h, own_n = target.box[-3:]
+    rows, cols = posed.cells
+    grad_input = np.full(geometry.batch * rows * cols, np.nan)
+    own_h, own_n = tile.rows // tile.warpgroups_h, tile.images * tile.warpgroups_h // tile.warpgroups
     m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]
     pixels = m * constants["MULTIPLY_PIXELS"] + group * constants["GROUP_PIXELS"] + eight
     places = m * constants["MULTIPLY_PLACES"] + group * constants["GROUP_PLACES"] + eight
     assert sorted(places.ravel()) == list(range(tile.m_tiles * 64)), "a place for each cell"
     blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
-    for index in range(boxes_tile.work_count(posed, tile) // blocks * tile.cluster):
-        index, col = index // constants["TILES_W"], index % constants["TILES_W"] * tile.cols
-        row = (index if constants["FLAT"] else index % constants["TILES_H"]) * tile.rows
-        image = 0 if constants["FLAT"] else index // constants["TILES_H"] * tile.images
+    for index in range(boxes_tile.work_count(posed, tile) // blocks):
+        if tile.dense:
+            (row, skipped), col, image = divmod(index * tile.cells, cols), 0, 0
+        else:
+            lines, col = index // constants["TILES_W"], index % constants["TILES_W"] * tile.cols
+            row = (lines if constants["FLAT"] else lines % constants["TILES_H"]) * tile.rows
+            image, skipped = 0 if constants["FLAT"] else lines // constants["TILES_H"] * tile.images, 0
         sums = np.zeros((tile.warpgroups, tile.m_tiles * 64))
         for (first_row, first_col), taps in slices.items():
             n, h, w = np.ogrid[:box_n, :box_h, :box_w]
@@ -126,18 +136,26 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             for warpgroup in range(tile.warpgroups):
                 down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
                 first = (images * own_n * box_h + down * own_h) * box_w
+                if tile.dense:
+                    first = warpgroup * tile.m_tiles * 64 + skipped
                 for value, pixel in taps:
                     sums[warpgroup][places.ravel()] += value * stage[first + pixel + pixels].ravel()
+        place = np.arange(tile.m_tiles * 64)
         for warpgroup in range(tile.warpgroups):
             down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
-            stored = sums[warpgroup][: own_n * own_h * own_w].reshape(own_n, own_h, own_w)
-            part_of = grad_input[image + images * own_n :][:own_n, row + down * own_h :][
-                :, :own_h, col : col + own_w
-            ]
-            assert np.isnan(part_of).all(), "stored twice"
-            part_of[:] = stored[tuple(slice(n) for n in part_of.shape)]
+            line, at_col = place // tile.cols, col + place % tile.cols
+            at_row, at_image = row + down * own_h + line % own_h, image + images * own_n + line // own_h
+            if constants["FLAT"]:
+                at_image = np.where(line < own_h, at_row // rows, geometry.batch)
+                at_row = at_row % rows
+            cell = (at_image * rows + at_row) * cols + at_col
+            inside = (at_row < rows) & (at_col < cols) & (at_image < geometry.batch)
+            if tile.dense:
+                cell = index * tile.cells + warpgroup * len(place) + place
+                inside = cell < grad_input.size
+            assert np.isnan(grad_input[cell[inside]]).all(), "stored twice"
+            grad_input[cell[inside]] = sums[warpgroup][inside]
 
-    rows, cols = posed.cells
     room = np.zeros((geometry.batch, geometry.height + 200, geometry.width + 200))
     room[:, padding_h : padding_h + geometry.height, padding_w : padding_w + geometry.width] = grad_output
     wanted = np.zeros((geometry.batch, rows, cols))

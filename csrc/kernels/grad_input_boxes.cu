@@ -10,11 +10,10 @@
 // below 8), whole rows of it are neighbours, and each shift by columns is a slice of its own. A stage of the weights holds
 // one tap of a chunk. The two rings turn independently: one thread asks for each, and the others multiply and store.
 //
-// CLUSTER blocks work on neighbouring tiles of cells: each asks for its share of the weights, and all get them.
-//
-// The constants of the tile (plans/boxes_layout.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
-// input's stage and GROUP_PLACES in what is stored, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT
-// (kernel within the stride, no padding): rows of all images are rows of one.
+// The constants of the tile (plans/boxes_tile.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
+// input's stage and GROUP_PLACES in the tile, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT (kernel
+// within the stride, no padding): rows of all images are rows of one. DENSE besides: a tile is so many cells in a row,
+// wherever they begin, and TILE_H whole rows of the map hold them.
 //
 // Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; grad_output and weight in channels_last with 16-byte
 // multiples of channels of a group, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides to 8.
@@ -76,11 +75,13 @@ constexpr int K_GROUP = IN_CHANNELS / GROUPS, CHANNELS_GROUP = OUT_CHANNELS / GR
 constexpr int CHUNKS = ceil_div(K_GROUP, CHUNK), M_BLOCKS = ceil_div(CHANNELS_GROUP, BLOCK_CHANNELS);
 constexpr int INPUT_BYTES = TILE_N * BOX_H * BOX_W * ROW, INPUT_PITCH = round_up(INPUT_BYTES, 1024);
 constexpr int WEIGHT_BYTES = BLOCK_CHANNELS * ROW;
-static_assert(WEIGHT_BYTES % (1024 * CLUSTER) == 0);
-constexpr int WARPGROUP_CELLS = 64 * M_TILES, STAGED_BYTES = WARPGROUP_CELLS * ROW;
+static_assert(WEIGHT_BYTES % 1024 == 0);
+constexpr int WARPGROUP_CELLS = 64 * M_TILES, TILE_CELLS = WARPGROUPS * WARPGROUP_CELLS;
+/// Of a warp: 16 cells of a multiply on their way out.
+constexpr int STAGED_BYTES = 16 * ROW;
 constexpr int WEIGHTS = INPUT_STAGES * INPUT_PITCH;
 constexpr int STAGED = WEIGHTS + WEIGHT_STAGES * WEIGHT_BYTES;
-constexpr int INPUT_BARRIERS = STAGED + WARPGROUPS * STORE_BUFFERS * STAGED_BYTES;
+constexpr int INPUT_BARRIERS = STAGED + 4 * WARPGROUPS * STAGED_BYTES;
 constexpr int WEIGHT_BARRIERS = INPUT_BARRIERS + 2 * INPUT_STAGES * 8;
 static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "the plan and the kernel must agree");
 
@@ -110,11 +111,7 @@ struct Ring {
 using InputRing = Ring<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = Ring<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
 
-struct Cell {
-  int image, row, col;
-};
-
-/// What one turn of a block computes. Blocks of a cluster differ in the tile of cells alone.
+/// What one turn of a block computes. `image`, `row`, `col`: its first cell.
 struct Work {
   int split, block, group, image, row, col;
 
@@ -124,11 +121,17 @@ struct Work {
     block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    int tile = index / GROUPS * CLUSTER + blockIdx.x % CLUSTER;
-    col = tile % TILES_W * TILE_W;
-    tile /= TILES_W;
-    row = (FLAT ? tile : tile % TILES_H) * TILE_H;
-    image = FLAT ? 0 : tile / TILES_H * TILE_N;
+    int tile = index / GROUPS;
+    if constexpr (DENSE) {
+      row = tile * TILE_CELLS / OUT_WIDTH;
+      col = tile * TILE_CELLS % OUT_WIDTH;
+      image = 0;
+    } else {
+      col = tile % TILES_W * TILE_W;
+      tile /= TILES_W;
+      row = (FLAT ? tile : tile % TILES_H) * TILE_H;
+      image = FLAT ? 0 : tile / TILES_H * TILE_N;
+    }
   }
   __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
   __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
@@ -137,7 +140,7 @@ struct Work {
 /// Work of this block: body(work) for each.
 template <class Body>
 __device__ __forceinline__ void each_work(int works, const Body& body) {
-  for (int index = blockIdx.x / CLUSTER; index < works; index += gridDim.x / CLUSTER) body(Work(index));
+  for (int index = blockIdx.x; index < works; index += gridDim.x) body(Work(index));
 }
 
 #include "grad_input_boxes_store.cuh"
@@ -150,7 +153,7 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
     for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
 #pragma unroll 1
       for (int slice = 0; slice < SLICES; ++slice) {
-        const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = work.col * STEP_W - PADDING_W + TABLE.col[slice];
+        const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + TABLE.col[slice];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         ptx::arrive_expecting(ring.full(), INPUT_BYTES);
         if constexpr (GROUPS == 1) {
@@ -164,22 +167,15 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 }
 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, int works) {
-  constexpr int SHARE = BLOCK_CHANNELS / CLUSTER;
-  const int rank = blockIdx.x % CLUSTER;
   WeightRing ring(shared);
   each_work(works, [&](const Work& work) {
     for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
 #pragma unroll 1
       for (int i = 0; i < TAPS; ++i) {
-        const int tap = TABLE.tap[i], first = work.block * BLOCK_CHANNELS + rank * SHARE;
-        const u32 to = ring.data() + rank * SHARE * ROW;
+        const int tap = TABLE.tap[i];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-        if constexpr (CLUSTER == 1) {
-          ptx::copy_box(to, map, chunk * CHUNK, tap, first, work.group, ring.full());
-        } else {
-          ptx::copy_box_to_blocks(to, map, chunk * CHUNK, tap, first, work.group, ring.full(), (1 << CLUSTER) - 1);
-        }
+        ptx::copy_box(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
         ring.advance();
       }
   });
@@ -187,26 +183,22 @@ __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map
 
 // ---- those that multiply -----------------------------------------------------------------------------------------
 
-/// This warp's word that its multiplies of a stage are done, to all who fill it.
-__device__ __forceinline__ void release_input(u32 barrier, bool wanted = true) {
+/// This warp's word that its multiplies of a stage are done.
+__device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
   if (wanted && threadIdx.x % 32 == 0) ptx::arrive(barrier);
 }
-__device__ __forceinline__ void release_weights(u32 barrier, bool wanted = true) {
-  if constexpr (CLUSTER == 1) {
-    release_input(barrier, wanted);
-  } else {
-    if (wanted && threadIdx.x % 32 < CLUSTER) ptx::arrive_at_block(barrier, threadIdx.x % 32);
-  }
-}
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, const TensorMap& output_map, Out* output, int batch, int works) {
-  const int warpgroup = threadIdx.x / 128, warpgroup_h = warpgroup % WARPGROUPS_H, warpgroup_n = warpgroup / WARPGROUPS_H;
-  const int first_pixel = (warpgroup_n * WARPGROUP_N * BOX_H + warpgroup_h * WARPGROUP_H) * BOX_W;
-  const u32 staged = shared + STAGED + warpgroup * (STORE_BUFFERS * STAGED_BYTES);
+__device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int batch, int works) {
+  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup_pixel =
+      DENSE ? warpgroup * WARPGROUP_CELLS
+            : (warpgroup / WARPGROUPS_H * (TILE_N * WARPGROUPS_H / WARPGROUPS) * BOX_H + warpgroup % WARPGROUPS_H * (TILE_H / WARPGROUPS_H)) * BOX_W;
+  const u32 staged = shared + STAGED + threadIdx.x / 32 * STAGED_BYTES;
 
   InputRing input(shared);
   WeightRing weights(shared);
   each_work(works, [&](const Work& work) {
+    const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
     Sums sums;
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -235,8 +227,8 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, const TensorMap& 
               ptx::multiply<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
           ptx::commit_multiplies();
           ptx::wait_multiplies<1>();
-          release_weights(weights.empty_before(), !first);
-          release_input(input.empty_before(), !first && i == begin);
+          release(weights.empty_before(), !first);
+          release(input.empty_before(), !first && i == begin);
           first = false;
           weights.advance();
         }
@@ -249,22 +241,22 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, const TensorMap& 
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) asm volatile("" : "+f"(sums.of[m][i]));
-    release_weights(weights.empty_before());
-    release_input(input.empty_before());
+    release(weights.empty_before());
+    release(input.empty_before());
 
-    const Cell first_cell{work.image + warpgroup_n * WARPGROUP_N, work.row + warpgroup_h * WARPGROUP_H, work.col};
+    Out* to = output;
+    if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
     if constexpr (OUTPUT_CHANNELS_LAST) {
-      store_channels_last(sums, output_map, staged, work, first_cell);
+      store_channels_last(sums, to, staged, work, batch);
     } else {
-      store_nchw(sums, output, work, first_cell, batch);
+      store_nchw(sums, to, work, batch);
     }
   });
-  if (OUTPUT_CHANNELS_LAST && threadIdx.x % 128 == 0) ptx::wait_stores_read<0>();
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MULTIPLYING + ASKING, BLOCKS_PER_MULTIPROCESSOR)
+extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_boxes(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
-                     const __grid_constant__ TensorMap grad_input_map, Out* __restrict__ grad_input, long long batch, long long works) {
+                     Out* __restrict__ grad_input, long long batch, long long works) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
@@ -276,25 +268,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MUL
     WeightRing weights(shared);
     for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
       ptx::set_up_barrier(weights.full(), 1);
-      ptx::set_up_barrier(weights.empty(), MULTIPLYING / 32 * CLUSTER);
+      ptx::set_up_barrier(weights.empty(), MULTIPLYING / 32);
     }
     ptx::publish_barriers();
   }
-  if constexpr (CLUSTER > 1) {
-    ptx::meet_cluster();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (threadIdx.x >= MULTIPLYING) {
     ptx::wait_for_previous_launch();
     if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, static_cast<int>(works));
     if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, static_cast<int>(works));
-    __syncwarp();
   } else {
-    multiply_and_store(shared, grad_input_map, grad_input, static_cast<int>(batch), static_cast<int>(works));
-    __syncwarp();
+    multiply_and_store(shared, grad_input, static_cast<int>(batch), static_cast<int>(works));
   }
-  // The other block may still write here.
-  if constexpr (CLUSTER > 1) ptx::meet_cluster();
 }

@@ -18,14 +18,6 @@ __device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrie
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// At the barrier in the same place of another block of the cluster; orders nothing that this thread wrote.
-__device__ __forceinline__ void arrive_at_block(u32 barrier, int block) {
-  asm volatile(
-      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-      "r"(block)
-      : "memory");
-}
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
@@ -36,15 +28,6 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
       " @done bra DONE;\n bra WAIT;\nDONE:\n}" ::"r"(barrier),
       "r"(parity)
       : "memory");
-}
-
-/// All threads of all blocks of the cluster.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-/// `threads` of the block, by one of its 16 barriers (0 is __syncthreads').
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // ---- bulk copies: one contiguous run, a multiple of 16 bytes --------------------------------------------------------

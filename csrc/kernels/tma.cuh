@@ -35,14 +35,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, i
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-/// The same box to the same place of every block of the cluster that `blocks` has a bit for, and to their barriers.
-__device__ __forceinline__ void copy_box_to_blocks(u32 to, const TensorMap& map, int x0, int x1, int x2, int x3, u32 barrier, int blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
-      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "h"(static_cast<unsigned short>(blocks))
-      : "memory");
-}
 __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
@@ -60,11 +52,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, i
 __device__ __forceinline__ void store_box(const TensorMap& map, int x0, int x1, int x2, int x3, u32 from) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(from), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
-               : "memory");
-}
-__device__ __forceinline__ void store_box(const TensorMap& map, int x0, int x1, int x2, int x3, int x4, u32 from) {
-  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];" ::"l"(&map),
-               "r"(from), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
                : "memory");
 }
 __device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from math import gcd
 
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
 from tconv_swap.cuda.problem import Device
@@ -18,10 +19,23 @@ MOST_INPUT_STAGES = 8
 MOST_WEIGHT_STAGES = 12
 #: Of a block, beside those that multiply.
 ASKING_THREADS = 64
+#: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk, as measured; bytes a clock from the
+#: L2 to each multiprocessor; what a tile costs besides, and bytes a clock of its outputs (benchmarks/NOTES.md).
+MULTIPLY_CLOCKS = 640
+FILL_BYTES = 38
+TILE_CLOCKS = 500
+STORE_BYTES = 48
+#: Bytes a clock of the memory, and clocks that a launch costs.
+MEMORY_BYTES = 2300
+LAUNCH_CLOCKS = 5000
+MOST_INPUT_STAGES = 8
+MOST_WEIGHT_STAGES = 12
+#: Of a block, beside those that multiply.
+ASKING_THREADS = 64
 #: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk; and bytes a clock from the L2 to
 #: each multiprocessor (measured, benchmarks/NOTES.md).
 MULTIPLY_CLOCKS = 512
-FILL_BYTES = 33
+FILL_BYTES = 38
 #: Of the memory, of the whole GPU; clocks that a launch costs, and a tile beside its multiplies.
 MEMORY_BYTES = 2300
 LAUNCH_CLOCKS = 5000
@@ -31,7 +45,8 @@ TILE_CLOCKS = 1200
 @dataclass(frozen=True, slots=True)
 class BoxTile:
     """What one block computes. A multiply is 64 cells, 8 groups of 8; ``groups_along`` and ``multiplies_along`` say
-    along which axis of the map ("h", "w", or images "n") they follow each other; "" with a flat problem."""
+    along which axis of the map ("h", "w", or images "n") they follow each other; "" with a flat problem. ``dense``
+    (flat, too): the tile is so many cells in a row, wherever they begin, and ``rows`` are those that hold them."""
 
     #: Of cells: all warpgroups' together.
     images: int
@@ -46,10 +61,14 @@ class BoxTile:
     channels: int
     input_stages: int = 2
     weight_stages: int = 3
-    store_buffers: int = 1
     blocks_per_multiprocessor: int = 1
-    cluster: int = 1
     splits: int = 1
+    dense: bool = False
+
+    @property
+    def cells(self) -> int:
+        """Cells that are multiplied; of a tile that is not dense, some may be none."""
+        return 64 * self.m_tiles * self.warpgroups
 
     @property
     def narrow(self) -> bool:
@@ -60,8 +79,8 @@ class BoxTile:
         return 128 * self.warpgroups + ASKING_THREADS
 
     def __str__(self) -> str:
-        text = f"{self.images}x{self.rows}x{self.cols} cells x {self.channels} channels, {self.warpgroups} warpgroups"
-        text += f", clusters of {self.cluster}" if self.cluster > 1 else ""
+        cells = self.cells if self.dense else f"{self.images}x{self.rows}x{self.cols}"
+        text = f"{cells} cells x {self.channels} channels, {self.warpgroups} warpgroups"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -112,7 +131,7 @@ def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
         1024
         + tile.input_stages * (-(-input_bytes(problem, tile) // 1024) * 1024 + 16)
         + tile.weight_stages * (tile.channels * ROW_BYTES + 16)
-        + tile.warpgroups * tile.store_buffers * tile.m_tiles * 64 * ROW_BYTES
+        + tile.warpgroups * 64 * ROW_BYTES
     )
 
 
@@ -125,32 +144,30 @@ def tile_counts(problem: StridedProblem, tile: BoxTile) -> tuple[int, int, int]:
 
 
 def work_count(problem: StridedProblem, tile: BoxTile) -> int:
-    """Turns of blocks, or of pairs of them."""
+    """Turns of blocks."""
     images, rows, cols = tile_counts(problem, tile)
     geometry = problem.geometry
+    tiles = images * rows * cols
+    if tile.dense:
+        tiles = -(-geometry.batch * problem.cells[0] * problem.cells[1] // tile.cells)
     blocks = -(-geometry.out_channels_per_group // tile.channels)
-    return -(-images * rows * cols // tile.cluster) * blocks * geometry.groups * tile.splits
-
-
-def block_room(tile: BoxTile, multiprocessors: int) -> int:
-    """Blocks that find room at once, whole clusters of them. Of multiprocessors, clusters of 4 get those that lie
-    together by 16 (an H200 has room for 32 such clusters on 132)."""
-    whole = multiprocessors // 16 * 16 if tile.cluster == 4 else multiprocessors
-    return whole * tile.blocks_per_multiprocessor // tile.cluster * tile.cluster
+    return tiles * blocks * geometry.groups * tile.splits
 
 
 def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> float:
     """About how long it takes, what comes from memory left aside: it is the same for all tiles but what splits cost."""
     geometry = problem.geometry
-    cells = tile.warpgroups * tile.m_tiles * 64
-    taps = geometry.taps
-    multiplies = taps * cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
-    weights = taps * tile.channels * ROW_BYTES / tile.cluster
+    blocks = tile.blocks_per_multiprocessor
+    out_item = 4 if tile.splits > 1 else problem.item
+    multiplies = geometry.taps * tile.cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
+    weights = geometry.taps * tile.channels * ROW_BYTES
     fill = slice_count(problem, tile) * input_bytes(problem, tile) + weights
-    rounds = -(-work_count(problem, tile) * tile.cluster // block_room(tile, multiprocessors))
     steps = -(-chunks(problem) // tile.splits)
-    turn = steps * max(multiplies, fill / FILL_BYTES) * tile.blocks_per_multiprocessor
-    turn += TILE_CLOCKS * cells / 128 * tile.channels / 128
+    main = steps * max(multiplies, fill / FILL_BYTES)
+    store = TILE_CLOCKS + tile.cells * tile.channels * out_item / STORE_BYTES
+    # Of two blocks one stores while the other multiplies.
+    turn = main + store if blocks == 1 else max(2 * main, main + store)
+    rounds = -(-work_count(problem, tile) // (multiprocessors * blocks))
     total = rounds * turn
     if tile.splits > 1:
         count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -161,81 +178,75 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
 def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
     """Tiles that the kernel can compute the problem with, in no order."""
     for shape in dict.fromkeys(_shapes(problem)):
-        for cluster, splits, blocks in product((1, 2, 4), (1, 2, 4), (1, 2)):
+        for splits, blocks in product((1, 2, 4), (1, 2)):
             if splits > 1 and (problem.geometry.groups > 1 or splits > chunks(problem)):
                 continue
-            if blocks * shape.warpgroups > 2 or shape.channels * ROW_BYTES % (1024 * cluster):
+            if blocks * shape.warpgroups > max(2, shape.warpgroups):
                 continue
-            tile = replace(shape, cluster=cluster, splits=splits, blocks_per_multiprocessor=blocks)
-            staged = _with_stages(problem, tile, device)
+            staged = _with_stages(
+                problem, replace(shape, splits=splits, blocks_per_multiprocessor=blocks), device
+            )
             if staged is not None:
                 yield staged
 
 
 def _with_stages(problem: StridedProblem, tile: BoxTile, device: Device) -> BoxTile | None:
-    """The same with as many stages as look furthest ahead, and two places for what is stored if they fit beside."""
-    out_item = 4 if tile.splits > 1 else problem.item
+    """The same with as many stages as look furthest ahead, if there is room for two of each."""
     taps = problem.geometry.taps / slice_count(problem, tile)
+    none = shared_bytes(problem, replace(tile, input_stages=0, weight_stages=0))
+    one_input = shared_bytes(problem, replace(tile, input_stages=1, weight_stages=0)) - none
+    room = (device.shared_memory_per_block + 1024) // tile.blocks_per_multiprocessor - 1024 - none
     best, found = 0.0, None
-    for buffers in (1, 2):
-        if tile.channels * out_item // ROW_BYTES % buffers:
-            continue
-        smallest = replace(tile, input_stages=0, weight_stages=0, store_buffers=buffers)
-        room = (device.shared_memory_per_block + 1024) // tile.blocks_per_multiprocessor - 1024
-        room -= shared_bytes(problem, smallest)
-        one_input = shared_bytes(problem, replace(smallest, input_stages=1)) - shared_bytes(problem, smallest)
-        for inputs in range(2, MOST_INPUT_STAGES + 1):
-            weights = min(MOST_WEIGHT_STAGES, (room - inputs * one_input) // (tile.channels * ROW_BYTES + 16))
-            if weights < 2:
-                break
-            ahead = min(inputs * taps, weights) + 0.01 * min(inputs, weights) + 0.1 * (buffers - 1)
-            if ahead > best:
-                best = ahead
-                found = replace(tile, input_stages=inputs, weight_stages=weights, store_buffers=buffers)
+    for inputs in range(2, MOST_INPUT_STAGES + 1):
+        weights = min(MOST_WEIGHT_STAGES, (room - inputs * one_input) // (tile.channels * ROW_BYTES + 16))
+        if weights < 2:
+            break
+        ahead = min(inputs * taps, weights) + 0.01 * min(inputs, weights)
+        if ahead > best:
+            best, found = ahead, replace(tile, input_stages=inputs, weight_stages=weights)
     return found
 
 
 def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
-    geometry, cells_w = problem.geometry, problem.cells[1]
-    channels = geometry.out_channels_per_group
-    for warpgroups, m_tiles in ((2, 2), (2, 1), (1, 2), (1, 1)):
-        widths = [n for n in (64, 96, 128, 256) if n // 2 * m_tiles <= 128]
+    channels = problem.geometry.out_channels_per_group
+    arranged = _flat_shapes if flat(problem) else _mapped_shapes
+    for warpgroups, m_tiles in ((2, 2), (2, 1), (3, 1), (1, 2), (1, 1)):
+        # A thread has 168 registers, one of three warpgroups 144.
+        most_sums = 64 if warpgroups == 3 else 128
+        widths = [n for n in (64, 96, 128, 256) if n // 2 * m_tiles <= most_sums]
         widths = [n for n in widths if n % 64 == 0 or n >= channels]
         # Of those that hold all channels the smallest, and those that do not.
         enough = [n for n in widths if n >= channels][:1]
         for width in enough + [n for n in widths if n < channels and n >= 128]:
-            if flat(problem):
-                for cols in {cells_w, 64, 32, 16, 8} if cells_w <= 64 * m_tiles else {64 * m_tiles, 64, 32}:
-                    if cols > cells_w:
-                        continue
-                    rows = 64 * m_tiles // cols * warpgroups
-                    made = BoxTile(1, rows, cols, "", "", m_tiles, warpgroups, warpgroups, width)
-                    if _fits_engine(problem, made):
-                        yield made
-                continue
-            narrow = 1 << (cells_w - 1).bit_length() if cells_w <= 4 else 8
-            for groups, multiplies in product("hwn", "hwn"):
-                if narrow < 8 and "w" in (groups, multiplies):
-                    continue
-                size = {"n": 1, "h": 8 // narrow, "w": narrow}
-                size[groups] *= 8
-                size[multiplies] *= m_tiles
-                for along in "hn" if warpgroups > 1 else "h":
-                    whole = dict(size)
-                    whole[along] *= warpgroups
-                    made = BoxTile(
-                        whole["n"],
-                        whole["h"],
-                        whole["w"],
-                        groups,
-                        multiplies,
-                        m_tiles,
-                        warpgroups,
-                        warpgroups if along == "h" else 1,
-                        width,
-                    )
-                    if _fits_engine(problem, made):
-                        yield made
+            for shape in arranged(problem, warpgroups, m_tiles):
+                made = replace(shape, channels=width)
+                if _fits_engine(problem, made):
+                    yield made
+
+
+def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
+    """All rows are of one map: so many cells in a row, or pieces of rows."""
+    cells_w, cells = problem.cells[1], 64 * m_tiles * warpgroups
+    rows = -(-(cells_w - gcd(cells, cells_w) + cells) // cells_w)
+    yield BoxTile(1, rows, cells_w, "", "", m_tiles, warpgroups, warpgroups, 0, dense=True)
+    own = 64 * m_tiles
+    for cols in sorted({min(cells_w, own), 8, 16, 32, 64}):
+        if cols <= min(cells_w, own):
+            yield BoxTile(1, own // cols * warpgroups, cols, "", "", m_tiles, warpgroups, warpgroups, 0)
+
+
+def _mapped_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
+    cells_w = problem.cells[1]
+    width = 1 << (cells_w - 1).bit_length() if cells_w <= 4 else 8
+    for groups, multiplies, along in product("hwn", "hwn", "hn" if warpgroups > 1 else "h"):
+        if width < 8 and "w" in (groups, multiplies):
+            continue
+        size = {"n": 1, "h": 8 // width, "w": width}
+        size[groups] *= 8
+        size[multiplies] *= m_tiles
+        size[along] *= warpgroups
+        shared = warpgroups if along == "h" else 1
+        yield BoxTile(size["n"], size["h"], size["w"], groups, multiplies, m_tiles, warpgroups, shared, 0)
 
 
 def _fits_engine(problem: StridedProblem, tile: BoxTile) -> bool:

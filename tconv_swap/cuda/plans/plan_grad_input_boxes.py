@@ -101,6 +101,7 @@ def part_with_tile(
         ("OUT_WIDTH", geometry.out_width),
         ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
         ("FLAT", boxes_tile.flat(problem)),
+        ("DENSE", tile.dense),
         ("TILE_N", tile.images),
         ("TILE_H", tile.rows),
         ("TILE_W", tile.cols),
@@ -113,18 +114,20 @@ def part_with_tile(
         *boxes_tile.pitches(problem, tile).items(),
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
-        ("STORE_BUFFERS", tile.store_buffers),
         ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
-        ("CLUSTER", tile.cluster),
         ("SPLITS", tile.splits),
         ("SHARED_BYTES", shared),
     )
     main = Launch(
-        Kernel("grad_input_boxes.cu", "grad_input_boxes", constants),
-        grid=min(works * tile.cluster, boxes_tile.block_room(tile, multiprocessors)),
+        # With 128 sums, a thread's other registers are in some geometries a few words too little to store them by.
+        Kernel(
+            "grad_input_boxes.cu", "grad_input_boxes", constants, spills=tile.m_tiles * tile.channels >= 256
+        ),
+        grid=min(works, multiprocessors * tile.blocks_per_multiprocessor),
         block=tile.threads,
         arguments=(
-            *(tensor_map(index) for index in (0, 1, 2 if problem.output_channels_last else 0)),
+            tensor_map(0),
+            tensor_map(1),
             to,
             int64(geometry.batch),
             int64(works),
@@ -133,7 +136,6 @@ def part_with_tile(
         tensor_maps=(
             _grad_output_map(problem, tile, grad_output),
             _weight_map(problem, tile, weight),
-            *((_grad_input_map(problem, tile, to),) if problem.output_channels_last else ()),
         ),
     )
     launches = [main]
@@ -192,32 +194,6 @@ def _weight_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> Tenso
         _ELEMENT_KINDS[problem.precision],
         (geometry.in_channels_per_group, geometry.taps, channels, geometry.groups),
         (group, geometry.taps * group, channels * geometry.taps * group),
-        (boxes_tile.ROW_BYTES // problem.item, 1, tile.channels // tile.cluster, 1),
+        (boxes_tile.ROW_BYTES // problem.item, 1, tile.channels, 1),
         (1, 1, 1, 1),
-    )
-
-
-def _grad_input_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> TensorMap:
-    """Channels, groups or splits, columns, rows, images: what one warpgroup stores of a block of channels."""
-    geometry, (rows, cols), images = problem.geometry, problem.cells, problem.geometry.batch
-    item = 4 if tile.splits > 1 else problem.item
-    pixel = geometry.out_channels * item
-    if boxes_tile.flat(problem):
-        images, rows = 1, images * rows
-    group = geometry.out_channels_per_group
-    whole = images * rows * cols * pixel
-    kind = ElementKind.FLOAT32 if item == 4 else _ELEMENT_KINDS[problem.precision]
-    return TensorMap(
-        base,
-        kind,
-        (group, max(geometry.groups, tile.splits), cols, rows, images),
-        (whole if tile.splits > 1 else group * item, pixel, cols * pixel, rows * cols * pixel),
-        (
-            boxes_tile.ROW_BYTES // item,
-            1,
-            tile.cols,
-            tile.rows // tile.warpgroups_h,
-            tile.images * tile.warpgroups_h // tile.warpgroups,
-        ),
-        (1, 1, 1, 1, 1),
     )
