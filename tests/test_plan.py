@@ -128,7 +128,7 @@ def test_the_kernel_chosen_for_grad_input(
 ) -> None:
     problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
     made = plan.plan_backward(problem, (True, False, False), device)
-    boxes = channels_last and device is H200 and entry is not None and entry.startswith("grad_input")
+    boxes = channels_last and entry == "grad_input_wgmma"
     if boxes:
         entry = "grad_input_boxes"
     general = entry in (None, "general_grad_input")

@@ -29,6 +29,8 @@ from tconv_swap.cuda.program import (
 FAMILY = "box tile"
 #: The kernel's code does not depend on it, but a table of its constants does.
 MOST_TAPS = 64
+#: Of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply is padding.
+LEAST_CHANNELS = 32
 _ELEMENT_KINDS = {
     "TF32": ElementKind.TFLOAT32,
     "FP16": ElementKind.FLOAT16,
@@ -62,9 +64,10 @@ def claims(problem: StridedProblem, device: Device) -> bool:
 
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
-    if not claims(problem, device):
-        return []
     geometry = problem.geometry
+    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    if channels < LEAST_CHANNELS or not claims(problem, device):
+        return []
     grad_input_bytes = 4 * geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     found = [
         tile
