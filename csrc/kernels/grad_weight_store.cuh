@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
                                                       int lane, float* shared, Element* gradient) {
 #pragma unroll
   for (int i = 0; i < M_FRAGMENTS; ++i) {
-    __syncthreads();
+    ptx::meet<1, THREADS>();
 #pragma unroll
     for (int f = 0; f < WARP_TAPS * N_FRAGMENTS; ++f) {
       const int tap = at.t * WARP_TAPS + f / N_FRAGMENTS;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
         }
       }
     }
-    __syncthreads();
+    ptx::meet<1, THREADS>();
     for (unsigned e = threadIdx.x; e < STAGED_SUMS; e += THREADS) {
       const unsigned co = WEIGHT_CHANNELS_LAST ? e % BLOCK_N : e / BLOCK_TAPS % BLOCK_N;
       const unsigned tap = WEIGHT_CHANNELS_LAST ? e / BLOCK_N % BLOCK_TAPS : e % BLOCK_TAPS;
@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
   }
 }
 
-/// Store a block's sums, which are all there is, to the gradient. `shared` is free.
+/// Store a block's sums, which are all there is, to the gradient: THREADS threads. `shared` is free.
 __device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
                                                float* shared, Element* gradient) {
   const WarpPlace at(warp);
