@@ -30,7 +30,7 @@ constexpr int BIAS_SHARERS = BIAS_THREADS / (BLOCK_N / 8);
 static_assert(!WITH_BIAS || (BIAS_SHARERS > 0 && BIAS_THREADS % (BLOCK_N / 8) == 0));
 constexpr int BIAS_SUMS = BARRIERS + 2 * STAGES * 8;
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BIAS_SUMS + BIAS_THREADS * 32, "the plan and the kernel must agree");
-static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_SUMS * 4 <= BARRIERS);
+static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
 /// The tiles of a slice, one after the other.
 struct Tiles {
@@ -172,7 +172,8 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       ptx::fence_sums();
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
-#pragma unroll 1
+      // Rolled, the compiler would wait between the multiplies of several flushes.
+#pragma unroll
       for (int step = 0; step < STEPS; ++step)
         multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
       ptx::commit_multiplies();

@@ -30,8 +30,10 @@ MOST_BOXES = 32
 #: For the sums of the bias.
 BIAS_BYTES = BIAS_THREADS * 32
 
-#: Of one multiprocessor and clock: what the L2 brings, and what it takes and gives again of partial sums, in bytes.
-L2_RATE, PARTIAL_RATE = 30, 20
+#: Bytes of one multiprocessor and clock: what the L2 brings, what memory brings, what becomes of partial sums.
+L2_RATE, MEMORY_RATE, PARTIAL_RATE = 34, 15, 20
+#: Of a block: to begin and to end; of a launch that adds up.
+BLOCK_CLOCKS, REDUCTION_CLOCKS = 3000, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +193,7 @@ def _with_most_stages(problem: Problem, boxes: Boxes, device: Device) -> Boxes |
     stages = min(MOST_STAGES, room // (each + 16))
     tile = boxes.tile
     # Where nothing is left to add up, the sums leave by way of the stages.
-    if stages < LEAST_STAGES or stages * each < tile.block_m * tile.block_n * math.prod(tile.taps) * 4:
+    if stages < LEAST_STAGES or stages * each < tile.block_m * _staged_row_bytes(tile):
         return None
     t = tile
     return Boxes(
@@ -200,6 +202,11 @@ def _with_most_stages(problem: Problem, boxes: Boxes, device: Device) -> Boxes |
         ),
         boxes.flat,
     )
+
+
+def _staged_row_bytes(tile: Tile) -> int:
+    """Of one input channel's sums: grad_weight_store.cuh."""
+    return (ceil_div(tile.block_n * math.prod(tile.taps), 32) * 32 + 8) * 4
 
 
 def _counts(taps: int) -> list[int]:
@@ -303,9 +310,13 @@ def expected_clocks(problem: Problem, boxes: Boxes, slices: int, device: Device)
     clocks = max(multiplies, shared, copied / L2_RATE) + 40
     blocks = weight_tiles(problem, tile) * slices
     waves = ceil_div(blocks, device.multiprocessors)
+    # Until the first stage is there nobody multiplies, and all begin at once.
+    block = ceil_div(pixel_tiles(problem, tile), slices) * clocks + copied / MEMORY_RATE + BLOCK_CLOCKS
+    g = problem.geometry
+    moved = 2 * g.batch * (g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width)
     gradient = slice_bytes(problem, boxes) / (device.multiprocessors * PARTIAL_RATE)
-    partial = gradient if slices == 1 else (2 * slices + 2) * gradient + 5000
-    return waves * (ceil_div(pixel_tiles(problem, tile), slices) * clocks + 2000) + partial
+    partial = gradient if slices == 1 else (2 * slices + 2) * gradient + REDUCTION_CLOCKS
+    return max(waves * block, moved / (device.multiprocessors * MEMORY_RATE)) + partial
 
 
 @lru_cache(maxsize=256)
