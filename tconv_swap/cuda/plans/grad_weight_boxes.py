@@ -236,7 +236,8 @@ def _tap_choices(problem: Problem) -> list[tuple[Pair, Pair]]:
 def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int, int, int, int], int, int]]:
     """Warps along m, n, taps, pixels; channels out and taps of one warpgroup."""
     g = problem.geometry
-    for warp_n, groups_t in itertools.product((64, 128, 256), (1, 2, 3)):
+    widths = (64, 128, 256) if g.out_channels_per_group > 32 else (32,)
+    for warp_n, groups_t in itertools.product(widths, (1, 2, 3)):
         warp_taps = ceil_div(taps, groups_t)
         sums = warp_n * warp_taps // 2
         if ceil_div(taps, warp_taps) != groups_t or warp_n >= max(128, 2 * g.out_channels_per_group):

@@ -41,7 +41,7 @@ _KINDS = {torch.float16: ElementKind.FLOAT16, torch.bfloat16: ElementKind.BFLOAT
 #: Bytes between neighbours along each dimension must be multiples of this.
 _ALIGNMENT = 16
 #: Channels of a group below which too much of a box of 64 would be another's.
-_LEAST_CHANNELS = 33
+_LEAST_CHANNELS = 17
 _INT32_LIMIT = 2**31
 
 
