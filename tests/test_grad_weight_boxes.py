@@ -69,14 +69,13 @@ def test_every_tile_keeps_the_limits(geometry: Geometry) -> None:
     found = list(candidates(posed, H200))
     assert found
     for boxes in random.Random(0).sample(found, min(40, len(found))):
-        assert shared_bytes(posed, boxes, True) <= H200.shared_memory_per_block
+        assert shared_bytes(posed, boxes) <= H200.shared_memory_per_block
         for slices in slice_choices(posed, boxes, H200):
             part = plan_with_boxes(posed, boxes, slices, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
             # Whole tiles may be four times what is real: taps and channels that do not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
             main = part.launches[0]
-            assert main.grid % boxes.cluster == 0
             for one in main.tensor_maps:
                 assert all(0 < size <= 256 for size in one.box)
                 assert all(step <= 8 for step in one.steps)
@@ -107,10 +106,10 @@ def random_geometry(rng: random.Random) -> Geometry:
         )
         geometry = Geometry(
             rng.choice((1, 2, 3, 5, 16)),
-            groups * rng.choice((40, 64, 72, 128, 200, 256)),
+            groups * rng.choice((24, 40, 64, 72, 128, 200, 256)),
             height,
             width,
-            groups * rng.choice((40, 64, 72, 128, 136, 256, 320)),
+            groups * rng.choice((24, 32, 40, 64, 72, 128, 136, 256, 320)),
             kernel,
             stride,
             padding,
@@ -136,10 +135,8 @@ def posed_at_random(
     while True:
         posed = plan.Problem(random_geometry(rng), dtype, "ieee", True, rng.random() < 0.5)
         tiles = list(candidates(posed, facts)) if claims(posed, facts) else []
-        wanted = rng.choice(("any", "flat", "cluster"))
-        if wanted != "any":
-            some = [t for t in tiles if (t.flat if wanted == "flat" else t.cluster > 1)]
-            tiles = some or tiles
+        if rng.random() < 0.4:
+            tiles = [one for one in tiles if one.flat] or tiles
         if tiles:
             return posed, tiles
 

@@ -25,11 +25,11 @@ static_assert(IS_16_BIT && CHANNELS_LAST && WARP_M == 16 && WARPS_M % 4 == 0 && 
 static_assert(WARPS_N == 1 || WARP_N % BOX_CHANNELS == 0);
 
 constexpr int ASKING_THREADS = 32;
-/// The bias: a thread adds up some pixels of 8 channels, for all taps of the block that count.
-constexpr int BIAS_SHARERS = BIAS_THREADS / (BLOCK_N / 8);
-static_assert(!WITH_BIAS || (BIAS_SHARERS > 0 && BIAS_THREADS % (BLOCK_N / 8) == 0));
-constexpr int BIAS_SUMS = BARRIERS + 2 * STAGES * 8;
-static_assert(SHARED_BYTES == BOX_ALIGNMENT + BIAS_SUMS + BIAS_THREADS * 32, "the plan and the kernel must agree");
+constexpr int BIAS_WARPS = BIAS_THREADS / 32;
+/// Of 16 output channels, that a warp adds up.
+constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
+static_assert(!WITH_BIAS || BIAS_WARPS > 0);
+static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
 /// The tiles of a slice, one after the other.
@@ -44,33 +44,11 @@ struct Tiles {
   }
 };
 
-/// A box for this block, or, where the blocks of the cluster share it, one of every CLUSTER boxes for all of them.
-template <bool SHARED>
-__device__ __forceinline__ void ask_for_box(int number, u32 rank, u32 to, const TensorMap& map, int channel, int col, int row, int image,
-                                            u32 barrier) {
-  if constexpr (!SHARED) {
-    ptx::copy_box(to, map, channel, col, row, image, barrier);
-  } else if (number % CLUSTER == rank) {
-    ptx::copy_box_to_blocks(to, map, channel, col, row, image, barrier, (1 << CLUSTER) - 1);
-  }
-}
-
-/// Word that a stage has been read, to all that fill it.
-__device__ __forceinline__ void release(u32 empty) {
-  if constexpr (CLUSTER == 1) {
-    ptx::arrive(empty);
-  } else {
-#pragma unroll
-    for (int rank = 0; rank < CLUSTER; ++rank) ptx::arrive_at_block(empty, rank);
-  }
-}
-
 /// One thread.
 __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const Tiles& tiles, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
-  const u32 rank = CLUSTER > 1 ? ptx::rank_in_cluster() : 0;
   ptx::prefetch_map(input);
   ptx::prefetch_map(grad_output);
 #pragma unroll 1
@@ -82,56 +60,68 @@ __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, con
     ptx::arrive_expecting(ring.full(), COPIED);
 #pragma unroll
     for (int m = 0; m < INPUT_BLOCKS; ++m)
-      ask_for_box<SHARES_INPUT>(m, rank, ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image,
-                                ring.full());
+      ptx::copy_box(ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
     for (int box = 0; box < Boxes::COUNT; ++box) {
       const int n = box % Boxes::CHANNEL_BLOCKS, phase = box / Boxes::CHANNEL_BLOCKS;
-      ask_for_box<SHARES_OUTPUT>(box, rank, ring.weights() + box * Boxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
-                                 col * STRIDE_W + base_col + Boxes::phase_col(phase % Boxes::PHASE_COLS),
-                                 row * STRIDE_H + base_row + TapsH::residue(phase / Boxes::PHASE_COLS), image, ring.full());
+      ptx::copy_box(ring.weights() + box * Boxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
+                    col * STRIDE_W + base_col + Boxes::phase_col(phase % Boxes::PHASE_COLS),
+                    row * STRIDE_H + base_row + TapsH::residue(phase / Boxes::PHASE_COLS), image, ring.full());
     }
   }
 }
 
-/// BIAS_THREADS threads.
-__device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Tiles& tiles, char* shared, float* bias_partial) {
-  const int thread = threadIdx.x - THREADS - ASKING_THREADS;
-  const int sharer = thread / (BLOCK_N / 8), octet = thread % (BLOCK_N / 8);
-  float sum[8] = {};
+/// The bias, by BIAS_THREADS threads: ones times grad_output, 16 pixels x 16 channels at a time, for the taps of the block
+/// that read each pixel once.
+__device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Tiles& tiles, float* bias_partial) {
+  const int warp = (threadIdx.x - THREADS - ASKING_THREADS) / 32, lane = threadIdx.x % 32;
+  u32 taps = 0;
+  u32 offsets[BLOCK_TAPS];
+#pragma unroll
+  for (int i = 0; i < BLOCK_TAPS; ++i) {
+    taps |= static_cast<u32>(Tap::of(place, i).reads_once) << i;
+    offsets[i] = tap_offset(i);
+  }
+  constexpr u32 ONE = PRECISION == ptx::FP16 ? 0x3c003c00 : 0x3f803f80;
+  const uint4 ones = make_uint4(ONE, ONE, ONE, ONE);
+  float sums[BIAS_SLICES][2][4] = {};
+  // Which row of 16 bytes this lane names: lanes 0 to 7 and 16 to 23 of the first 8 pixels, the others of the second.
+  const u32 row = (lane / 8 % 2 * OUT_GROUP + lane % 8) * ROW_BYTES;
 #pragma unroll 1
   for (int index = 0; index < tiles.count; ++index, ring.advance()) {
     ptx::wait_for_phase(ring.full(), ring.parity);
-    const u32 block = ring.weights() + octet / 8 * Boxes::BYTES;
-#pragma unroll 1
-    for (int number = 0; number < BLOCK_TAPS; ++number) {
-      if (!Tap::of(place, number).reads_once) continue;
-      const u32 from = block + Boxes::tap_offset(number / TAP_COLS, number % TAP_COLS);
-#pragma unroll 4
-      for (int pixel = sharer; pixel < TILE_PIXELS; pixel += BIAS_SHARERS) {
-        const u32 at = from + Boxes::position(pixel) * ROW_BYTES;
-        const uint4 v = ptx::load_shared_vector(at + ((octet % 8 * 16) ^ (at / ROW_BYTES % 8 * 16)));
-        const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          sum[2 * i] += load_as(Element{static_cast<unsigned short>(words[i])});
-          sum[2 * i + 1] += load_as(Element{static_cast<unsigned short>(words[i] >> 16)});
+    for (int tap = 0; tap < BLOCK_TAPS; ++tap) {
+      if (!(taps >> tap & 1)) continue;
+#pragma unroll
+      for (int i = 0; i < BIAS_SLICES; ++i) {
+        const int slice = warp + i * BIAS_WARPS;
+        if (slice >= BLOCK_N / 16) continue;
+        const u32 from = ring.weights() + slice / 4 * Boxes::BYTES + offsets[tap] + row, piece = slice % 4 * 2 + lane / 16;
+#pragma unroll 4
+        for (int step = 0; step < STEPS; ++step) {
+          const u32 at = from + Boxes::position(step * STEP) * ROW_BYTES;
+          u32 m[4];
+          ptx::load_matrices_transposed(m, at + ((piece ^ at / ROW_BYTES % 8) * 16));
+          ptx::mma<PRECISION>(sums[i][0], ones, {m[0], m[1]});
+          ptx::mma<PRECISION>(sums[i][1], ones, {m[2], m[3]});
         }
       }
     }
     __syncwarp();
-    if (thread % 32 == 0) release(ring.empty());
+    if (lane == 0) ptx::arrive(ring.empty());
   }
-  float* all = reinterpret_cast<float*>(shared + BIAS_SUMS);
+  // All rows of a product with ones are the same.
+  if (lane >= 4) return;
+  const int at_row = place.slice * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
 #pragma unroll
-  for (int c = 0; c < 8; ++c) all[thread * 8 + c] = sum[c];
-  ptx::meet<2, BIAS_THREADS>();
-  const int row = place.slice * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
-  for (int c = thread; c < BLOCK_N && place.n0 + c < CO_GROUP; c += BIAS_THREADS) {
-    float total = 0.f;
-    for (int i = 0; i < BIAS_SHARERS; ++i) total += all[i * BLOCK_N + c];
-    bias_partial[row * OUT_CHANNELS + place.group * CO_GROUP + place.n0 + c] = total;
-  }
+  for (int i = 0; i < BIAS_SLICES; ++i)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const int channel = place.n0 + (warp + i * BIAS_WARPS) * 16 + c / 2 * 8 + lane * 2 + c % 2;
+      if (channel < place.n0 + BLOCK_N && channel < CO_GROUP)
+        bias_partial[at_row * OUT_CHANNELS + place.group * CO_GROUP + channel] = sums[i][c / 2][c % 2];
+    }
 }
 
 /// Add 16 pixels for a warpgroup's taps from FIRST on. `b`: without a distance between blocks.
@@ -173,16 +163,16 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
       // Rolled, the compiler would wait between the multiplies of several flushes.
-#pragma unroll
+#pragma unroll STEPS_AT_ONCE
       for (int step = 0; step < STEPS; ++step)
         multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
       ptx::commit_multiplies();
       ptx::wait_multiplies<1>();
-      if (index > first && lane == 0) release(ring.empty_before());
+      if (index > first && lane == 0) ptx::arrive(ring.empty_before());
       ring.advance();
     }
     ptx::wait_multiplies<0>();
-    if (lane == 0) release(ring.empty_before());
+    if (lane == 0) ptx::arrive(ring.empty_before());
     if (end == tiles.count) ptx::let_next_launch_start();
     if constexpr (THROUGH_WORKSPACE) {
       store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
@@ -194,40 +184,32 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
   } while (index < tiles.count);
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
     grad_weight_boxes(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                       Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial, long long batch) {
   extern __shared__ __align__(1024) char memory[];
   char* const shared = memory + (BOX_ALIGNMENT - ptx::shared_address(memory) % BOX_ALIGNMENT) % BOX_ALIGNMENT;
   Ring ring(ptx::pinned(ptx::shared_address(shared)));
-  const Place place = Place::of(place_number(blockIdx.x));
+  const Place place = Place::of(blockIdx.x);
   const Tiles tiles(place, batch);
   const bool adds_bias = WITH_BIAS && place.m0 == 0;
   if (threadIdx.x == 0) {
-    // Blocks of the cluster that add up the bias.
-    const int adders = !WITH_BIAS ? 0 : SHARES_OUTPUT ? place.m0 / BLOCK_M < CLUSTER : place.m0 == 0 ? CLUSTER : 0;
     Ring each = ring;
     for (int s = 0; s < STAGES; ++s, each.advance()) {
       ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), (CLUSTER * THREADS + adders * BIAS_THREADS) / 32);
+      ptx::set_up_barrier(each.empty(), (THREADS + (adds_bias ? BIAS_THREADS : 0)) / 32);
     }
     ptx::publish_barriers();
   }
-  if constexpr (CLUSTER > 1) {
-    ptx::meet_cluster();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
 
   if (threadIdx.x < THREADS) {
     multiply_and_store(ring, place, tiles, shared, partial, gradient);
   } else {
     if (threadIdx.x == THREADS) ask_for_boxes(ring, place, tiles, input, grad_output);
     if constexpr (WITH_BIAS)
-      if (adds_bias && threadIdx.x >= THREADS + ASKING_THREADS) add_bias(ring, place, tiles, shared, bias_partial);
+      if (adds_bias && threadIdx.x >= THREADS + ASKING_THREADS) add_bias(ring, place, tiles, bias_partial);
     __syncwarp();
     if constexpr (!THROUGH_WORKSPACE) __syncthreads();
   }
-  // A block stays as long as others of its cluster may write to it.
-  if constexpr (CLUSTER > 1) ptx::meet_cluster();
 }

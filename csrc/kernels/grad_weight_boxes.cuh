@@ -69,7 +69,7 @@ constexpr int block_distance(int first, int taps) {
 }
 /// Taps that the multiply takes which begins with a warpgroup's `first`.
 constexpr int joined_taps(int first) {
-  for (int taps = MOST_JOINED; taps > 1; taps /= 2)
+  for (int taps = 4; taps > 1; taps /= 2)
     if (first + taps <= WARP_TAPS && taps * WARP_N <= 256 && WARP_N % BOX_CHANNELS == 0 && block_distance(first, taps) > 0) return taps;
   return 1;
 }
@@ -78,23 +78,6 @@ constexpr int INPUT_BLOCKS = BLOCK_M / BOX_CHANNELS;
 constexpr int INPUT_COPIED = TILE_PIXELS * ROW_BYTES;
 constexpr int INPUT_BYTES = round_up(INPUT_COPIED, BOX_ALIGNMENT);
 constexpr int COPIED = INPUT_BLOCKS * INPUT_COPIED + Boxes::COUNT * Boxes::COPIED;
-
-// ---- clusters: CLUSTER blocks that work on the same pixels at the same time and share what they load of one operand ----
-
-/// They differ in their input channels and share grad_output; else they share the input.
-constexpr bool SHARES_OUTPUT = CLUSTER > 1 && CLUSTER_ALONG_M, SHARES_INPUT = CLUSTER > 1 && !CLUSTER_ALONG_M;
-static_assert(!SHARES_OUTPUT || (M_BLOCKS % CLUSTER == 0 && Boxes::COUNT % CLUSTER == 0));
-static_assert(!SHARES_INPUT || (N_BLOCKS * TAP_BLOCKS % CLUSTER == 0 && INPUT_BLOCKS % CLUSTER == 0));
-
-/// What block `block` of the grid computes: as Place::of counts it.
-__device__ __forceinline__ int place_number(int block) {
-  if constexpr (SHARES_INPUT) {
-    const int cluster = block / CLUSTER;
-    return cluster % M_BLOCKS + M_BLOCKS * (cluster / M_BLOCKS * CLUSTER + block % CLUSTER);
-  } else {
-    return block;
-  }
-}
 
 // What stage_ring.cuh wants to know.
 constexpr int INPUT_WORDS = INPUT_BLOCKS * INPUT_BYTES / 4;

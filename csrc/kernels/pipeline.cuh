@@ -30,27 +30,6 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// ---- clusters -------------------------------------------------------------------------------------------------------
-
-/// This block's number in its cluster.
-__device__ __forceinline__ u32 rank_in_cluster() {
-  u32 rank;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-/// At the barrier in the same place of another block of the cluster.
-__device__ __forceinline__ void arrive_at_block(u32 barrier, u32 rank) {
-  asm volatile(
-      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-      " mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
-      "r"(rank)
-      : "memory");
-}
-/// All threads of all blocks of the cluster.
-__device__ __forceinline__ void meet_cluster() {
-  asm volatile("barrier.cluster.arrive.release;\nbarrier.cluster.wait.acquire;" ::: "memory");
-}
-
 // ---- bulk copies: one contiguous run, a multiple of 16 bytes --------------------------------------------------------
 
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {

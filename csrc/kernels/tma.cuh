@@ -40,16 +40,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, i
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1)
       : "memory");
 }
-/// The same to all blocks of the cluster in `blocks` (one bit each), at the same place, where their own barriers learn it.
-__device__ __forceinline__ void copy_box_to_blocks(u32 to, const TensorMap& map, int x0, int x1, int x2, int x3, u32 barrier,
-                                                   unsigned short blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-      "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
-      "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "h"(blocks)
-      : "memory");
-}
-
 /// A box from shared memory; its writers have published it (publish_to_multiplies) and met this thread at a barrier.
 __device__ __forceinline__ void store_box(const TensorMap& map, int x0, int x1, int x2, int x3, u32 from) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

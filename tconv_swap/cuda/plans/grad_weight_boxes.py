@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tconv_swap.cuda.plans.grad_weight_cost import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.grad_weight_tile import Tile, ceil_div, pixel_tiles, tap_blocks, weight_tiles
+from tconv_swap.cuda.plans.grad_weight_tile import Tile, ceil_div, pixel_tiles, weight_tiles
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import Pair
 
@@ -27,25 +27,19 @@ BOX_SPAN, BOX_STEP = 256, 8
 STEP_PIXELS = 16
 MOST_STAGES, LEAST_STAGES = 8, 3
 MOST_BOXES = 32
-#: For the sums of the bias.
-BIAS_BYTES = BIAS_THREADS * 32
 
 #: Bytes of one multiprocessor and clock: what the L2 brings, what memory brings, what becomes of partial sums.
-L2_RATE, MEMORY_RATE, PARTIAL_RATE = 34, 15, 20
+L2_RATE, MEMORY_RATE, PARTIAL_RATE = 37, 15, 16
 #: Of a block: to begin and to end; of a launch that adds up.
 BLOCK_CLOCKS, REDUCTION_CLOCKS = 3000, 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Boxes:
-    """``tile`` says what a block computes. ``flat``: a box of grad_output for each tap column, none shifted in a row.
-    ``cluster`` blocks share what they load, of grad_output where they differ along m, else of the input.
-    """
+    """``tile`` says what a block computes. ``flat``: a box of grad_output for each tap column, none shifted."""
 
     tile: Tile
     flat: bool
-    cluster: int = 1
-    along_m: bool = True
 
     @property
     def input_blocks(self) -> int:
@@ -62,12 +56,7 @@ class Boxes:
         return self.tile.sums + OTHER_REGISTERS <= min(255, REGISTERS // (128 * warps) // 8 * 8)
 
     def __str__(self) -> str:
-        shared = (
-            f", {self.cluster} share the {'outputs' if self.along_m else 'inputs'}"
-            if self.cluster > 1
-            else ""
-        )
-        return f"{self.tile}{', flat' if self.flat else ''}{shared}"
+        return f"{self.tile}{', flat' if self.flat else ''}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,23 +91,16 @@ def box_count(problem: Problem, boxes: Boxes) -> int:
     return axis_of(problem, tile, 0).phases * cols * boxes.channel_blocks
 
 
-def operand_bytes(problem: Problem, boxes: Boxes) -> tuple[int, int]:
-    """Of one stage: the input's, grad_output's."""
-
+def stage_bytes(problem: Problem, boxes: Boxes) -> int:
     def aligned(pixels: int) -> int:
         return ceil_div(pixels * ROW_BYTES, BOX_ALIGNMENT) * BOX_ALIGNMENT
 
     box = math.prod(box_shape(problem, boxes))
-    return boxes.input_blocks * aligned(boxes.tile.pixels), box_count(problem, boxes) * aligned(box)
+    return boxes.input_blocks * aligned(boxes.tile.pixels) + box_count(problem, boxes) * aligned(box)
 
 
-def stage_bytes(problem: Problem, boxes: Boxes) -> int:
-    return sum(operand_bytes(problem, boxes))
-
-
-def shared_bytes(problem: Problem, boxes: Boxes, with_bias: bool) -> int:
-    stages = boxes.tile.stages
-    return BOX_ALIGNMENT + stages * (stage_bytes(problem, boxes) + 16) + (BIAS_BYTES if with_bias else 0)
+def shared_bytes(problem: Problem, boxes: Boxes) -> int:
+    return BOX_ALIGNMENT + boxes.tile.stages * (stage_bytes(problem, boxes) + 16)
 
 
 def _runs_lie_right(problem: Problem, boxes: Boxes) -> bool:
@@ -170,25 +152,12 @@ def candidates(problem: Problem, device: Device) -> Iterator[Boxes]:
                 fitted = _with_most_stages(problem, Boxes(tile, flat), device)
                 if fitted is not None:
                     yield fitted
-                    yield from _clusters(problem, fitted)
-
-
-def _clusters(problem: Problem, boxes: Boxes) -> Iterator[Boxes]:
-    """The same tile by two blocks that share what is the same for both."""
-    g, tile = problem.geometry, boxes.tile
-    m_blocks = ceil_div(g.in_channels_per_group, tile.block_m)
-    others = ceil_div(g.out_channels_per_group, tile.block_n) * math.prod(tap_blocks(problem, tile))
-    if m_blocks % 2 == 0 and box_count(problem, boxes) % 2 == 0:
-        yield Boxes(tile, boxes.flat, 2, along_m=True)
-    if others % 2 == 0 and boxes.input_blocks % 2 == 0:
-        yield Boxes(tile, boxes.flat, 2, along_m=False)
 
 
 def _with_most_stages(problem: Problem, boxes: Boxes, device: Device) -> Boxes | None:
     if box_count(problem, boxes) > MOST_BOXES or not boxes.fits_registers:
         return None
-    # The last stage's end, the bias's sums.
-    room = device.shared_memory_per_block - BOX_ALIGNMENT - BIAS_BYTES
+    room = device.shared_memory_per_block - BOX_ALIGNMENT
     each = stage_bytes(problem, boxes)
     stages = min(MOST_STAGES, room // (each + 16))
     tile = boxes.tile
@@ -304,10 +273,9 @@ def expected_clocks(problem: Problem, boxes: Boxes, slices: int, device: Device)
     tile = boxes.tile
     groups = tile.threads // 128
     steps = groups * tile.warp_taps * tile.pixels / STEP_PIXELS
-    into, out = operand_bytes(problem, boxes)
-    copied = into / (1 if boxes.along_m else boxes.cluster) + out / (boxes.cluster if boxes.along_m else 1)
+    copied = stage_bytes(problem, boxes)
     multiplies = steps * tile.warp_n / 2
-    shared = steps * (16 + tile.warp_n / 4) + (into + out) / 128
+    shared = steps * (16 + tile.warp_n / 4) + copied / 128
     clocks = max(multiplies, shared, copied / L2_RATE) + 40
     blocks = weight_tiles(problem, tile) * slices
     waves = ceil_div(blocks, device.multiprocessors)

@@ -105,7 +105,7 @@ def plan_with_boxes(problem: Problem, boxes: Boxes, slices: int, with_bias: bool
     if ceil_div(pixel_tiles(problem, tile), slices) < 2 * flush:
         flush = 0
     through_workspace = slices > 1 or flush > 0
-    shared = shared_bytes(problem, boxes, with_bias)
+    shared = shared_bytes(problem, boxes)
     rows = math.prod(tap_blocks(problem, tile)) * slices
     sums = Sums(
         slices,
@@ -149,9 +149,7 @@ def plan_with_boxes(problem: Problem, boxes: Boxes, slices: int, with_bias: bool
                 *constants,
                 ("FLAT", boxes.flat),
                 ("FLUSH", flush),
-                ("MOST_JOINED", 4),
-                ("CLUSTER", boxes.cluster),
-                ("CLUSTER_ALONG_M", boxes.along_m),
+                ("STEPS_AT_ONCE", tile.pixels // STEP_PIXELS),
                 ("WITH_BIAS", with_bias),
                 ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
             ),
