@@ -59,7 +59,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     """The ``count`` parts that are expected to be the fastest, the best first."""
     if not _claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
-    boxes = plan_grad_weight_boxes.part_candidates(problem, device, with_bias, count)
+    # One of both kinds for whoever measures.
+    boxes = plan_grad_weight_boxes.part_candidates(problem, device, with_bias, (count + 1) // 2)
     if len(boxes) == count:
         return boxes
     best = best_tile(problem, device)
