@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(REDUCE_THREADS)
   const int channel = (static_cast<int>(blockIdx.x - WEIGHT_BLOCKS)) * UNITS + lane;
   if (is_bias) {
     if (channel < OUT_CHANNELS)
+#pragma unroll 8
       for (int row = sharer; row < SLICES * BIAS_ROWS; row += SHARERS) sum.x += bias_partial[row * OUT_CHANNELS + channel];
   } else if (unit < SLICE_UNITS) {
     const float4* from = partial + unit;

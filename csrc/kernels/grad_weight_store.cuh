@@ -48,15 +48,19 @@ __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4],
   }
 }
 
-/// One fragment of every warp along m at a time passes through shared memory, so that neighbours leave together.
-constexpr int STAGED_ROWS = WARPS_M * 16, STAGED_SUMS = STAGED_ROWS * BLOCK_N * BLOCK_TAPS;
-constexpr bool STAGES_GRADIENT = !SWAPPED && STAGED_SUMS * 4 <= SHARED_BYTES;
+/// One fragment of every warp along m at a time passes through shared memory, so that neighbours leave together. A row, of
+/// one input channel, begins a quarter of the banks after the one before.
+constexpr int STAGED_ROWS = WARPS_M * 16, ROW_SUMS = BLOCK_N * BLOCK_TAPS, STAGED_PITCH = round_up(ROW_SUMS, 32) + 8;
+constexpr int STAGED_BYTES = STAGED_ROWS * STAGED_PITCH * 4;
+constexpr bool STAGES_GRADIENT = !SWAPPED && STAGED_BYTES <= SHARED_BYTES;
+/// Output channels that leave as one piece.
+constexpr int PIECE = WEIGHT_CHANNELS_LAST && IS_16_BIT && CO_GROUP % 8 == 0 && BLOCK_N % 8 == 0 ? 8 : 1;
 
 __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGMENTS][4], const Place& place, const WarpPlace& at,
                                                       int lane, float* shared, Element* gradient) {
 #pragma unroll
   for (int i = 0; i < M_FRAGMENTS; ++i) {
-    __syncthreads();
+    ptx::meet<1, THREADS>();
 #pragma unroll
     for (int f = 0; f < WARP_TAPS * N_FRAGMENTS; ++f) {
       const int tap = at.t * WARP_TAPS + f / N_FRAGMENTS;
@@ -65,25 +69,33 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const int m = row + r / 2 * 8, co = n + r % 2;
-          shared[WEIGHT_CHANNELS_LAST ? (m * BLOCK_TAPS + tap) * BLOCK_N + co : (m * BLOCK_N + co) * BLOCK_TAPS + tap] =
+          shared[m * STAGED_PITCH + (WEIGHT_CHANNELS_LAST ? tap * BLOCK_N + co : co * BLOCK_TAPS + tap)] =
               sums[i * (WARP_TAPS * N_FRAGMENTS) + f][r];
         }
       }
     }
-    __syncthreads();
-    for (unsigned e = threadIdx.x; e < STAGED_SUMS; e += THREADS) {
-      const unsigned co = WEIGHT_CHANNELS_LAST ? e % BLOCK_N : e / BLOCK_TAPS % BLOCK_N;
-      const unsigned tap = WEIGHT_CHANNELS_LAST ? e / BLOCK_N % BLOCK_TAPS : e % BLOCK_TAPS;
-      const unsigned m = e / (BLOCK_N * BLOCK_TAPS);
+    ptx::meet<1, THREADS>();
+    for (unsigned e = threadIdx.x * PIECE; e < STAGED_ROWS * ROW_SUMS; e += THREADS * PIECE) {
+      const unsigned m = e / ROW_SUMS, in_row = e % ROW_SUMS;
+      const unsigned co = WEIGHT_CHANNELS_LAST ? in_row % BLOCK_N : in_row / BLOCK_TAPS;
+      const unsigned tap = WEIGHT_CHANNELS_LAST ? in_row / BLOCK_N : in_row % BLOCK_TAPS;
       const int ci = place.m0 + m / 16 * WARP_M + i * 16 + m % 16;
       const int kh = TapsH::tap(place.tap_block_h, tap / TAP_COLS), kw = TapsW::tap(place.tap_block_w, tap % TAP_COLS);
-      if (ci < CI_GROUP && place.n0 + static_cast<int>(co) < CO_GROUP && kh < KERNEL_H && kw < KERNEL_W)
-        gradient[at_weight(place.group * CI_GROUP + ci, place.n0 + co, kh, kw)] = store_as<Element>(shared[e]);
+      if (ci >= CI_GROUP || place.n0 + static_cast<int>(co) >= CO_GROUP || kh >= KERNEL_H || kw >= KERNEL_W) continue;
+      Element* to = gradient + at_weight(place.group * CI_GROUP + ci, place.n0 + co, kh, kw);
+      const float* from = shared + m * STAGED_PITCH + in_row;
+      if constexpr (PIECE == 8) {
+        const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+        *reinterpret_cast<uint4*>(to) = make_uint4(ptx::pack_pair<PRECISION>(a.x, a.y), ptx::pack_pair<PRECISION>(a.z, a.w),
+                                                   ptx::pack_pair<PRECISION>(b.x, b.y), ptx::pack_pair<PRECISION>(b.z, b.w));
+      } else {
+        *to = store_as<Element>(*from);
+      }
     }
   }
 }
 
-/// Store a block's sums, which are all there is, to the gradient. `shared` is free.
+/// Store a block's sums, which are all there is, to the gradient: THREADS threads. `shared` is free.
 __device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
                                                float* shared, Element* gradient) {
   const WarpPlace at(warp);

@@ -211,6 +211,14 @@ __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// ---- some of a block's threads ---------------------------------------------------------------------------------
+
+/// THREADS of them, whole warps, wait for one another. Barrier 0 is that of all.
+template <int BARRIER, int THREADS>
+__device__ __forceinline__ void meet() {
+  asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
+}
+
 // ---- programmatic dependent launch --------------------------------------------------------------------------
 
 /// Everything the launch before this one wrote is visible after this.

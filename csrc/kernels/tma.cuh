@@ -47,7 +47,6 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, i
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1)
       : "memory");
 }
-
 /// A box from shared memory; its writers have published it (publish_to_multiplies) and met this thread at a barrier.
 __device__ __forceinline__ void store_box(const TensorMap& map, int x0, int x1, int x2, int x3, u32 from) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),

@@ -1,4 +1,7 @@
-"""Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches."""
+"""Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
+
+What the copy engine can bring is planned by plan_grad_weight_boxes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import math
 
 import torch
 
+from tconv_swap.cuda.plans import plan_grad_weight_boxes
 from tconv_swap.cuda.plans.grad_weight_candidates import best_tile, candidates, registers
 from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks, slice_bytes, slices_of
+from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
 from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
     ceil_div,
@@ -34,10 +39,7 @@ from tconv_swap.cuda.program import (
 )
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_REDUCE_THREADS = 256
 INT32_LIMIT = 2**31
-#: Multiplies that follow one another into the same sums: the multiplier truncates, so more would add to the error.
-MOST_MULTIPLIES = 1024
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
 
@@ -55,16 +57,20 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
-    if not _claims(problem, device) or (with_bias and not _reads_all_of_grad_output(problem)):
+    if not _claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
+    # One of both kinds for whoever measures.
+    boxes = plan_grad_weight_boxes.part_candidates(problem, device, with_bias, (count + 1) // 2)
+    if len(boxes) == count:
+        return boxes
     best = best_tile(problem, device)
     if best is None:
         return []
     tiles = [best]
     if count > 1:
         tiles += sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
-    distinct = list(dict.fromkeys(tiles))[:count]
-    return [plan_with_tile(problem, tile, device, with_bias) for tile in distinct]
+    distinct = list(dict.fromkeys(tiles))[: count - len(boxes)]
+    return boxes + [plan_with_tile(problem, tile, device, with_bias) for tile in distinct]
 
 
 def _claims(problem: Problem, device: Device) -> bool:
@@ -78,7 +84,7 @@ def _claims(problem: Problem, device: Device) -> bool:
     return min(g.in_channels_per_group, g.out_channels_per_group) >= 8
 
 
-def _reads_all_of_grad_output(problem: Problem) -> bool:
+def reads_all_of_grad_output(problem: Problem) -> bool:
     """Whether the taps whose offset lies in [0, stride) read every pixel of grad_output, and each once."""
     g = problem.geometry
     return all(
@@ -113,8 +119,11 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     taken, available = registers(problem, tile)
     bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
     rows = math.prod(tap_blocks(problem, tile)) * bias_writers * slices
-    partial_bytes = slices * tile.warps[3] * slice_bytes(problem, tile) if through_workspace else 0
-    bias_bytes = rows * g.out_channels * 4 if with_bias else 0
+    sums = Sums(
+        slices * tile.warps[3],
+        slice_bytes(problem, tile) if through_workspace else 0,
+        rows * g.out_channels * 4 if with_bias else 0,
+    )
     swapped = tile.wgmma and item_bytes(problem) == 4
     name = "grad_weight_wgmma_tf32" if swapped else "grad_weight_wgmma" if tile.wgmma else "grad_weight_mma"
     constants: tuple[tuple[str, Constant], ...] = (
@@ -146,58 +155,33 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         ("BIAS_WRITERS", bias_writers),
         ("SWAPPED", swapped),
     )
-    launches = [
-        Launch(
-            Kernel(
-                f"{name}.cu",
-                name,
-                (
-                    *constants,
-                    ("FLUSH", flush),
-                    ("WITH_BIAS", with_bias),
-                    ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
-                ),
-                spills=taken + SPARE_REGISTERS > available,
+    main = Launch(
+        Kernel(
+            f"{name}.cu",
+            name,
+            (
+                *constants,
+                ("FLUSH", flush),
+                ("WITH_BIAS", with_bias),
+                ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
             ),
-            grid=weight_tiles(problem, tile) * slices,
-            block=tile.threads,
-            arguments=(
-                input_(1),
-                input_(0),
-                output(0),
-                workspace(0),
-                workspace(partial_bytes if with_bias else 0),
-                int64(g.batch),
-            ),
-            shared_bytes=shared,
-        )
-    ]
-    sharers = min(8, 1 << (slices * tile.warps[3]).bit_length() - 1)
-    units = _REDUCE_THREADS // sharers
-    weight_blocks = ceil_div(partial_bytes // (slices * tile.warps[3] * 16), units)
-    bias_blocks = ceil_div(g.out_channels, units) if with_bias else 0
-    if weight_blocks + bias_blocks:
-        launches.append(
-            Launch(
-                Kernel(
-                    "grad_weight_reduce.cu",
-                    "grad_weight_reduce",
-                    (*constants, ("REDUCE_THREADS", _REDUCE_THREADS), ("SHARERS", sharers)),
-                ),
-                grid=weight_blocks + bias_blocks,
-                block=_REDUCE_THREADS,
-                arguments=(
-                    workspace(0),
-                    workspace(partial_bytes if with_bias else 0),
-                    output(0),
-                    output(1) if with_bias else workspace(0),
-                ),
-                overlaps_previous=True,
-            )
-        )
+            spills=taken + SPARE_REGISTERS > available,
+        ),
+        grid=weight_tiles(problem, tile) * slices,
+        block=tile.threads,
+        arguments=(
+            input_(1),
+            input_(0),
+            output(0),
+            workspace(0),
+            sums.bias,
+            int64(g.batch),
+        ),
+        shared_bytes=shared,
+    )
     return Part(
         "weight tile",
         f"{'wgmma' if tile.wgmma else 'mma'}, {tile}, {slices} slices",
-        tuple(launches),
-        partial_bytes + bias_bytes,
+        (main, *reduction(problem, constants, sums)),
+        sums.bytes,
     )

@@ -1,0 +1,175 @@
+"""Plans of csrc/kernels/grad_weight_boxes.cu: what it claims, how a tile becomes launches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tconv_swap.cuda.plans.grad_weight_boxes import (
+    ASKING_THREADS,
+    BIAS_THREADS,
+    BOX_CHANNELS,
+    BOX_STEP,
+    STEP_PIXELS,
+    Boxes,
+    best_boxes,
+    box_shape,
+    reached,
+    shared_bytes,
+    slice_bytes,
+)
+from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
+from tconv_swap.cuda.plans.grad_weight_tile import ceil_div, pixel_tiles, tap_blocks, weight_tiles
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    ELEMENT_TYPES,
+    Constant,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    int64,
+    output,
+    tensor_map,
+    workspace,
+)
+
+_KINDS = {torch.float16: ElementKind.FLOAT16, torch.bfloat16: ElementKind.BFLOAT16}
+#: Bytes between neighbours along each dimension must be multiples of this.
+_ALIGNMENT = 16
+#: Channels of a group below which too much of a box of 64 would be another's.
+_LEAST_CHANNELS = 17
+_INT32_LIMIT = 2**31
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first. Inputs and outputs as those of
+    ``plan_grad_weight``."""
+    if not claims(problem, device):
+        return []
+    return [
+        plan_with_boxes(problem, boxes, slices, with_bias)
+        for boxes, slices in best_boxes(problem, device, count)
+    ]
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    g = problem.geometry
+    if problem.dtype not in _KINDS or device.architecture != "sm_90a" or not problem.channels_last:
+        return False
+    if g.in_channels * 2 % _ALIGNMENT or g.out_channels * 2 % _ALIGNMENT or max(g.stride) > BOX_STEP:
+        return False
+    if min(g.in_channels_per_group, g.out_channels_per_group) < _LEAST_CHANNELS:
+        return False
+    return 0 < g.batch < _INT32_LIMIT and max(g.out_height, g.out_width) < _INT32_LIMIT // 16
+
+
+def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
+    """Of the input and of grad_output."""
+    g, tile = problem.geometry, boxes.tile
+    kind = _KINDS[problem.dtype]
+    # What no pixel of the input reaches, at the bottom and on the right, counts as outside.
+    height, width = (max(reached(problem, axis), default=0) + 1 for axis in (0, 1))
+    images, rows, cols = box_shape(problem, boxes)
+
+    def strides(channels: int, height: int, width: int) -> tuple[int, ...]:
+        return channels * 2, channels * 2 * width, channels * 2 * width * height
+
+    return (
+        TensorMap(
+            input_(1),
+            kind,
+            (g.in_channels, g.width, g.height, g.batch),
+            strides(g.in_channels, g.height, g.width),
+            (BOX_CHANNELS, tile.cols, tile.rows, tile.images),
+            (1, 1, 1, 1),
+        ),
+        TensorMap(
+            input_(0),
+            kind,
+            (g.out_channels, width, height, g.batch),
+            strides(g.out_channels, g.out_height, g.out_width),
+            (BOX_CHANNELS, (cols - 1) * g.stride[1] + 1, (rows - 1) * g.stride[0] + 1, images),
+            (1, g.stride[1], g.stride[0], 1),
+        ),
+    )
+
+
+def plan_with_boxes(problem: Problem, boxes: Boxes, slices: int, with_bias: bool) -> Part:
+    """The plan that computes the problem with this tile."""
+    g, tile = problem.geometry, boxes.tile
+    flush = max(1, MOST_MULTIPLIES // (tile.pixels // STEP_PIXELS))
+    if ceil_div(pixel_tiles(problem, tile), slices) < 2 * flush:
+        flush = 0
+    through_workspace = slices > 1 or flush > 0
+    shared = shared_bytes(problem, boxes)
+    rows = math.prod(tap_blocks(problem, tile)) * slices
+    sums = Sums(
+        slices,
+        slice_bytes(problem, boxes) if through_workspace else 0,
+        rows * g.out_channels * 4 if with_bias else 0,
+    )
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("PRECISION", 1 if problem.dtype == torch.float16 else 2),
+        *g.constants,
+        ("CHANNELS_LAST", True),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+        ("WARPS_M", tile.warps[0]),
+        ("WARPS_N", tile.warps[1]),
+        ("WARPS_T", tile.warps[2]),
+        ("WARPS_K", 1),
+        ("WARP_M", tile.warp_m),
+        ("WARP_N", tile.warp_n),
+        ("WARP_TAPS", tile.warp_taps),
+        ("TAP_ROWS", tile.taps[0]),
+        ("TAP_COLS", tile.taps[1]),
+        ("TAP_ROW_STEP", tile.tap_step[0]),
+        ("TAP_COL_STEP", tile.tap_step[1]),
+        ("TILE_N", tile.images),
+        ("TILE_H", tile.rows),
+        ("TILE_W", tile.cols),
+        ("INPUT_COPY", 8),
+        ("OUTPUT_COPY", 8),
+        ("STAGES", tile.stages),
+        ("SHARED_BYTES", shared),
+        ("SLICES", slices),
+        ("THROUGH_WORKSPACE", through_workspace),
+        ("BIAS_WRITERS", 1),
+        ("SWAPPED", False),
+    )
+    main = Launch(
+        Kernel(
+            "grad_weight_boxes.cu",
+            "grad_weight_boxes",
+            (
+                *constants,
+                ("FLAT", boxes.flat),
+                ("FLUSH", flush),
+                ("STEPS_AT_ONCE", tile.pixels // STEP_PIXELS),
+                ("WITH_BIAS", with_bias),
+                ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
+            ),
+        ),
+        grid=weight_tiles(problem, tile) * slices,
+        block=tile.threads + ASKING_THREADS + (BIAS_THREADS if with_bias else 0),
+        arguments=(
+            tensor_map(0),
+            tensor_map(1),
+            output(0),
+            workspace(0),
+            sums.bias,
+            int64(g.batch),
+        ),
+        shared_bytes=shared,
+        tensor_maps=_maps(problem, boxes),
+    )
+    return Part(
+        "weight boxes",
+        f"{boxes}, {slices} slices",
+        (main, *reduction(problem, constants, sums)),
+        sums.bytes,
+    )
