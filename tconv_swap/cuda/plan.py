@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import TypeVar
 
 from tconv_swap.cuda.plans import (
+    plan_arrange,
     plan_cells,
     plan_general,
     plan_grad_input,
@@ -105,6 +106,12 @@ def _in_turn(*families: list[_T]) -> list[_T]:
 @lru_cache(maxsize=256)
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
+    arranged = plan_arrange.plan_backward(problem, output_mask, device)
+    return _direct_backward(problem, output_mask, device) if arranged is None else arranged
+
+
+def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
+    """From the tensors as they lie."""
     geometry = problem.geometry
     pieces: list[tuple[Part, tuple[Output, ...]]] = []
     grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)

@@ -25,7 +25,8 @@ REDUCE_THREADS = 256
 #: Threads that share the sum of a result, where one thread for each would not fill a GPU.
 REDUCE_LANES = 8
 FEW_RESULTS = 1 << 16
-#: Partial sums of a split gradient may take this much memory, or one slice where even one is larger.
+#: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Tensors brought
+#: to channels_last come on top: at most plan_arrange.MOST_ARRANGED_BYTES.
 WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
@@ -145,9 +146,11 @@ def _sum_bytes(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float64 else 4
 
 
-def reduce_slices(dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0) -> Launch:
-    """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in order, into output ``index``."""
-    lanes = REDUCE_LANES if count <= FEW_RESULTS else 1
+def reduce_slices(
+    dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0, lanes: int = REDUCE_LANES
+) -> Launch:
+    """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in a fixed order, into output ``index``."""
+    lanes = lanes if count <= FEW_RESULTS else 1
     kernel = Kernel(
         "reduce_slices.cu",
         "reduce_slices",

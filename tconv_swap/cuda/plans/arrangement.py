@@ -1,0 +1,143 @@
+"""Launches of csrc/kernels/arrange.cu: tensors from NCHW to channels_last and back. Pure functions of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tconv_swap.cuda.plans.plan_general import reduce_slices
+from tconv_swap.cuda.problem import Device
+from tconv_swap.cuda.program import ELEMENT_TYPES, Argument, Kernel, Launch, int64, workspace
+
+_THREADS = 256
+#: Of rows, what one block takes: a line of memory leaves at once.
+_LINE_BYTES = 128
+_PIECE_BYTES = 16
+#: Columns of one block with so many rows: few enough for many blocks on a multiprocessor, which keep memory busy.
+_MOST_COLUMNS, _LEAST_COLUMNS = 128, 32
+_BLOCKS_PER_MULTIPROCESSOR = 4
+#: Threads that share a row's sum, and from how many slices on.
+_SUM_LANES = ((0, 32), (1024, 128))
+
+
+@dataclass(frozen=True, slots=True)
+class Matrices:
+    """[batch, rows, columns], which becomes [batch, columns, rows]. Of an activation in NCHW rows are channels and
+    columns pixels, of a weight rows are the output's channels and columns taps."""
+
+    batch: int
+    rows: int
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def transposed(self) -> Matrices:
+        """What it becomes, to be brought back."""
+        return replace(self, rows=self.columns, columns=self.rows)
+
+    @property
+    def bytes(self) -> int:
+        return self.batch * self.rows * self.columns * self.dtype.itemsize
+
+    @property
+    def piece(self) -> int:
+        """Elements of 16 bytes."""
+        return _PIECE_BYTES // self.dtype.itemsize
+
+    @property
+    def claimed(self) -> bool:
+        return self.batch > 0 and (self.rows % self.piece == 0 or self.columns % self.piece == 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What one block arranges: so many rows by so many columns of so many matrices."""
+
+    matrices: int
+    rows: int
+    columns: int
+
+    def row_blocks(self, of: Matrices) -> int:
+        return -(-of.rows // self.rows)
+
+    def slices(self, of: Matrices) -> int:
+        """Blocks that share their rows."""
+        return -(-of.columns // self.columns) * -(-of.batch // self.matrices)
+
+    def shared_bytes(self, of: Matrices) -> int:
+        """Mirrors arrange.cu, which asserts that they agree."""
+        lead = max(row * of.columns % of.piece for row in range(of.piece))
+        pitch = -(-(lead + self.columns) // of.piece) * of.piece
+        return self.matrices * self.rows * (pitch + 1) * of.dtype.itemsize
+
+
+def block_for(of: Matrices, device: Device) -> Block:
+    """Large where there is work for all multiprocessors, else small."""
+    line = _LINE_BYTES // of.dtype.itemsize
+    rows = min(line, max(of.piece, 1 << (of.rows - 1).bit_length()))
+    most, least = (columns * line // rows for columns in (_MOST_COLUMNS, _LEAST_COLUMNS))
+    while True:
+        block = _block_of(of, rows, most)
+        blocks = block.slices(of) * block.row_blocks(of)
+        if most == least or blocks >= _BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors:
+            return block
+        most //= 2
+
+
+def _block_of(of: Matrices, rows: int, most: int) -> Block:
+    if of.columns <= most:
+        return Block(max(1, min(of.batch, most // of.columns)), rows, of.columns)
+    strips = -(-of.columns // most)
+    return Block(1, rows, -(-of.columns // (strips * of.piece)) * of.piece)
+
+
+def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:
+    """The launch that transposes ``of``; with ``sums`` it leaves each row's sum there in the workspace, as
+    ``sums_bytes`` of float32 that ``add_up_sums`` adds up.
+
+    It may start while the launch before it runs, if that does not write what this one reads, and ends after it: who
+    waits for this one has waited for both.
+    """
+    block = block_for(of, device)
+    kernel = Kernel(
+        "arrange.cu",
+        "arrange",
+        (
+            ("Element", ELEMENT_TYPES[of.dtype]),
+            ("ROWS", of.rows),
+            ("COLUMNS", of.columns),
+            ("BLOCK_MATRICES", block.matrices),
+            ("BLOCK_ROWS", block.rows),
+            ("BLOCK_COLUMNS", block.columns),
+            ("SHARED_BYTES", block.shared_bytes(of)),
+            ("WITH_SUMS", sums is not None),
+            ("THREADS", _THREADS),
+        ),
+    )
+    return Launch(
+        kernel,
+        grid=block.slices(of) * block.row_blocks(of),
+        block=_THREADS,
+        arguments=(from_, to, workspace(sums or 0), int64(of.batch)),
+        shared_bytes=block.shared_bytes(of),
+        overlaps_previous=True,
+    )
+
+
+def sums_bytes(of: Matrices, device: Device) -> int:
+    return block_for(of, device).slices(of) * of.rows * 4
+
+
+def add_up_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
+    """The launch that adds up what ``arrange`` left at ``sums`` into output ``index``: of each row one number."""
+    slices = block_for(of, device).slices(of)
+    lanes = max(lanes for least, lanes in _SUM_LANES if slices >= least)
+    launch = reduce_slices(of.dtype, of.rows, slices, sums, index, lanes)
+    return replace(launch, overlaps_previous=True)
+
+
+def activation(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Matrices:
+    """Of a tensor [batch, channels, height, width] in NCHW."""
+    batch, channels, height, width = shape
+    return Matrices(batch, channels, height * width, dtype)

@@ -1,0 +1,170 @@
+"""Plans of the backward pass by way of channels_last: NCHW tensors are brought to channels_last in the workspace
+(arrangement.py), and the kernels for channels_last compute from there. Pure functions of data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tconv_swap.cuda.plans import plan_grad_input, plan_grad_input_boxes, plan_grad_weight_boxes
+from tconv_swap.cuda.plans.arrangement import Matrices, activation, add_up_sums, arrange, sums_bytes
+from tconv_swap.cuda.plans.grad_input_layout import as_convolution
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    Argument,
+    ArgumentKind,
+    Launch,
+    Output,
+    Part,
+    Plan,
+    input_,
+    output,
+    with_operands,
+    workspace,
+)
+
+#: What arranged tensors may take of the workspace, on top of what partial sums are bounded to
+#: (plan_general.WORKSPACE_LIMIT_BYTES): larger ones stay as they lie.
+MOST_ARRANGED_BYTES = 1 << 30
+#: Where the kernels for channels_last make up for arranging, as measured on an H200 in float16: channels of either side
+#: of a group, and multiply-adds for each element that is arranged.
+LEAST_CHANNELS = 128
+LEAST_MACS_PER_ELEMENT = 192
+#: Products that are summed up for an element of grad_input, from which the kernel by boxes makes up for storing NCHW.
+LEAST_SUMMED = 2304
+GRAD_OUTPUT, INPUT, WEIGHT = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part, its only output, and the inputs of the plan that it reads in channels_last. ``turned``: what it writes
+    has to be brought back to the output's layout."""
+
+    part: Part
+    output: Output
+    arranged: tuple[int, ...]
+    turned: Matrices | None = None
+
+
+def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
+    """The gradients the mask asks for, out of arranged tensors, or None where that is not known to be the faster way.
+
+    Inputs: grad_output, input, weight (16-byte aligned). Workspace: the arranged tensors, at most
+    ``MOST_ARRANGED_BYTES``, and beside them what the parts share.
+    """
+    if not pays(problem, output_mask, device):
+        return None
+    pieces = []
+    if output_mask[0]:
+        summed = problem.geometry.out_channels_per_group * problem.geometry.taps
+        by_boxes = arranged_grad_input(problem, device) if summed >= LEAST_SUMMED else None
+        pieces.append(by_boxes or direct_grad_input(problem, device))
+    if output_mask[1]:
+        pieces.append(arranged_grad_weight(problem, device))
+    made = [piece for piece in pieces if piece is not None]
+    return assembled(problem, made, output_mask[2], device) if len(made) == len(pieces) else None
+
+
+def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
+    """Whether arranging was measured to be the faster way (benchmarks/NOTES.md)."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or problem.channels_last or max(g.stride) == 1 or g.batch == 0:
+        return False
+    if not output_mask[1] or problem.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    tensors = tensors_of(problem)
+    elements = sum(tensor.bytes for tensor in tensors[:WEIGHT]) // problem.dtype.itemsize
+    return (
+        min(g.in_channels_per_group, g.out_channels_per_group) >= LEAST_CHANNELS
+        and g.macs >= LEAST_MACS_PER_ELEMENT * elements
+        and all(tensor.rows % tensor.piece == 0 for tensor in tensors)
+        and sum(tensor.bytes for tensor in tensors) <= MOST_ARRANGED_BYTES
+    )
+
+
+def arranged_grad_input(problem: Problem, device: Device) -> Piece | None:
+    """From grad_output and the weight in channels_last to NCHW."""
+    posed = as_convolution(replace(problem, channels_last=True, weight_channels_last=True))
+    parts = plan_grad_input_boxes.part_candidates(replace(posed, output_channels_last=False), device, 1)
+    return Piece(parts[0], Output(problem.geometry.input_shape), (GRAD_OUTPUT, WEIGHT)) if parts else None
+
+
+def direct_grad_input(problem: Problem, device: Device) -> Piece | None:
+    """From the tensors as they lie."""
+    part = plan_grad_input.plan_grad_input(problem, device)
+    return Piece(part, Output(problem.geometry.input_shape), ()) if part is not None else None
+
+
+def arranged_grad_weight(problem: Problem, device: Device) -> Piece | None:
+    """From grad_output and the input in channels_last. Where no launch adds up slices, which would write any layout as
+    fast, the gradient is written in channels_last too, in whole lines."""
+    arranged = (GRAD_OUTPUT, INPUT)
+    made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
+    posed = replace(problem, channels_last=True, weight_channels_last=True)
+    parts = plan_grad_weight_boxes.part_candidates(posed, device, False, 1)
+    if parts and len(parts[0].launches) == 1 and not problem.weight_channels_last:
+        return Piece(parts[0], made, arranged, tensors_of(problem)[WEIGHT].transposed)
+    posed = replace(posed, weight_channels_last=problem.weight_channels_last)
+    parts = plan_grad_weight_boxes.part_candidates(posed, device, False, 1)
+    return Piece(parts[0], made, arranged) if parts else None
+
+
+def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:
+    """What the pieces read is arranged once, the bias's gradient comes with grad_output's arranging."""
+    tensors = tensors_of(problem)
+    taken = 0
+
+    def take(size: int) -> Argument:
+        nonlocal taken
+        begin, taken = taken, taken + -(-size // 256) * 256
+        return workspace(begin)
+
+    sums = take(sums_bytes(tensors[GRAD_OUTPUT], device)).value if wants_bias else None
+    launches: list[Launch] = []
+    places: dict[Argument, Argument] = {}
+    for index in sorted({index for piece in pieces for index in piece.arranged}):
+        places[input_(index)] = place = take(tensors[index].bytes)
+        with_sums = sums if index == GRAD_OUTPUT else None
+        launches.append(arrange(tensors[index], input_(index), place, device, with_sums))
+    launches[0] = replace(launches[0], overlaps_previous=False)
+    outputs = [piece.output for piece in pieces]
+    if sums is not None:
+        launches.append(add_up_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
+        outputs.append(Output((problem.geometry.out_channels,)))
+    results = [take(piece.turned.bytes) if piece.turned else output(i) for i, piece in enumerate(pieces)]
+    for index, (piece, result) in enumerate(zip(pieces, results, strict=True)):
+        arranged = {input_(i): places[input_(i)] for i in piece.arranged}
+        launches += _placed(piece.part, arranged, result, taken)
+        if piece.turned is not None:
+            back = arrange(piece.turned, result, output(index), device)
+            launches.append(replace(back, overlaps_previous=False))
+    return Plan(
+        ", ".join(("arranged", *dict.fromkeys(piece.part.family for piece in pieces))),
+        "; ".join(("by way of channels_last", *(piece.part.why for piece in pieces))),
+        tuple(outputs),
+        tuple(launches),
+        taken + max(piece.part.workspace_bytes for piece in pieces),
+    )
+
+
+def _placed(part: Part, places: dict[Argument, Argument], result: Argument, shared: int) -> list[Launch]:
+    """The part's launches, with its only output at ``result`` and its workspace from ``shared`` on."""
+
+    def placed(argument: Argument) -> Argument:
+        if argument.kind is ArgumentKind.WORKSPACE:
+            return workspace(shared + argument.value)
+        return result if argument.kind is ArgumentKind.OUTPUT else places.get(argument, argument)
+
+    return [with_operands(launch, placed) for launch in part.launches]
+
+
+def tensors_of(problem: Problem) -> tuple[Matrices, Matrices, Matrices]:
+    """grad_output, the input and the weight."""
+    g = problem.geometry
+    return (
+        activation(g.output_shape, problem.dtype),
+        activation(g.input_shape, problem.dtype),
+        Matrices(g.in_channels, g.out_channels_per_group, g.taps, problem.dtype),
+    )
