@@ -75,6 +75,9 @@ def test_an_empty_batch_and_what_passes_32_bits_stay_ours() -> None:
 
 #: Geometry, dtype, channels_last, and which of (forward, gradient of the input, of the weight) PyTorch computes.
 SAM = Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2))
+UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
+KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+HIFIGAN = Geometry(16, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
 ODD = Geometry(64, 130, 64, 64, 66, (2, 2), (2, 2))
 DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
 STRIDE_1 = Geometry(64, 64, 128, 256, 128, (3, 5))
@@ -92,6 +95,10 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
         (DCGAN, torch.float32, "tf32", True, (False, False, False)),
         (ODD, torch.float32, "tf32", True, (False, True, False)),
+        (SAM, torch.float32, "tf32", True, (False, True, True)),
+        (UNET1, torch.float32, "tf32", True, (False, False, True)),
+        (KB81, torch.float16, "ieee", True, (False, True, False)),
+        (HIFIGAN, torch.float32, "tf32", True, (False, True, True)),
         (STRIDE_1, torch.float16, "ieee", True, (False, False, False)),
         (STRIDE_1, torch.float32, "ieee", False, (True, False, False)),
         (STRIDE_1, torch.float32, "tf32", False, (False, False, False)),

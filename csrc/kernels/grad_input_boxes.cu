@@ -254,7 +254,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
   });
 }
 
-extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, BLOCKS_PER_MULTIPROCESSOR)
+extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     grad_input_boxes(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                      Out* __restrict__ grad_input, long long batch, long long works) {
   extern __shared__ __align__(1024) u32 memory[];

@@ -27,8 +27,15 @@ TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = 128 * 256
 
+#: Of the gradient of the input by boxes: fewer channels of the input than these, and with TF32 and kernel = stride not
+#: more than these.
+BOXES_FEW_CHANNELS = 64
+BOXES_TF32_CHANNELS = 256
+
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 WIDE_FAMILIES = ("halo tile", "weight tile")
+#: What boxes of the copy engine fill (plan_grad_input_boxes.py), on sm_90a alone.
+BOX_FAMILY = "box tile"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -49,9 +56,23 @@ def why_forward_is_native(problem: Problem, family: str, device: Device) -> str 
 
 def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
     """Why PyTorch's operator should compute the gradient of the input, and not this family of ours; or None."""
+    if family == BOX_FAMILY:
+        return _why_boxes_are_slower(problem)
     if not (_applies(problem, family, device) and problem.channels_last):
         return None
     return _WHY.format(what="strides in channels_last", speedup="0.32 to 0.90 for most")
+
+
+def _why_boxes_are_slower(problem: Problem) -> str | None:
+    geometry, tf32 = problem.geometry, problem.dtype == torch.float32
+    channels = geometry.in_channels_per_group
+    if channels < BOXES_FEW_CHANNELS:
+        return _WHY.format(what="strides with few channels in channels_last", speedup="0.84 to 0.89")
+    if tf32 and geometry.kernel == geometry.stride and channels <= BOXES_TF32_CHANNELS:
+        return _WHY.format(what="kernel = stride in channels_last with TF32", speedup="0.89 to 0.96")
+    if tf32 and geometry.height == 1:
+        return _WHY.format(what="strides of one row in channels_last with TF32", speedup="0.88")
+    return None
 
 
 def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:

@@ -19,12 +19,15 @@ MOST_INPUT_STAGES = 8
 MOST_WEIGHT_STAGES = 12
 #: Of a block, beside those that multiply.
 ASKING_THREADS = 64
-#: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk, as measured; bytes a clock from the
-#: L2 to each multiprocessor; what a tile costs besides, and bytes a clock of its outputs (benchmarks/NOTES.md).
-MULTIPLY_CLOCKS = 640
+#: Fitted to what was measured (benchmarks/NOTES.md): clocks that 64 cells take to be multiplied by 256 channels, one
+#: tap of one chunk; bytes a clock from the L2 to each multiprocessor, and of its outputs to the memory.
+MULTIPLY_CLOCKS = 560
 FILL_BYTES = 38
-TILE_CLOCKS = 500
-STORE_BYTES = 48
+STORE_BYTES = 14
+#: With so few steps (a tap of a chunk) to a tile it should be small: what is left to store when nothing is left to
+#: multiply counts for more than the filling.
+FEW_STEPS = 24
+SMALL = 128 * 128
 #: Bytes a clock of the memory, and clocks that a launch costs.
 MEMORY_BYTES = 2300
 LAUNCH_CLOCKS = 5000
@@ -61,7 +64,6 @@ class BoxTile:
     channels: int
     input_stages: int = 2
     weight_stages: int = 3
-    blocks_per_multiprocessor: int = 1
     splits: int = 1
     dense: bool = False
 
@@ -157,35 +159,37 @@ def work_count(problem: StridedProblem, tile: BoxTile) -> int:
 def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> float:
     """About how long it takes, what comes from memory left aside: it is the same for all tiles but what splits cost."""
     geometry = problem.geometry
-    blocks = tile.blocks_per_multiprocessor
     out_item = 4 if tile.splits > 1 else problem.item
     multiplies = geometry.taps * tile.cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
     weights = geometry.taps * tile.channels * ROW_BYTES
     fill = slice_count(problem, tile) * input_bytes(problem, tile) + weights
     steps = -(-chunks(problem) // tile.splits)
     main = steps * max(multiplies, fill / FILL_BYTES)
-    store = TILE_CLOCKS + tile.cells * tile.channels * out_item / STORE_BYTES
-    # Of two blocks one stores while the other multiplies.
-    turn = main + store if blocks == 1 else max(2 * main, main + store)
-    rounds = -(-work_count(problem, tile) // (multiprocessors * blocks))
-    total = rounds * turn
+    store = tile.cells * tile.channels * out_item / STORE_BYTES
+    total = -(-work_count(problem, tile) // multiprocessors) * (main + store)
     if tile.splits > 1:
         count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
         total += LAUNCH_CLOCKS + 2 * 4 * count * tile.splits / MEMORY_BYTES
     return total
 
 
+def ranked(problem: StridedProblem, device: Device) -> list[BoxTile]:
+    """All tiles, the one expected to be the fastest first."""
+
+    def rank(tile: BoxTile) -> tuple[bool, float]:
+        few = problem.geometry.taps * chunks(problem) // tile.splits <= FEW_STEPS
+        return few and tile.cells * tile.channels > SMALL, clocks(problem, tile, device.multiprocessors)
+
+    return sorted(tiles(problem, device), key=rank)
+
+
 def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
     """Tiles that the kernel can compute the problem with, in no order."""
     for shape in dict.fromkeys(_shapes(problem)):
-        for splits, blocks in product((1, 2, 4), (1, 2)):
+        for splits in (1, 2, 4):
             if splits > 1 and (problem.geometry.groups > 1 or splits > chunks(problem)):
                 continue
-            if blocks * shape.warpgroups > max(2, shape.warpgroups):
-                continue
-            staged = _with_stages(
-                problem, replace(shape, splits=splits, blocks_per_multiprocessor=blocks), device
-            )
+            staged = _with_stages(problem, replace(shape, splits=splits), device)
             if staged is not None:
                 yield staged
 
@@ -195,7 +199,7 @@ def _with_stages(problem: StridedProblem, tile: BoxTile, device: Device) -> BoxT
     taps = problem.geometry.taps / slice_count(problem, tile)
     none = shared_bytes(problem, replace(tile, input_stages=0, weight_stages=0))
     one_input = shared_bytes(problem, replace(tile, input_stages=1, weight_stages=0)) - none
-    room = (device.shared_memory_per_block + 1024) // tile.blocks_per_multiprocessor - 1024 - none
+    room = device.shared_memory_per_block - none
     best, found = 0.0, None
     for inputs in range(2, MOST_INPUT_STAGES + 1):
         weights = min(MOST_WEIGHT_STAGES, (room - inputs * one_input) // (tile.channels * ROW_BYTES + 16))
@@ -230,7 +234,7 @@ def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iter
     rows = -(-(cells_w - gcd(cells, cells_w) + cells) // cells_w)
     yield BoxTile(1, rows, cells_w, "", "", m_tiles, warpgroups, warpgroups, 0, dense=True)
     own = 64 * m_tiles
-    for cols in sorted({min(cells_w, own), 8, 16, 32, 64}):
+    for cols in sorted({min(cells_w, own), 8, 16, 32, 64}, reverse=True):
         if cols <= min(cells_w, own):
             yield BoxTile(1, own // cols * warpgroups, cols, "", "", m_tiles, warpgroups, warpgroups, 0)
 

@@ -3,6 +3,8 @@ Pure functions of data."""
 
 from __future__ import annotations
 
+from itertools import islice
+
 import torch
 
 from tconv_swap.cuda.plans import boxes_tile, plan_tile
@@ -69,13 +71,12 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     if channels < LEAST_CHANNELS or not claims(problem, device):
         return []
     grad_input_bytes = 4 * geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    found = [
+    found = (
         tile
-        for tile in boxes_tile.tiles(problem, device)
+        for tile in boxes_tile.ranked(problem, device)
         if tile.splits == 1 or tile.splits * grad_input_bytes <= WORKSPACE_LIMIT_BYTES
-    ]
-    found.sort(key=lambda tile: boxes_tile.clocks(problem, tile, device.multiprocessors))
-    return [part_with_tile(problem, tile, device.multiprocessors) for tile in found[:count]]
+    )
+    return [part_with_tile(problem, tile, device.multiprocessors) for tile in islice(found, count)]
 
 
 def part_with_tile(
@@ -117,7 +118,6 @@ def part_with_tile(
         *boxes_tile.pitches(problem, tile).items(),
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
-        ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
         ("SPLITS", tile.splits),
         ("SHARED_BYTES", shared),
     )
@@ -126,7 +126,7 @@ def part_with_tile(
         Kernel(
             "grad_input_boxes.cu", "grad_input_boxes", constants, spills=tile.m_tiles * tile.channels >= 256
         ),
-        grid=min(works, multiprocessors * tile.blocks_per_multiprocessor),
+        grid=min(works, multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0),
