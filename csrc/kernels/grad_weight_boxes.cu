@@ -173,7 +173,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
       // Rolled, the compiler would wait between the multiplies of several flushes.
-#pragma unroll STEPS_AT_ONCE
+#pragma unroll
       for (int step = 0; step < STEPS; ++step)
         multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
       ptx::commit_multiplies();

@@ -150,7 +150,6 @@ def plan_with_boxes(problem: Problem, boxes: Boxes, slices: int, with_bias: bool
                 *constants,
                 ("FLAT", boxes.flat),
                 ("FLUSH", flush),
-                ("STEPS_AT_ONCE", tile.pixels // STEP_PIXELS),
                 ("WITH_BIAS", with_bias),
                 ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
             ),
