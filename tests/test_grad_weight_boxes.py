@@ -106,7 +106,7 @@ def random_geometry(rng: random.Random) -> Geometry:
         )
         geometry = Geometry(
             rng.choice((1, 2, 3, 5, 16)),
-            groups * rng.choice((24, 40, 64, 72, 128, 200, 256)),
+            groups * rng.choice((40, 64, 72, 128, 200, 256)),
             height,
             width,
             groups * rng.choice((24, 32, 40, 64, 72, 128, 136, 256, 320)),
@@ -199,7 +199,7 @@ def test_an_infinity_that_no_tap_reaches_stays_out(size: int, dilation: int) -> 
         conv_transpose2d_reference(*ones, None, g.stride, g.padding, g.output_padding, 1, g.dilation) != 0
     )
     assert not reached.all()
-    grad = grad.masked_fill(~reached, float("inf"))
+    grad = grad.masked_fill(~reached, float("inf")).contiguous(memory_format=torch.channels_last)
     tiles = list(candidates(posed, facts))
     assert tiles
     for boxes in random.Random(0).sample(tiles, min(6, len(tiles))):

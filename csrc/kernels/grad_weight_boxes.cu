@@ -28,6 +28,8 @@ constexpr int ASKING_THREADS = 32;
 constexpr int BIAS_WARPS = BIAS_THREADS / 32;
 /// Of 16 output channels, that a warp adds up.
 constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
+/// Steps of 16 pixels that a warp takes at a time, so that its products do not wait for one another.
+constexpr int BIAS_STEPS = BIAS_SLICES < 2 && STEPS % 4 == 0 ? 4 : BIAS_SLICES < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
@@ -93,19 +95,27 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Ti
 #pragma unroll
     for (int tap = 0; tap < BLOCK_TAPS; ++tap) {
       if (!(taps >> tap & 1)) continue;
+#pragma unroll 1
+      for (int first = 0; first < STEPS; first += BIAS_STEPS) {
+        // All are asked for before the first is used: the compiler keeps the order.
+        u32 m[BIAS_STEPS][BIAS_SLICES][4];
 #pragma unroll
-      for (int i = 0; i < BIAS_SLICES; ++i) {
-        const int slice = warp + i * BIAS_WARPS;
-        if (slice >= BLOCK_N / 16) continue;
-        const u32 from = ring.weights() + slice / 4 * Boxes::BYTES + offsets[tap] + row, piece = slice % 4 * 2 + lane / 16;
-#pragma unroll 4
-        for (int step = 0; step < STEPS; ++step) {
-          const u32 at = from + Boxes::position(step * STEP) * ROW_BYTES;
-          u32 m[4];
-          ptx::load_matrices_transposed(m, at + ((piece ^ at / ROW_BYTES % 8) * 16));
-          ptx::mma<PRECISION>(sums[i][0], ones, {m[0], m[1]});
-          ptx::mma<PRECISION>(sums[i][1], ones, {m[2], m[3]});
-        }
+        for (int step = 0; step < BIAS_STEPS; ++step)
+#pragma unroll
+          for (int i = 0; i < BIAS_SLICES; ++i) {
+            const int slice = warp + i * BIAS_WARPS;
+            if (slice >= BLOCK_N / 16) continue;
+            const u32 at = ring.weights() + slice / 4 * Boxes::BYTES + offsets[tap] + row + Boxes::position((first + step) * STEP) * ROW_BYTES;
+            ptx::load_matrices_transposed(m[step][i], at + ((slice % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
+          }
+#pragma unroll
+        for (int step = 0; step < BIAS_STEPS; ++step)
+#pragma unroll
+          for (int i = 0; i < BIAS_SLICES; ++i) {
+            if (warp + i * BIAS_WARPS >= BLOCK_N / 16) continue;
+            ptx::mma<PRECISION>(sums[i][0], ones, {m[step][i][0], m[step][i][1]});
+            ptx::mma<PRECISION>(sums[i][1], ones, {m[step][i][2], m[step][i][3]});
+          }
       }
     }
     __syncwarp();
@@ -163,7 +173,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
       // Rolled, the compiler would wait between the multiplies of several flushes.
-#pragma unroll STEPS_AT_ONCE
+#pragma unroll
       for (int step = 0; step < STEPS; ++step)
         multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
       ptx::commit_multiplies();

@@ -30,8 +30,8 @@ MOST_BOXES = 32
 
 #: Bytes of one multiprocessor and clock: what the L2 brings, what memory brings, what becomes of partial sums.
 L2_RATE, MEMORY_RATE, PARTIAL_RATE = 37, 15, 16
-#: Of a block: to begin and to end; of a launch that adds up.
-BLOCK_CLOCKS, REDUCTION_CLOCKS = 3000, 4000
+#: Of a tile, of a block to begin and to end, of a launch that adds up.
+TILE_CLOCKS, BLOCK_CLOCKS, REDUCTION_CLOCKS = 100, 3000, 4000
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +276,7 @@ def expected_clocks(problem: Problem, boxes: Boxes, slices: int, device: Device)
     copied = stage_bytes(problem, boxes)
     multiplies = steps * tile.warp_n / 2
     shared = steps * (16 + tile.warp_n / 4) + copied / 128
-    clocks = max(multiplies, shared, copied / L2_RATE) + 40
+    clocks = max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS
     blocks = weight_tiles(problem, tile) * slices
     waves = ceil_div(blocks, device.multiprocessors)
     # Until the first stage is there nobody multiplies, and all begin at once.
