@@ -35,6 +35,8 @@ from tconv_swap.cuda.program import (
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _REDUCE_THREADS = 256
+#: Threads that share the rows of a channel of the bias: each is a chain of loads.
+_BIAS_LANES = 32
 INT32_LIMIT = 2**31
 #: Multiplies that follow one another into the same sums: the multiplier truncates, so more would add to the error.
 MOST_MULTIPLIES = 1024
@@ -112,6 +114,8 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     shared = shared_bytes(problem, tile)
     taken, available = registers(problem, tile)
     bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
+    if not tile.wgmma:  # all warps that read the same of grad_output take their turns
+        bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
     rows = math.prod(tap_blocks(problem, tile)) * bias_writers * slices
     partial_bytes = slices * tile.warps[3] * slice_bytes(problem, tile) if through_workspace else 0
     bias_bytes = rows * g.out_channels * 4 if with_bias else 0
@@ -175,14 +179,19 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     sharers = min(8, 1 << (slices * tile.warps[3]).bit_length() - 1)
     units = _REDUCE_THREADS // sharers
     weight_blocks = ceil_div(partial_bytes // (slices * tile.warps[3] * 16), units)
-    bias_blocks = ceil_div(g.out_channels, units) if with_bias else 0
+    bias_blocks = ceil_div(g.out_channels, _REDUCE_THREADS // _BIAS_LANES) if with_bias else 0
     if weight_blocks + bias_blocks:
         launches.append(
             Launch(
                 Kernel(
                     "grad_weight_reduce.cu",
                     "grad_weight_reduce",
-                    (*constants, ("REDUCE_THREADS", _REDUCE_THREADS), ("SHARERS", sharers)),
+                    (
+                        *constants,
+                        ("REDUCE_THREADS", _REDUCE_THREADS),
+                        ("SHARERS", sharers),
+                        ("BIAS_LANES", _BIAS_LANES),
+                    ),
                 ),
                 grid=weight_blocks + bias_blocks,
                 block=_REDUCE_THREADS,
