@@ -17,8 +17,6 @@ _PIECE_BYTES = 16
 #: Columns of one block with so many rows: few enough for many blocks on a multiprocessor, which keep memory busy.
 _MOST_COLUMNS, _LEAST_COLUMNS = 128, 32
 _BLOCKS_PER_MULTIPROCESSOR = 4
-#: Threads that share a row's sum, and from how many slices on.
-_SUM_LANES = ((0, 32), (1024, 128))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +130,7 @@ def sums_bytes(of: Matrices, device: Device) -> int:
 def add_up_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
     """The launch that adds up what ``arrange`` left at ``sums`` into output ``index``: of each row one number."""
     slices = block_for(of, device).slices(of)
-    lanes = max(lanes for least, lanes in _SUM_LANES if slices >= least)
-    launch = reduce_slices(of.dtype, of.rows, slices, sums, index, lanes)
+    launch = reduce_slices(of.dtype, of.rows, slices, sums, index)
     return replace(launch, overlaps_previous=True)
 
 
