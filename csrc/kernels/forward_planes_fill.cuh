@@ -1,9 +1,9 @@
-// Copies of one chunk of k of a tile's input into planes of 4 words, [k / 4][pixel][4], for forward_wgmma.cu; by the
+// Copies of one chunk of k of a tile's NCHW input into planes of 4 words, [k / 4][pixel][4], for forward_wgmma.cu; by the
 // FILL_THREADS threads that follow those that multiply.
 //
-// NCHW: a thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them
-// transposed. channels_last: it takes the 16 bytes of one pixel. float32 is rounded to TF32 on the way, since the
-// multiplier would truncate. Pixels outside the image are written as zeros.
+// A thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them transposed.
+// float32 is rounded to TF32 on the way, since the multiplier would truncate. Pixels outside the image are written as
+// zeros.
 //
 // Through registers, although copies could be asynchronous: pieces that scatter over shared memory are copied three
 // times as slowly as they are stored (measured). To keep loads under way while others are stored, the threads work in
@@ -16,15 +16,15 @@ constexpr int FILL_GROUPS = 2;
 constexpr int GROUP_THREADS = FILL_THREADS / FILL_GROUPS;
 
 constexpr int PLANE_CHANNELS = 4 * CHANNELS_PER_WORD;
-static_assert(!INPUT_CHANNELS_LAST || COPY == PLANE_CHANNELS, "a pixel's channels must come by 16 bytes");
+static_assert(!INPUT_CHANNELS_LAST);
 
 // A place: the COPY_PIXELS neighbouring pixels of one plane; planes are dealt first, to neighbouring lanes.
 constexpr int PLACES_PER_ROW = HALO_W / COPY_PIXELS * CHUNK_PLANES;
 constexpr int PLACES = TILE_N * HALO_H * PLACES_PER_ROW;
 constexpr int SLOTS = ceil_div(PLACES, GROUP_THREADS);
-/// Registers that hold COPY pixels of one channel (NCHW), and all that hold one place.
+/// Registers that hold COPY pixels of one channel, and all that hold one place.
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
-constexpr int PLACE_REGISTERS = INPUT_CHANNELS_LAST ? 4 : PLANE_CHANNELS * ROW_REGISTERS;
+constexpr int PLACE_REGISTERS = PLANE_CHANNELS * ROW_REGISTERS;
 /// A chunk goes through a thread's registers in PASSES.
 constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
 constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
@@ -71,7 +71,7 @@ struct InputFill {
         pixel = row * WIDTH + col;
         inside = inside && row >= 0 && row < HEIGHT && col >= 0 && col < WIDTH && origin.image + n < batch;
       }
-      const int elements = image * (IN_CHANNELS * PIXELS) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
+      const int elements = image * (IN_CHANNELS * PIXELS) + pixel;
       from[s] = inside ? elements * ITEM + plane * PLANE_CHANNELS * static_cast<int>(CHANNEL_BYTES) : -1;
     }
   }
@@ -84,14 +84,10 @@ struct InputFill {
       const int s = PASS * PASS_SLOTS + i;
       if (s >= SLOTS) continue;
       const char* source = chunk + from[s];
-      if constexpr (INPUT_CHANNELS_LAST) {
-        load_words<16>(staged[i], source, from[s] >= 0 && (!RAGGED_K || first_channel(s) < CI_GROUP));
-      } else {
 #pragma unroll
-        for (int c = 0; c < PLANE_CHANNELS; ++c)
-          load_words<COPY_PIXELS * ITEM>(staged[i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
-                                         from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP));
-      }
+      for (int c = 0; c < PLANE_CHANNELS; ++c)
+        load_words<COPY_PIXELS * ITEM>(staged[i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
+                                       from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP));
     }
   }
 
@@ -108,9 +104,7 @@ struct InputFill {
         for (int p = 0; p < COPY_PIXELS; ++p)
 #pragma unroll
           for (int word = 0; word < 4; ++word) {
-            if constexpr (INPUT_CHANNELS_LAST) {
-              pixels[p][word] = IS_16_BIT ? place[word] : ptx::round_to_tf32(place[word]);
-            } else if constexpr (IS_16_BIT) {
+            if constexpr (IS_16_BIT) {
               const u32 even = place[2 * word * ROW_REGISTERS + p / 2], odd = place[(2 * word + 1) * ROW_REGISTERS + p / 2];
               pixels[p][word] = p % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
             } else {

@@ -12,7 +12,7 @@ constexpr int MIN_SHIFT_H = FLAT ? 0 : ROWS_AXIS.min_shift(), MAX_SHIFT_H = FLAT
 constexpr int MIN_SHIFT_W = FLAT ? 0 : COLS_AXIS.min_shift(), MAX_SHIFT_W = FLAT ? 0 : COLS_AXIS.max_shift();
 
 /// Elements of one copy: neighbouring pixels of a channel (NCHW) or neighbouring channels of a pixel.
-constexpr int COPY_MOST = PLANES && !INPUT_CHANNELS_LAST ? 4 : 16 / ITEM;
+constexpr int COPY_MOST = PLANES ? 4 : 16 / ITEM;
 constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, COPY_MOST)
                      : FLAT              ? power_dividing(PIXELS, power_dividing(TILE_W, COPY_MOST))
                                          : power_dividing(WIDTH, power_dividing(TILE_W, COPY_MOST));
@@ -25,20 +25,23 @@ constexpr int HALO_W = NARROW ? WIDTH : round_up(LEAD + TILE_W + MAX_SHIFT_W - M
 
 // The 8 pixels of a fragment must differ modulo 8: then no fragment load meets a bank twice.
 constexpr int ROW_PITCH = NARROW ? TILE_W : FRAGMENT_H > 1 ? aligned_to(HALO_W, COPY_PIXELS, 8, FRAGMENT_W) : HALO_W;
-constexpr int SHIFTED_PITCH = HALO_H * TILE_W;
-constexpr int IMAGE_PITCH = NARROW ? (MAX_SHIFT_W - MIN_SHIFT_W + 1) * SHIFTED_PITCH
+constexpr int SHIFTS = MAX_SHIFT_W - MIN_SHIFT_W + 1;
+constexpr int SHIFTED_PITCH = BOXES ? round_up(TILE_N * HALO_H * TILE_W, 8) : HALO_H * TILE_W;
+constexpr int IMAGE_PITCH = NARROW ? (BOXES ? 1 : SHIFTS) * HALO_H * TILE_W
                             : FRAGMENT_N > 1
                                 ? aligned_to(HALO_H * ROW_PITCH, COPY_PIXELS, 8, FRAGMENT_W * FRAGMENT_H % 8)
                                 : HALO_H * ROW_PITCH;
-constexpr int HALO_PIXELS = TILE_N * IMAGE_PITCH;
+constexpr int HALO_PIXELS = NARROW && BOXES ? SHIFTS * SHIFTED_PITCH : TILE_N * IMAGE_PITCH;
 
 // Words of one chunk of k. For mma.sync: [k][pixel] in NCHW, [pixel][k] in channels_last. For wgmma, PLANES of
-// 4 words: [k / 4][pixel][4], pitched so that neighbouring lanes, which fill neighbouring planes, differ in banks.
+// 4 words: [k / 4][pixel][4], pitched so that neighbouring lanes, which fill neighbouring planes, differ in banks;
+// or BOXES, [pixel][k] with a swizzle (tma.cuh), from a multiple of 1024 bytes on.
 constexpr int K_PITCH = aligned_to(HALO_PIXELS, 8, 32, 8);
 constexpr int PIXEL_PITCH = CHUNK_WORDS + 4;
 constexpr int CHUNK_PLANES = CHUNK_WORDS / 4;
-constexpr int PLANE_PITCH = aligned_to(HALO_PIXELS, 1, 8, INPUT_CHANNELS_LAST ? 8 / CHUNK_PLANES : CHUNK_PLANES > 2 ? 1 : 2);
-constexpr int INPUT_WORDS = PLANES                ? CHUNK_WORDS * PLANE_PITCH
+constexpr int PLANE_PITCH = aligned_to(HALO_PIXELS, 1, 8, CHUNK_PLANES > 2 ? 1 : 2);
+constexpr int INPUT_WORDS = BOXES                 ? round_up(HALO_PIXELS * CHUNK_WORDS, 256)
+                            : PLANES                ? CHUNK_WORDS * PLANE_PITCH
                             : INPUT_CHANNELS_LAST ? HALO_PIXELS * PIXEL_PITCH
                                                   : CHUNK_WORDS * K_PITCH;
 
@@ -52,4 +55,4 @@ __device__ constexpr int most_taps() {
   return most;
 }
 constexpr int WEIGHT_WORDS = CHUNK_STEPS * most_taps() * TAP_WORDS;
-constexpr int STAGE_WORDS = round_up(INPUT_WORDS, 4) + WEIGHT_WORDS;
+constexpr int STAGE_WORDS = round_up(INPUT_WORDS, 4) + (WEIGHTS_STAY ? 0 : WEIGHT_WORDS);

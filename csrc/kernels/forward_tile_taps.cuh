@@ -112,11 +112,12 @@ constexpr int STEPS = CHUNKS * CHUNK_STEPS;
 /// Words of one tap of one step for one block of channels.
 constexpr int TAP_WORDS = PARTS * BLOCK_M_TILES * FRAGMENT_WORDS;
 
-/// Channel, counted within its block (with STACK, [v][channel]), that lies in row `row` of tile `tile`. For channels_last outputs the rows
-/// that one lane holds (row g and g + 8 of each of its warp's tiles) are neighbours, so that it stores vectors.
+/// Channel, counted within its block (with STACK, [v][channel]), that lies in row `row` of tile `tile`. With PAIRED_ROWS
+/// (channels_last outputs of packed weights) the rows that one lane holds (row g and g + 8 of each of its warp's tiles)
+/// are neighbours, so that it stores vectors.
 __device__ constexpr int channel_of_row(int tile, int row) {
   const int warp = tile / WARP_M_TILES, i = tile % WARP_M_TILES;
-  return OUTPUT_CHANNELS_LAST ? warp * WARP_M_TILES * 16 + (row % 8) * 2 * WARP_M_TILES + i * 2 + row / 8
+  return PAIRED_ROWS ? warp * WARP_M_TILES * 16 + (row % 8) * 2 * WARP_M_TILES + i * 2 + row / 8
                               : tile * 16 + row;
 }
 
@@ -125,13 +126,13 @@ __device__ constexpr int channel_of_row(int tile, int row) {
 template <int CHANNELS>
 __device__ constexpr int tile_of_unit(int unit) {
   constexpr int WARP_UNITS = WARP_M_TILES * 16 / CHANNELS;
-  return OUTPUT_CHANNELS_LAST ? unit / WARP_UNITS * WARP_M_TILES + unit % (WARP_M_TILES * 2 / CHANNELS) * CHANNELS / 2
+  return PAIRED_ROWS ? unit / WARP_UNITS * WARP_M_TILES + unit % (WARP_M_TILES * 2 / CHANNELS) * CHANNELS / 2
                               : unit * CHANNELS / 16;
 }
 template <int CHANNELS>
 __device__ constexpr int row_of_unit(int unit) {
   constexpr int WARP_UNITS = WARP_M_TILES * 16 / CHANNELS;
-  return OUTPUT_CHANNELS_LAST
+  return PAIRED_ROWS
              ? unit % WARP_UNITS / (WARP_M_TILES * 2 / CHANNELS) + (CHANNELS == 1 ? unit % 2 * 8 : 0)
              : unit % (16 / CHANNELS);
 }

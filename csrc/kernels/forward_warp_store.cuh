@@ -91,9 +91,10 @@ constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
 
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int VECTOR = power_dividing(CO_GROUP, 2);
-  const int channels = at.channels_left - 2 * g;
-  output += at.out_channel + 2 * g;
+  constexpr int VECTOR = PAIRED_ROWS ? power_dividing(CO_GROUP, 2) : 1;
+  constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
+  const int channel = channel_of_row(0, g), channels = at.channels_left - channel;
+  output += at.out_channel + channel;
   // Cell 2t of the warp's first fragment; all others lie at distances that are constants, unless cells stand in a row.
   const int first_row = 2 * t / FRAGMENT_W, first_col = 2 * t % FRAGMENT_W;
   const OutCell first = out_cell(at, 0, first_row, first_col);
@@ -133,7 +134,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
               if (inside && (FLAT || (cell_rows + a < rows && cell_cols + b < cols))) {
 #pragma unroll
                 for (int i = 0; i < 2; i += VECTOR)
-                  if (i < channels) put_vector<VECTOR>(to + distance + i, run + i);
+                  if (i * NEXT_ROW < channels) put_vector<VECTOR>(to + distance + i * NEXT_ROW, run + i);
               }
             }
         }

@@ -1,5 +1,5 @@
-// Weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order that forward_tile.cu
-// and forward_wgmma.cu multiply from (forward_tile_taps.cuh), rounded to TF32 where float32 is computed with. Runs
+// Weights [in, out / groups, KERNEL_H, KERNEL_W] (contiguous or channels_last) into the order that forward_tile.cu,
+// forward_wgmma.cu and forward_boxes.cu multiply from (forward_tile_taps.cuh), rounded to TF32 where float32 is computed with. Runs
 // before every forward pass, so that packed weights are never stale, and lets the forward kernel start at once (it
 // waits for this one before it reads a weight).
 //

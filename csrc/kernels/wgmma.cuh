@@ -68,7 +68,11 @@ __device__ __forceinline__ void publish_to_multiplies() {
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPES " {" OPERANDS "}, " A ", " B                \
                ", " ADD ", 1, 1, " MAJORS ";" : __VA_ARGS__ : "l"(a), "l"(b))
 #define TCONV_WGMMA(N, OPERANDS, A, B, ADD, ...)                                                                   \
-  if constexpr (PRECISION == FP16 && ACROSS_K) {                                                                   \
+  if constexpr (PRECISION == FP16 && ACROSS_K && !B_ACROSS_K) {                                                    \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "1, 0", __VA_ARGS__);                                    \
+  } else if constexpr (PRECISION == BF16 && ACROSS_K && !B_ACROSS_K) {                                             \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "1, 0", __VA_ARGS__);                                  \
+  } else if constexpr (PRECISION == FP16 && ACROSS_K) {                                                                   \
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "1, 1", __VA_ARGS__);                                    \
   } else if constexpr (PRECISION == FP16) {                                                                        \
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "0, 0", __VA_ARGS__);                                    \
@@ -110,7 +114,8 @@ __device__ __forceinline__ void publish_to_multiplies() {
 ///
 /// ACROSS_K (16 bits only): both operands lie as planes of 8 rows (of m, of n), [plane][k][16 bytes]; of a descriptor,
 /// `plane_bytes` is then from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an address.
-template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false>
+/// Without B_ACROSS_K only A lies so.
+template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false, bool B_ACROSS_K = ACROSS_K>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
   static_assert(!ACROSS_K || PRECISION == FP16 || PRECISION == BF16);
   static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 256);

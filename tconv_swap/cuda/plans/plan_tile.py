@@ -1,5 +1,5 @@
-"""Plans of csrc/kernels/forward_tile.cu and forward_wgmma.cu, the halo-tile implicit GEMM: what they claim, what they
-launch. Pure functions of data."""
+"""Plans of csrc/kernels/forward_tile.cu, forward_wgmma.cu and forward_boxes.cu, the halo-tile implicit GEMM: what they
+claim, what they launch. Pure functions of data."""
 
 from __future__ import annotations
 
@@ -7,28 +7,33 @@ from itertools import islice
 
 import torch
 
-from tconv_swap.cuda.plans.tile_choice import FILL_BUDGET, FILL_REGISTERS, candidates
+from tconv_swap.cuda.plans.tile_choice import BOX_REGISTERS, FILL_BUDGET, FILL_REGISTERS, candidates
 from tconv_swap.cuda.plans.tile_layout import (
     STEP_WORDS,
     TAP_TILE_BYTES,
     Tile,
     TileProblem,
     block_count,
+    box_shape,
     group_taps,
     make_problem,
     shared_bytes,
+    stores_lines,
 )
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
     Constant,
+    ElementKind,
     Kernel,
     Launch,
     Output,
     Plan,
+    TensorMap,
     input_,
     int64,
     output,
+    tensor_map,
     workspace,
 )
 
@@ -96,12 +101,17 @@ def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], 
         ("PHASE_ROWS", problem.phases[0]),
         ("PHASE_COLS", problem.phases[1]),
         ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
+        ("PAIRED_ROWS", _pairs_rows(problem, tile)),
         ("WARPS_M", tile.warps_m),
         ("WARP_M_TILES", tile.warp_m_tiles),
         ("CHUNK_WORDS", tile.chunk_words),
         ("PLANES", tile.wgmma),
         ("STACK", problem.stack),
     )
+
+
+def _pairs_rows(problem: TileProblem, tile: Tile) -> bool:
+    return problem.output_channels_last and not tile.weight_boxes and not stores_lines(problem, tile)
 
 
 def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
@@ -172,42 +182,58 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     """The plan that computes the problem with this tile."""
     geometry = problem.geometry
     pack, packed_bytes = pack_launch(problem, tile)
+    if tile.weight_boxes:
+        packed_bytes = 0
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
+    entry = "forward_boxes" if tile.boxes else "forward_wgmma" if tile.wgmma else "forward_tile"
+    fill: tuple[tuple[str, Constant], ...] = ()
+    if tile.boxes:
+        taps = geometry.kernel[0] * geometry.kernel[1] if len(group_taps(problem)) == 1 else 1
+        fill = (
+            ("FILL_REGISTERS", BOX_REGISTERS),
+            ("TAPS_OF_BOX", taps),
+        )
+    elif tile.wgmma:
+        fill = (
+            ("FILL_WARPS", tile.fill_warps),
+            ("FILL_REGISTERS", FILL_REGISTERS),
+            ("FILL_BUDGET", FILL_BUDGET),
+        )
+    maps: tuple[TensorMap, ...] = (_input_map(problem, tile),) if tile.boxes else ()
+    if tile.weight_boxes:
+        maps += (_weight_map(problem, tile),)
     forward = Launch(
         Kernel(
-            "forward_wgmma.cu" if tile.wgmma else "forward_tile.cu",
-            "forward_wgmma" if tile.wgmma else "forward_tile",
+            f"{entry}.cu",
+            entry,
             (
                 *tile_constants(problem, tile),
+                ("BOXES", tile.boxes),
+                ("WEIGHTS_STAY", tile.weights_stay),
+                ("WEIGHT_BOXES", tile.weight_boxes),
+                ("WHOLE_LINES", stores_lines(problem, tile)),
                 ("SHARED_BYTES", shared),
-                *(
-                    (
-                        ("FILL_WARPS", tile.fill_warps),
-                        ("FILL_REGISTERS", FILL_REGISTERS),
-                        ("FILL_BUDGET", FILL_BUDGET),
-                    )
-                    if tile.wgmma
-                    else ()
-                ),
+                *fill,
             ),
-            # Three products need registers of their own. 128 sums leave a thread 32 registers, which in some geometries
-            # is a few words too little to store them by.
-            spills=problem.precision == "IEEE" or tile.wgmma,
+            # Three products need registers of their own. Where 128 sums leave a thread 32 registers, or cells of many
+            # images stand in a row, that is in some geometries a few words too little to store them by.
+            spills=problem.precision == "IEEE" or (tile.wgmma and (not tile.boxes or problem.flat)),
         ),
         grid=_grid(problem, tile, multiprocessors),
         block=tile.threads,
         arguments=(
-            input_(0),
-            workspace(0),
+            tensor_map(0) if tile.boxes else input_(0),
+            tensor_map(1) if tile.weight_boxes else workspace(0),
             input_(2),
             output(0) if tile.splits == 1 else workspace(packed_bytes),
             int64(geometry.batch),
         ),
         shared_bytes=shared,
-        overlaps_previous=True,
+        overlaps_previous=not tile.weight_boxes,
+        tensor_maps=maps,
     )
-    launches = [pack, forward]
+    launches = [forward] if tile.weight_boxes else [pack, forward]
     if tile.splits > 1:
         launches.append(reduce_launch(problem, tile.splits, packed_bytes, outputs))
     return Plan(
@@ -217,6 +243,47 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
         launches=tuple(launches),
         workspace_bytes=packed_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
     )
+
+
+def _input_map(problem: TileProblem, tile: Tile) -> TensorMap:
+    """The input as forward_boxes_fill.cuh names its elements."""
+    geometry, item = problem.geometry, problem.item
+    channels, pixel = geometry.in_channels_per_group, geometry.in_channels * item
+    chunk = tile.chunk_words * 4 // item
+    cols, rows, images = box_shape(problem, tile)
+    if problem.flat:
+        pixels = geometry.batch * geometry.height * geometry.width
+        sizes: tuple[int, ...] = (channels, pixels, geometry.groups)
+        strides: tuple[int, ...] = (pixel, channels * item)
+        box: tuple[int, ...] = (chunk, cols, 1)
+    else:
+        row = geometry.width * pixel
+        sizes = (channels, geometry.width, geometry.height, geometry.batch, geometry.groups)
+        strides = (pixel, row, geometry.height * row, channels * item)
+        box = (chunk, cols, rows, images, 1)
+    return TensorMap(
+        input_(0), _element(problem), sizes, strides, box, (1,) * len(box), swizzle_bytes=4 * tile.chunk_words
+    )
+
+
+def _weight_map(problem: TileProblem, tile: Tile) -> TensorMap:
+    """The weight in channels_last as forward_boxes.cu names its elements."""
+    geometry, item = problem.geometry, problem.item
+    taps = geometry.kernel[0] * geometry.kernel[1]
+    channels, tap = geometry.in_channels_per_group, geometry.out_channels_per_group * item
+    return TensorMap(
+        input_(1),
+        _element(problem),
+        sizes=(geometry.out_channels_per_group, channels, taps, geometry.groups),
+        strides=(taps * tap, tap, channels * taps * tap),
+        box=(64, tile.chunk_words * 4 // item, taps if len(group_taps(problem)) == 1 else 1, 1),
+        steps=(1, 1, 1, 1),
+    )
+
+
+def _element(problem: TileProblem) -> ElementKind:
+    kinds = {"FP16": ElementKind.FLOAT16, "BF16": ElementKind.BFLOAT16}
+    return kinds.get(problem.precision, ElementKind.TFLOAT32)
 
 
 def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) -> Launch:

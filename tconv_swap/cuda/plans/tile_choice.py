@@ -1,12 +1,24 @@
-"""Which tiles of csrc/kernels/forward_wgmma.cu and forward_tile.cu are worth trying, the best first: a short rule
-out of what was measured (benchmarks/NOTES.md). Pure functions of data."""
+"""Which tiles of csrc/kernels/forward_boxes.cu, forward_wgmma.cu and forward_tile.cu are worth trying, the best
+first: a short rule out of what was measured (benchmarks/NOTES.md). Pure functions of data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, fill_registers, shared_bytes
+from tconv_swap.cuda.plans.tile_layout import (
+    BOX_MOST,
+    Tile,
+    TileProblem,
+    block_count,
+    box_shape,
+    fill_registers,
+    group_taps,
+    shared_bytes,
+    weights_come_by_boxes,
+)
 from tconv_swap.cuda.problem import Device
 
 #: Sums that a thread may keep where four warps fill for eight that multiply.
@@ -17,6 +29,10 @@ REGISTERS = 65536
 #: way there. A thread that multiplies gets what the others leave, and needs 168 for 128 sums.
 FILL_REGISTERS = 96
 FILL_BUDGET = 40
+#: Outputs for each weight from which packed weights are the faster in 16 bits, although packing takes time.
+PACKING_PAYS = 8
+#: Registers of a thread where one of them asks for boxes.
+BOX_REGISTERS = 56
 
 
 def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
@@ -24,18 +40,23 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
     def fits(posed: TileProblem, tile: Tile) -> bool:
         blocks = tile.blocks_per_multiprocessor
-        if tile.wgmma and fill_registers(posed, tile) > FILL_BUDGET:
+        if tile.boxes and max(box_shape(posed, tile)) > BOX_MOST:
+            return False
+        if tile.wgmma and not tile.boxes and fill_registers(posed, tile) > FILL_BUDGET:
             return False
         return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
 
     ranked: list[tuple[TileProblem, Tile]] = []
     if device.architecture == "sm_90a" and problem.precision != "IEEE":
         posed = _stacked(problem)
-        deepest: dict[Tile, Tile] = {}
-        for tile in _wgmma_tiles(posed):
-            if fits(posed, tile):
-                deepest.setdefault(replace(tile, stages=0, part_bytes=0), tile)
-        ranked += [(posed, tile) for tile in deepest.values()]
+        if problem.input_channels_last:
+            ranked += _box_tiles(posed, fits, device.multiprocessors)
+        else:
+            deepest: dict[Tile, Tile] = {}
+            for tile in _wgmma_tiles(posed):
+                if fits(posed, tile):
+                    deepest.setdefault(replace(tile, stages=0, part_bytes=0), tile)
+            ranked += [(posed, tile) for tile in deepest.values()]
     ranked += [(problem, tile) for tile in _mma_tiles(problem)]
     ranked = [
         (posed, _split(posed, tile, device.multiprocessors)) for posed, tile in ranked if fits(posed, tile)
@@ -105,11 +126,78 @@ def arrange(
     )
 
 
+def _box_tiles(
+    problem: TileProblem, fits: Callable[[TileProblem, Tile], bool], multiprocessors: int
+) -> list[tuple[TileProblem, Tile]]:
+    """Tiles of forward_boxes.cu (inputs in channels_last), those whose sum over channels is not split first."""
+    geometry = problem.geometry
+    channels = geometry.out_channels_per_group * problem.stack
+    if channels <= 32 or geometry.in_channels_per_group * problem.item % 16:
+        return []
+    narrow_map = not problem.flat and problem.cells[1] <= 4
+    if narrow_map and (
+        problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1
+    ):
+        return []
+    # Half of the phases a block: where all of them are too much for the cells that there are.
+    posings = [problem]
+    if problem.phases == (2, 2):
+        posings.append(replace(problem, block_phases=(1, 2)))
+    wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
+    stride_1 = problem.phases == (1, 1)
+    found: list[tuple[TileProblem, Tile]] = []
+    for groups_m, groups_n, blocks in (wide, narrow, single) if stride_1 else (narrow, wide, single):
+        if groups_m == 2 and channels <= 64:
+            continue
+        for posed in posings:
+            phases = posed.phases[0] * posed.phases[1]
+            most_rows = 1 if narrow_map else 16 if phases <= 2 else 8
+            for registers in (128, 64) if posed is posings[-1] else (128,):
+                fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
+                arranged = arrange(posed, max(4, fragments), groups_n, most_rows)
+                run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
+                if fragments < 4 or run < 4:
+                    continue
+                tile = Tile(4 * groups_m, 1, *arranged, 8, 2, blocks, wgmma=True, boxes=True)
+                for fitted in _fit_rows(posed, tile):
+                    for deep in islice(
+                        filter(partial(fits, posed), _box_stages(posed, fitted, multiprocessors)), 1
+                    ):
+                        found.append((posed, _split(posed, deep, multiprocessors)))
+    return sorted(found, key=lambda entry: entry[1].splits)
+
+
+def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Iterator[Tile]:
+    """The tile with as much of the weights and of the input in shared memory as may be worth it, the most first."""
+    geometry = problem.geometry
+    out_channels, in_channels = geometry.out_channels_per_group, geometry.in_channels_per_group
+    weights = in_channels * geometry.out_channels * geometry.kernel[0] * geometry.kernel[1]
+    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    # As they lie, rows of a multiply are channels in their order, whose sums take longer to leave.
+    boxed = weights_come_by_boxes(problem) and PACKING_PAYS * weights >= outputs
+    blocks = block_count(problem, tile)
+    m_blocks = -(-out_channels // problem.block_channels(tile))
+    one_weight = m_blocks * geometry.groups * len(group_taps(problem)) == 1
+    many_turns = blocks >= 2 * multiprocessors * tile.blocks_per_multiprocessor
+    # Narrow maps come once for each shift: in longer rows, though fewer at a time.
+    for words, least in ((16, 3 if not problem.flat and tile.cols < 8 else 4), (8, 2)):
+        for stages in range(6, least - 1, -1) if words <= max(8, problem.words) else ():
+            # Weights that stay are worth less than a stage.
+            for stays in (True, False) if one_weight and many_turns else (False,):
+                yield replace(
+                    tile,
+                    chunk_words=words,
+                    stages=stages,
+                    weights_stay=stays,
+                    weight_boxes=boxed,
+                    whole_lines=boxed,
+                )
+
+
 def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     geometry = problem.geometry
     channels = geometry.out_channels_per_group * problem.stack
-    channels_last = problem.input_channels_last
-    if channels <= 32 or (channels_last and geometry.in_channels_per_group * problem.item % 16):
+    if channels <= 32:
         return
     phases = problem.phases[0] * problem.phases[1]
     # Narrow maps: one multiply takes the same rows of many images.
@@ -119,7 +207,7 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     ):
         return
     # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
-    short_rows = channels_last or problem.item == 4 or geometry.kernel[1] > 3
+    short_rows = problem.item == 4 or geometry.kernel[1] > 3
     most_rows = 1 if narrow_map else 16 if phases == 1 and short_rows else 8
     for (groups_m, groups_n, blocks), chunk_words in _wgmma_shapes(problem, narrow_map):
         if groups_m == 2 and channels <= 64:
@@ -135,8 +223,8 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
             tile = Tile(
                 4 * groups_m, 1, *arranged, chunk_words, 2, blocks, wgmma=True, fill_warps=8 // blocks
             )
-            # A large chunk pays only where enough of them are under way; so does TF32 of channels_last.
-            least_stages = 3 if chunk_words > 8 or (channels_last and problem.item == 4) else 2
+            # A large chunk pays only where enough of them are under way.
+            least_stages = 3 if chunk_words > 8 else 2
             for fitted in _fit_rows(problem, tile):
                 for stages in range(5, least_stages - 1, -1):
                     yield replace(fitted, stages=stages)
@@ -149,27 +237,22 @@ def _wgmma_shapes(problem: TileProblem, narrow_map: bool) -> list[tuple[tuple[in
     words of a chunk. The fastest first, as measured. Sums of 128 registers a thread leave room for one block of two
     warpgroups that multiply, or two of one."""
     wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
-    channels_last = problem.input_channels_last
     if narrow_map:
         return [(narrow, 8), (single, 8)]
-    if problem.flat and channels_last:
-        return [(shape, words) for shape in (wide, narrow, single) for words in (32, 16, 8)]
     if problem.flat:
         # Pixels that come one by one are few for a block of many channels.
         odd = problem.geometry.height * problem.geometry.width % 2
         shapes = (wide, narrow, single) if odd else (narrow, wide, single)
         return [(shape, words) for shape in shapes for words in (16, 8)]
     if problem.phases[0] * problem.phases[1] == 1:
-        shapes = (wide, narrow, single) if channels_last else (narrow, wide, single)
-        return [(shape, 8) for shape in shapes]
-    if channels_last:
-        return [(narrow, 16), (wide, 8), (narrow, 8), (single, 8)]
+        return [(shape, 8) for shape in (narrow, wide, single)]
     return [(narrow, 8), (single, 8)] if problem.item == 2 else [(narrow, 16), (narrow, 8), (single, 8)]
 
 
 def _fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
     """The tile with another number of rows first, where 16 would waste a sixteenth of its cells or more."""
     height = problem.cells[0]
+    phases = problem.phases[0] * problem.phases[1]
 
     def covered(rows: int) -> int:
         return -(-height // rows) * rows
@@ -179,9 +262,9 @@ def _fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
         if 16 * covered(rows) <= 15 * covered(16):
             lower = replace(tile, rows=rows, warp_rows=rows)
             # What they leave of the registers may be another column; that takes some from those that fill.
-            if problem.input_channels_last and tile.warps_m == 8 and rows * 12 <= MOST_SUMS:
+            if problem.input_channels_last and tile.warps_m == 8 and rows * 12 * phases <= MOST_SUMS:
                 cols = tile.cols // tile.warp_cols * 3
-                yield replace(lower, cols=cols, warp_cols=3, fill_warps=4)
+                yield replace(lower, cols=cols, warp_cols=3)
             yield lower
     yield tile
 

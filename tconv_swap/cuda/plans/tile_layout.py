@@ -1,4 +1,5 @@
-"""What csrc/kernels/forward_tile.cu and forward_wgmma.cu compute with one tile, and the memory that it takes."""
+"""What csrc/kernels/forward_tile.cu, forward_wgmma.cu and forward_boxes.cu compute with one tile, and the memory that
+it takes."""
 
 from __future__ import annotations
 
@@ -12,6 +13,12 @@ from tconv_swap.geometry import Geometry, Pair
 #: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
 STEP_WORDS = 8
 TAP_TILE_BYTES = 512
+#: A stage that boxes fill begins at a multiple of so many words.
+BOX_WORDS = 256
+#: Elements that one box has at most in each dimension.
+BOX_MOST = 256
+#: Of shared memory for each warp whose outputs leave in whole lines.
+LINE_BYTES = 2048
 #: Threads of grad_input_wgmma.cu that bring the input.
 FILL_THREADS = 128
 #: Groups of warps of forward_wgmma.cu that take turns to bring the input.
@@ -34,8 +41,16 @@ class Tile:
     stages: int
     blocks_per_multiprocessor: int
     splits: int = 1
-    #: Multiplied by forward_wgmma.cu (sm_90a), from planes of 16 bytes of k, rather than by forward_tile.cu.
+    #: Multiplied by wgmma (sm_90a), by forward_wgmma.cu from planes of 16 bytes of k, rather than by forward_tile.cu.
     wgmma: bool = False
+    #: The input comes by boxes of the copy engine (wgmma, channels_last): forward_boxes.cu.
+    boxes: bool = False
+    #: The weights of all channels lie in shared memory while a block works (boxes).
+    weights_stay: bool = False
+    #: Outputs leave in whole lines (boxes, 16 bits, channels_last), where ``stores_lines`` allows it.
+    whole_lines: bool = False
+    #: The weights come by boxes too, as they lie: nothing is packed (boxes, 16 bits, channels_last weights).
+    weight_boxes: bool = False
     #: Warps that bring the input (wgmma).
     fill_warps: int = 4
     #: Bytes of each warp's part of the outputs, before they leave in whole rows (wgmma).
@@ -260,10 +275,13 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     if narrow:
         image_pitch = (most_w - least_w + 1) * halo_h * tile.cols
     pixels = tile.images * image_pitch
-    if tile.wgmma:
+    if tile.boxes:
+        if narrow:
+            pixels = (most_w - least_w + 1) * -(-tile.images * halo_h * tile.cols // 8) * 8
+        input_words = -(-pixels * tile.chunk_words // BOX_WORDS) * BOX_WORDS
+    elif tile.wgmma:
         planes = tile.chunk_words // 4
-        rest = 8 // planes if problem.input_channels_last else (1 if planes > 2 else 2)
-        input_words = tile.chunk_words * aligned_to(pixels, 1, 8, rest)
+        input_words = tile.chunk_words * aligned_to(pixels, 1, 8, 1 if planes > 2 else 2)
     elif problem.input_channels_last:
         input_words = pixels * (tile.chunk_words + 4)
     else:
@@ -271,30 +289,63 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     input_words = -(-input_words // 4) * 4
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
-    stages = tile.stages * (input_words * 4 + weight_bytes)
+    if tile.weights_stay:
+        stages = tile.stages * input_words * 4 + -(-problem.words // tile.chunk_words) * weight_bytes
+    else:
+        stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
     return stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages
 
 
+def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
+    """Columns, rows and images of one box of the input (forward_boxes_fill.cuh)."""
+    if problem.flat:
+        return tile.cols // -(-tile.cols // BOX_MOST), 1, 1
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    cols = tile.cols if tile.cols < 8 else tile.cols + most_w - least_w
+    return cols, (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h, tile.images
+
+
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
     """About how many registers of a filling thread of forward_wgmma.cu hold places and what is on its way there."""
     copy = _copy_elements(problem, tile)
-    copy_pixels = 1 if problem.input_channels_last else copy
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
-    halo_w = -(-(tile.cols + most_w - least_w) // copy_pixels)
+    halo_w = -(-(tile.cols + most_w - least_w) // copy)
     places = tile.images * halo_h * halo_w * tile.chunk_words // 4
-    if problem.input_channels_last:
-        place = 4
-    else:
-        place = 16 // problem.item * -(-copy * problem.item // 4)
+    place = 16 // problem.item * -(-copy * problem.item // 4)
     slots = -(-places * FILL_GROUPS // (32 * tile.fill_warps))
     return (2 * slots if slots <= 10 else slots + 8) + place
 
 
+def stores_lines(problem: TileProblem, tile: Tile) -> bool:
+    """Whether outputs leave by forward_line_store.cuh."""
+    return (
+        tile.whole_lines
+        and problem.output_channels_last
+        and problem.item == 2
+        and tile.splits == 1
+        and problem.stack == 1
+        and problem.geometry.out_channels_per_group % 8 == 0
+    )
+
+
+def weights_come_by_boxes(problem: TileProblem) -> bool:
+    """Whether forward_boxes.cu can read the weight as it lies."""
+    return (
+        problem.item == 2
+        and problem.weight_channels_last
+        and not problem.of_grad_input
+        and problem.stack == 1
+        and problem.geometry.out_channels_per_group % 8 == 0
+    )
+
+
 def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     """Shared memory of one warp for a part of its outputs; mirrors forward_warp_store.cuh."""
+    if stores_lines(problem, tile):
+        return LINE_BYTES
     if problem.output_channels_last:
         return 0
     item = problem.item if tile.splits == 1 else 4

@@ -1,0 +1,194 @@
+"""The forward kernel that the copy engine fills (csrc/kernels/forward_boxes.cu), forced on random geometries, and
+what its plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import conv_transpose2d_reference
+
+from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda.plans import plan_tile, tile_choice, tile_layout
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
+from tconv_swap.cuda.program import ArgumentKind
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random_geometry(rng: random.Random, item: int) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3))
+        kernel = (rng.randint(1, 5), rng.randint(1, 5))
+        stride = (rng.randint(1, 4), rng.randint(1, 4))
+        dilation = (rng.choice((1, 1, 1, 2)), rng.choice((1, 1, 1, 2)))
+        padding = (rng.randint(0, 2), rng.randint(0, 2))
+        kind = rng.random()
+        if kind < 0.5:
+            kernel, stride, dilation = (rng.choice(((2, 2), (4, 4))), (2, 2), (1, 1))
+        elif kind < 0.65:
+            stride = (1, 1)
+        if kernel == stride:
+            padding = (0, 0)
+        sizes = ((rng.randint(1, 40), rng.randint(1, 40)), (4, 4), (rng.randint(2, 9), rng.randint(2, 9)))
+        geometry = Geometry(
+            rng.randint(1, 9),
+            groups * 16 // item * rng.randint(2, 12),
+            *rng.choice((*sizes, (1, 1), (16, 16), (1, 64))),
+            groups * rng.choice((16, 24, 33, 40, 64, 72, 100, 128)),
+            kernel,
+            stride,
+            padding,
+            (0, 0)
+            if rng.random() < 0.5
+            else (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+            groups,
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+def random_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
+    while True:
+        posed = tile_layout.make_problem(
+            random_geometry(rng, dtype.itemsize),
+            dtype,
+            "tf32",
+            True,
+            rng.random() < 0.5,
+            rng.random() < 0.5,
+        )
+        if plan_tile.claims(posed, H200):
+            found = [entry for entry in tile_choice.candidates(posed, H200) if entry[1].boxes]
+            if found:
+                return rng.choice(found)
+
+
+def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
+    """What the rule would not choose for this problem, and the kernel can do all the same."""
+    if rng.random() < 0.3:
+        tile = replace(tile, stages=2)
+    boxed = rng.random() < 0.5 and tile_layout.weights_come_by_boxes(posed)
+    other = replace(tile, weight_boxes=boxed, whole_lines=boxed)
+    blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
+    if blocks_of_weights * posed.geometry.groups * len(tile_layout.group_taps(posed)) == 1:
+        other = replace(other, weights_stay=rng.random() < 0.5)
+    fits = tile_layout.shared_bytes(posed, other) <= H200.shared_memory_per_block
+    return other if fits and tile.blocks_per_multiprocessor == 1 else tile
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
+    rng = random.Random(1)
+    for _ in range(60):
+        posed, tile = random_case(rng, dtype)
+        made = plan_tile.plan_with_tile(posed, tile)
+        forward = next(one for one in made.launches if one.kernel.entry == "forward_boxes")
+        assert tile.blocks_per_multiprocessor * (forward.shared_bytes + 1024) <= 228 << 10
+        for box in forward.tensor_maps:
+            assert len(box.sizes) == len(box.box) == len(box.strides) + 1
+            assert box.box[0] * dtype.itemsize <= box.swizzle_bytes
+            assert max(box.box) <= 256
+            assert all(stride % 16 == 0 for stride in box.strides)
+            assert [one for one in forward.arguments if one.kind is ArgumentKind.TENSOR_MAP]
+
+
+def test_channels_last_is_filled_by_boxes_and_nchw_is_not() -> None:
+    geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
+    for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "tf32")):
+        for channels_last, entry in ((True, "forward_boxes"), (False, "forward_wgmma")):
+            made = plan.plan_forward(
+                plan.Problem(geometry, dtype, precision, channels_last, channels_last), True, H200
+            )
+            assert made.launches[-1].kernel.entry == entry
+
+
+def test_a_group_of_channels_that_16_bytes_do_not_divide_has_no_boxes() -> None:
+    for channels, boxed in ((72, True), (68, False)):
+        geometry = Geometry(8, channels * 2, 64, 64, 128, (3, 3), (2, 2), (1, 1), groups=2)
+        made = plan.plan_forward(plan.Problem(geometry, torch.float16, "ieee", True, True), True, H200)
+        assert (made.launches[-1].kernel.entry == "forward_boxes") == boxed
+
+
+def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
+    many = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
+    few = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
+    for geometry, dtype, precision, weight_channels_last, packs in (
+        (many, torch.float16, "ieee", True, False),
+        (many, torch.bfloat16, "ieee", True, False),
+        (many, torch.float16, "ieee", False, True),
+        (many, torch.float32, "tf32", True, True),
+        (few, torch.float16, "ieee", True, True),
+    ):
+        made = plan.plan_forward(
+            plan.Problem(geometry, dtype, precision, True, weight_channels_last), True, H200
+        )
+        assert [one.kernel.entry for one in made.launches] == ["pack_weights"] * packs + ["forward_boxes"]
+        assert (made.without_packing(dtype.itemsize) is not None) == packs
+        # Whatever ran before a call's first launch may still write what that one reads.
+        assert not made.launches[0].overlaps_previous
+
+
+def test_ieee_has_no_boxes() -> None:
+    geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
+    made = plan.plan_forward(plan.Problem(geometry, torch.float32, "ieee", True, True), True, H200)
+    assert all(one.kernel.entry != "forward_boxes" for one in made.launches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(48))
+def test_forced_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again,
+    and neighbours' channels that are not numbers do no harm."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("the kernel is for sm_90a")
+    dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
+    posed, tile = random_case(rng, dtype)
+    tile = vary(rng, posed, tile)
+    geometry = posed.geometry
+    handle = launch.add_plan(
+        plan_tile.plan_with_tile(posed, tile), dtype, torch.device("cuda", 0), facts.architecture
+    )
+
+    x = torch.randn(geometry.input_shape, device="cuda").to(dtype)
+    w = torch.randn(geometry.weight_shape, device="cuda").to(dtype)
+    x = x.contiguous(memory_format=torch.channels_last)
+    w = w.contiguous(
+        memory_format=torch.channels_last if posed.weight_channels_last else torch.contiguous_format
+    )
+    b = torch.randn(geometry.out_channels, device="cuda").to(dtype) if posed.has_bias else None
+
+    def run() -> torch.Tensor:
+        y: torch.Tensor = torch.ops.tconv_swap.launch.default(handle, x, w, b)[0]
+        return y
+
+    run().fill_(float("nan"))  # freed at once: the next call takes its memory
+    y = run()
+    assert torch.equal(y, run())
+    expected = conv_transpose2d_reference(
+        x,
+        w,
+        b,
+        geometry.stride,
+        geometry.padding,
+        geometry.output_padding,
+        geometry.groups,
+        geometry.dilation,
+    )
+    error = (y.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= TOLERANCE[dtype], f"{geometry} {tile}"
+    if geometry.groups > 1:
+        x[:, -geometry.in_channels_per_group :] = float("nan")
+        clean = geometry.out_channels - geometry.out_channels_per_group
+        assert torch.equal(run()[:, :clean], y[:, :clean])
