@@ -1,17 +1,49 @@
 // Gradient of the bias, NCHW and channels_last: the sum of grad_output over batch and pixels.
 //
-// A block sums CHANNELS channels over one slice of the (n, pixel) positions and writes partial[slice, channel];
-// reduce_slices adds the slices. Every sum has a fixed order: the same input gives the same bits.
-constexpr int CHANNELS = CHANNELS_LAST ? 32 : 1;  // neighbouring threads read neighbouring memory
+// A block sums CHANNELS channels over one slice of the (n, pixel) positions and writes partial[2 slice, channel] and
+// what rounding left of it to partial[2 slice + 1, channel]; reduce_slices adds them up. Every sum has a fixed order:
+// the same input gives the same bits.
+#include "compensated_sum.cuh"
+
+/// The smallest power of 2 that holds `count`, at most 32.
+constexpr int lanes_for(int count) {
+  int lanes = 1;
+  while (lanes < count && lanes < 32) lanes *= 2;
+  return lanes;
+}
+constexpr int CHANNELS = CHANNELS_LAST ? lanes_for(OUT_CHANNELS) : 1;  // neighbouring threads read neighbouring memory
 constexpr int POSITIONS = THREADS / CHANNELS;
 constexpr int TILES = (OUT_CHANNELS + CHANNELS - 1) / CHANNELS;
+constexpr long long PIXELS = (long long)OUT_HEIGHT * OUT_WIDTH;
+constexpr int AHEAD = 8;  // loads that a thread has under way
 using Sum = Accumulate<Element>::type;
+using Total = CompensatedSum<Sum, (sizeof(Element) > 2)>;
+
+/// A thread's way through grad_output: POSITIONS positions further at each step.
+struct Walk {
+  long long at, pixel;
+
+  __device__ __forceinline__ Walk(long long position, int channel) {
+    const long long image = position / PIXELS;
+    pixel = position % PIXELS;
+    at = CHANNELS_LAST ? position * OUT_CHANNELS + channel : (image * OUT_CHANNELS + channel) * PIXELS + pixel;
+  }
+  __device__ __forceinline__ void advance() {
+    if constexpr (CHANNELS_LAST) {
+      at += (long long)POSITIONS * OUT_CHANNELS;
+    } else {
+      constexpr long long TO_NEXT_IMAGE = (OUT_CHANNELS - 1) * PIXELS;
+      at += POSITIONS / PIXELS * TO_NEXT_IMAGE + POSITIONS;
+      pixel += POSITIONS % PIXELS;
+      if (pixel >= PIXELS) pixel -= PIXELS, at += TO_NEXT_IMAGE;
+    }
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     general_grad_bias(const Element* __restrict__ grad_output, Sum* __restrict__ partial, long long batch,
                       long long positions_per_slice) {
-  __shared__ Sum shared[POSITIONS][CHANNELS];
-  constexpr long long PIXELS = (long long)OUT_HEIGHT * OUT_WIDTH;
+  __shared__ Total shared[POSITIONS][CHANNELS];
   const int lane = threadIdx.x % CHANNELS, position = threadIdx.x / CHANNELS;
   const int channel = blockIdx.x % TILES * CHANNELS + lane;
   const long long slice = blockIdx.x / TILES;
@@ -19,18 +51,33 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long all = batch * PIXELS;
   const long long end = begin + positions_per_slice < all ? begin + positions_per_slice : all;
 
-  Sum sum = 0;
-  if (channel < OUT_CHANNELS)
-    for (long long p = begin + position; p < end; p += POSITIONS) {
-      const long long at = CHANNELS_LAST ? p * OUT_CHANNELS + channel
-                                         : (p / PIXELS * OUT_CHANNELS + channel) * PIXELS + p % PIXELS;
-      sum += load_as(grad_output[at]);
+  Total sum{};
+  if (channel < OUT_CHANNELS) {
+    long long p = begin + position;
+    Walk walk(p, channel);
+    for (; p + (AHEAD - 1) * POSITIONS < end; p += AHEAD * POSITIONS) {
+      Element loaded[AHEAD];
+#pragma unroll
+      for (Element& one : loaded) {
+        one = grad_output[walk.at];
+        walk.advance();
+      }
+#pragma unroll
+      for (const Element& one : loaded) sum.add(load_as(one));
     }
+    for (; p < end; p += POSITIONS) {
+      sum.add(load_as(grad_output[walk.at]));
+      walk.advance();
+    }
+  }
   shared[position][lane] = sum;
   __syncthreads();
   for (int half = POSITIONS / 2; half > 0; half /= 2) {
-    if (position < half) shared[position][lane] += shared[position + half][lane];
+    if (position < half) shared[position][lane].add(shared[position + half][lane]);
     __syncthreads();
   }
-  if (position == 0 && channel < OUT_CHANNELS) partial[slice * OUT_CHANNELS + channel] = shared[0][lane];
+  if (position == 0 && channel < OUT_CHANNELS) {
+    partial[2 * slice * OUT_CHANNELS + channel] = shared[0][lane].sum;
+    partial[(2 * slice + 1) * OUT_CHANNELS + channel] = shared[0][lane].remainder();
+  }
 }

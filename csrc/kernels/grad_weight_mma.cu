@@ -13,7 +13,8 @@
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
 // stride, padding, output padding, dilation, groups; sm_80 and up. plan_grad_weight.py says for which it pays.
 // Tensors 16-byte aligned. WITH_BIAS: taps whose offset lies in [0, STRIDE) read all of grad_output just once
-// (OUT_* = STRIDE_* x input): their fragments are summed up, for row [slice][tap block, warp] of `bias_partial`.
+// (OUT_* = STRIDE_* x input): their fragments are summed up, for row [slice][tap block, m block, warp] of `bias_partial`.
+#include "compensated_sum.cuh"
 #include "mma.cuh"
 #include "grad_weight_layout.cuh"
 #include "grad_weight_fill.cuh"
@@ -55,6 +56,10 @@ __device__ __forceinline__ void split(u32& word, [[maybe_unused]] u32& low) {
   }
 }
 
+using BiasSum = CompensatedSum<float, !IS_16_BIT>;
+/// Warps, of this block and others, that read the same of grad_output: they take turns in adding it up for the bias.
+constexpr int BIAS_SHARERS = M_BLOCKS * WARPS_M;
+
 /// The sum of the numbers in a word.
 __device__ __forceinline__ float sum_of(u32 word) {
   if constexpr (PRECISION == ptx::FP16) {
@@ -66,18 +71,38 @@ __device__ __forceinline__ float sum_of(u32 word) {
   }
 }
 
+/// Four sums over the four lanes that hold a fragment's row: lane t gets the one of values[t % 4].
+__device__ __forceinline__ float sum_of_lanes(const float* values) {
+  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+  const float low = (odd ? values[1] : values[0]) + __shfl_xor_sync(0xffffffffu, odd ? values[0] : values[1], 1);
+  const float high = (odd ? values[3] : values[2]) + __shfl_xor_sync(0xffffffffu, odd ? values[2] : values[3], 1);
+  return (upper ? high : low) + __shfl_xor_sync(0xffffffffu, upper ? low : high, 2);
+}
+
+constexpr int BIAS_FRAGMENTS = ceil_div(N_FRAGMENTS, 4) * 4;
+
 using In = InputWindow;
 using Out = OutputWindow;
 
 struct Accumulators {
   float sums[FRAGMENTS][4];
-  float bias[N_FRAGMENTS];
+  BiasSum bias[BIAS_FRAGMENTS / 4];  // lane t has those of fragments t, t + 4 ...
 
   __device__ __forceinline__ void clear_sums() {
 #pragma unroll
     for (auto& fragment : sums)
 #pragma unroll
       for (float& sum : fragment) sum = 0.f;
+  }
+
+  /// Move this lane's sums of grad_output to the bias's.
+  __device__ __forceinline__ void fold(float (&of_fragments)[BIAS_FRAGMENTS]) {
+#pragma unroll
+    for (int n = 0; n < BIAS_FRAGMENTS; n += 4) {
+      bias[n / 4].add(sum_of_lanes(of_fragments + n));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_fragments[n + i] = 0.f;
+    }
   }
 
   /// Add one step. `input`, `output`: this lane's place in the step's first fragment. `tap_bytes`: of the warp's taps;
@@ -104,6 +129,8 @@ struct Accumulators {
       a[i] = make_uint4(words[0], words[1], words[2], words[3]);
       if constexpr (PARTS == 2) a_low[i] = make_uint4(low[0], low[1], low[2], low[3]);
     }
+    // Of the taps that count for the bias; where registers are short (IEEE), of one at a time.
+    float of_fragments[BIAS_FRAGMENTS] = {};
 #pragma unroll
     for (int tap = 0; tap < WARP_TAPS; ++tap) {
       u32 b[N_FRAGMENTS][2];
@@ -125,7 +152,8 @@ struct Accumulators {
       }
       if (WITH_BIAS && bias_taps >> tap & 1) {
 #pragma unroll
-        for (int n = 0; n < N_FRAGMENTS; ++n) bias[n] += sum_of(b[n][0]) + sum_of(b[n][1]);
+        for (int n = 0; n < N_FRAGMENTS; ++n) of_fragments[n] += sum_of(b[n][0]) + sum_of(b[n][1]);
+        if constexpr (PARTS == 2) fold(of_fragments);
       }
 #pragma unroll
       for (int n = 0; n < N_FRAGMENTS; ++n) {
@@ -149,6 +177,7 @@ struct Accumulators {
         }
       }
     }
+    if (WITH_BIAS && PARTS == 1 && bias_taps) fold(of_fragments);
   }
 };
 
@@ -171,14 +200,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     tap_bytes[i] = tap.offset * POSITION_BYTES<Out>;
     if (tap.reads_once) bias_taps |= 1u << i;
   }
-  if (place.m0 != 0 || at.m != 0) bias_taps = 0;
+  const int bias_sharer = place.m0 / BLOCK_M * WARPS_M + at.m;
+  int bias_turn = bias_sharer;  // steps until it is this warp's
   const u32 input_lane = channel_bytes<In>(at.m * WARP_M) + lane_bytes<In>(lane, true);
   const u32 output_lane = channel_bytes<Out>(at.n * WARP_N) + lane_bytes<Out>(lane, false);
 
   Accumulators all;
   all.clear_sums();
 #pragma unroll
-  for (float& sum : all.bias) sum = 0.f;
+  for (BiasSum& sum : all.bias) sum = {};
 
   // What goes through registers is asked for one tile ahead of its store, which is one tile ahead of its use.
   feed.load(0);
@@ -194,9 +224,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     feed.copy(index + STAGES - 1);
     const u32 from_input = feed.input_stage(index) + input_lane, from_output = feed.output_stage(index) + output_lane;
 #pragma unroll 1
-    for (int step = warp_k; step < STEPS; step += WARPS_K)
+    for (int step = warp_k; step < STEPS; step += WARPS_K) {
       all.step(from_input + In::position(step * STEP) * POSITION_BYTES<In>,
-               from_output + Out::position(step * STEP) * POSITION_BYTES<Out>, tap_bytes, bias_taps);
+               from_output + Out::position(step * STEP) * POSITION_BYTES<Out>, tap_bytes, bias_turn == 0 ? bias_taps : 0);
+      bias_turn = bias_turn == 0 ? BIAS_SHARERS - 1 : bias_turn - 1;
+    }
     feed.store(index + 1);
     feed.load(index + 2);
     if (FLUSH && ++since_flush == FLUSH) {
@@ -213,16 +245,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   } else {
     store_gradient(all.sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   }
-  if (WITH_BIAS && place.m0 == 0 && at.m == 0) {
+  if (WITH_BIAS) {
+    static_assert(BIAS_WRITERS == BIAS_SHARERS * WARPS_K * WARPS_T);
     const int row = place.slice * BIAS_ROWS + (place.tap_block_w * TapsH::BLOCKS + place.tap_block_h) * BIAS_WRITERS +
-                    warp_k * WARPS_T + at.t;
+                    (bias_sharer * WARPS_K + warp_k) * WARPS_T + at.t;
 #pragma unroll
-    for (int n = 0; n < N_FRAGMENTS; ++n) {
-      float sum = all.bias[n];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const int channel = place.n0 + at.n * WARP_N + n * 8 + lane / 4;
-      if (lane % 4 == 0 && channel < CO_GROUP) bias_partial[row * OUT_CHANNELS + place.group * CO_GROUP + channel] = sum;
+    for (int i = 0; i < BIAS_FRAGMENTS / 4; ++i) {
+      const int n = 4 * i + lane % 4, channel = place.n0 + at.n * WARP_N + n * 8 + lane / 4;
+      if (n < N_FRAGMENTS && channel < CO_GROUP)
+        bias_partial[row * OUT_CHANNELS + place.group * CO_GROUP + channel] = all.bias[i].value();
     }
   }
 }

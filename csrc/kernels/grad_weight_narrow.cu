@@ -13,6 +13,8 @@
 //
 // WITH_BIAS: the sum of grad_output over batch and pixels beside it, from the tiles that lie in shared memory anyway. A
 // tile adds up the output pixels from its own first to the next tile's first; the plan sees to it that it holds them.
+// A slice has two rows of `bias_result`: its sum, and what rounding left of it.
+#include "compensated_sum.cuh"
 #include "grad_weight_narrow_input.cuh"
 
 constexpr int WARP_M = 16 * M_TILES;
@@ -37,6 +39,7 @@ struct OutOf<true> {
   using type = float;
 };
 using Out = OutOf<(SLICES > 1)>::type;
+using BiasSum = CompensatedSum<float, (sizeof(Element) > 2)>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_weight_narrow(const Element* __restrict__ input, const Element* __restrict__ grad_output,
@@ -106,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
   const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
   const int own_columns = tile_w == TILES_W - 1 ? COLUMNS : SHIFT + TILE_W * STRIDE_W;
-  float bias[WITH_BIAS ? CHANNELS : 1] = {};
+  BiasSum bias[WITH_BIAS ? CHANNELS : 1] = {};
 
   float sum[M_TILES][N_TILES][4] = {};
   int buffer = 0, ih0 = start.down * TILE_H;
@@ -131,7 +134,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c)
         for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32)
           for (int column = SHIFT + lane; column < own_columns; column += 32)
-            bias[c] += whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)];
+            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)]);
     }
 
 #pragma unroll UNROLL
@@ -220,22 +223,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
   }
   if (sums_bias) {
+    constexpr int WARPS = THREADS / 32;
+    const auto of_warps = reinterpret_cast<BiasSum*>(tiles);  // [channel][warp]
     if (ASYNC) ptx::wait_copies<0>();
     __syncthreads();
 #pragma unroll
-    for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c) tiles[c * THREADS + threadIdx.x] = bias[c];
+    for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c) {
+#pragma unroll
+      for (int mask = 16; mask > 0; mask /= 2) bias[c].add_lane(mask);
+      if (lane == 0) of_warps[c * WARPS + threadIdx.x / 32] = bias[c];
+    }
     __syncthreads();
-    // A warp for each channel.
-    for (int c = threadIdx.x / 32; c < CHANNELS; c += THREADS / 32) {
-      float total = 0.0f;
-#pragma unroll 4
-      for (int i = lane; i < THREADS; i += 32) total += tiles[c * THREADS + i];
-      __syncwarp();
-      tiles[c * THREADS + lane] = total;
-      __syncwarp();
-      if (lane == 0) {
-        for (int i = 1; i < 32; ++i) total += tiles[c * THREADS + i];
-        bias_result[slice * OUT_CHANNELS + group0 * CO_GROUP + co0 + c] = store_as<Out>(total);
+    for (int c = threadIdx.x; c < CHANNELS; c += THREADS) {
+      BiasSum total{};
+      for (int i = 0; i < WARPS; ++i) total.add(of_warps[c * WARPS + i]);
+      const int channel = group0 * CO_GROUP + co0 + c;
+      if constexpr (SLICES > 1) {
+        bias_result[2 * slice * OUT_CHANNELS + channel] = store_as<Out>(total.sum);
+        bias_result[(2 * slice + 1) * OUT_CHANNELS + channel] = store_as<Out>(total.remainder());
+      } else {
+        bias_result[channel] = store_as<Out>(total.value());
       }
     }
   }

@@ -1,5 +1,6 @@
 // output[i] = sum over slices s of partial[s, i]: the last step of every split sum. LANES threads share an output: each
 // adds up every LANES-th slice in the order of s, and the first of them what they found, in the order of the lanes.
+#include "compensated_sum.cuh"
 #include "mma.cuh"
 
 constexpr int COLUMNS = THREADS / LANES;
@@ -8,21 +9,21 @@ using Sum = Accumulate<Element>::type;
 extern "C" __global__ void __launch_bounds__(THREADS)
     reduce_slices(const Sum* __restrict__ partial, Element* __restrict__ output, long long count,
                   long long slices) {
-  __shared__ Sum shared[LANES][COLUMNS];
+  __shared__ CompensatedSum<Sum> shared[LANES][COLUMNS];
   const int column = threadIdx.x % COLUMNS, lane = threadIdx.x / COLUMNS;
   const long long i = (long long)blockIdx.x * COLUMNS + column;
-  Sum sum = 0;
+  CompensatedSum<Sum> sum{};
   ptx::wait_for_previous_launch();
   if (i < count) {
 #pragma unroll 8
-    for (long long s = lane; s < slices; s += LANES) sum += partial[s * count + i];
+    for (long long s = lane; s < slices; s += LANES) sum.add(partial[s * count + i]);
   }
   if constexpr (LANES > 1) {
     shared[lane][column] = sum;
     __syncthreads();
     if (lane > 0) return;
 #pragma unroll
-    for (int other = 1; other < LANES; ++other) sum += shared[other][column];
+    for (int other = 1; other < LANES; ++other) sum.add(shared[other][column]);
   }
-  if (i < count) output[i] = store_as<Element>(sum);
+  if (i < count) output[i] = store_as<Element>(sum.value());
 }

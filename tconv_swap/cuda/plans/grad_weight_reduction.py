@@ -11,6 +11,8 @@ from tconv_swap.cuda.program import Argument, Constant, Kernel, Launch, output, 
 #: Multiplies that follow one another into the same sums: the multiplier truncates, so more would add to the error.
 MOST_MULTIPLIES = 1024
 _THREADS = 256
+#: Threads that share the rows of a channel of the bias: each is a chain of loads.
+_BIAS_LANES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +47,18 @@ def reduction(
     units = _THREADS // sharers
     blocks = ceil_div(sums.copy_bytes // 16, units)
     if sums.bias_bytes:
-        blocks += ceil_div(problem.geometry.out_channels, units)
+        blocks += ceil_div(problem.geometry.out_channels, _THREADS // _BIAS_LANES)
     if blocks == 0:
         return ()
     kernel = Kernel(
         "grad_weight_reduce.cu",
         "grad_weight_reduce",
-        (*constants, ("REDUCE_THREADS", _THREADS), ("SHARERS", sharers)),
+        (
+            *constants,
+            ("REDUCE_THREADS", _THREADS),
+            ("SHARERS", sharers),
+            ("BIAS_LANES", _BIAS_LANES),
+        ),
     )
     return (
         Launch(

@@ -25,6 +25,9 @@ REDUCE_THREADS = 256
 #: Threads that share the sum of a result, where one thread for each would not fill a GPU.
 REDUCE_LANES = 8
 FEW_RESULTS = 1 << 16
+#: The same where there are hardly any results, and the length of a thread's sum is what counts.
+MOST_REDUCE_LANES = 32
+HARDLY_ANY_RESULTS = 1 << 12
 #: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Tensors brought
 #: to channels_last come on top: at most plan_arrange.MOST_ARRANGED_BYTES.
 WORKSPACE_LIMIT_BYTES = 64 << 20
@@ -147,10 +150,13 @@ def _sum_bytes(dtype: torch.dtype) -> int:
 
 
 def reduce_slices(
-    dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0, lanes: int = REDUCE_LANES
+    dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0, lanes: int | None = None
 ) -> Launch:
     """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in a fixed order, into output ``index``."""
-    lanes = lanes if count <= FEW_RESULTS else 1
+    if lanes is None:
+        lanes = MOST_REDUCE_LANES if count <= HARDLY_ANY_RESULTS else REDUCE_LANES
+    if count > FEW_RESULTS:
+        lanes = 1
     kernel = Kernel(
         "reduce_slices.cu",
         "reduce_slices",
@@ -196,7 +202,7 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     blocks = -(-channels // 32) if problem.channels_last else channels
     positions = geometry.batch * geometry.out_height * geometry.out_width
     slices, per_slice = _split(
-        positions, blocks, 4 * threads, channels * _sum_bytes(dtype), device.multiprocessors
+        positions, blocks, 4 * threads, 2 * channels * _sum_bytes(dtype), device.multiprocessors
     )
     kernel = Kernel("general_grad_bias.cu", "general_grad_bias", (*_common(problem), ("THREADS", threads)))
     launch = Launch(
@@ -208,6 +214,6 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     return Part(
         "general",
         _WHY,
-        (launch, reduce_slices(dtype, channels, slices)),
-        channels * slices * _sum_bytes(dtype),
+        (launch, reduce_slices(dtype, channels, 2 * slices)),
+        2 * channels * slices * _sum_bytes(dtype),
     )

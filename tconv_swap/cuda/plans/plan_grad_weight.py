@@ -118,6 +118,8 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     shared = shared_bytes(problem, tile)
     taken, available = registers(problem, tile)
     bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
+    if not tile.wgmma:  # all warps that read the same of grad_output take their turns
+        bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
     rows = math.prod(tap_blocks(problem, tile)) * bias_writers * slices
     sums = Sums(
         slices * tile.warps[3],

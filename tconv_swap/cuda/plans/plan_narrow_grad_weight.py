@@ -157,7 +157,7 @@ def build_grad_weight(
     bias = output(1 if with_bias else 0)
     shared = tile.shared_bytes
     if with_bias:
-        shared = max(shared, 4 * tile.gather.channels * tile.gather.threads)
+        shared = max(shared, 8 * tile.gather.channels * tile.gather.threads // 32)
     launch = Launch(
         kernel,
         grid=across * ceil_div(down, repeat),
@@ -176,8 +176,8 @@ def build_grad_weight(
         return Part(FAMILY, why(geometry), (launch,))
     launches = [launch, reduce_slices(problem.dtype, count, slices)]
     if with_bias:
-        launches.append(reduce_slices(problem.dtype, geometry.out_channels, slices, bias_at, 1))
-    bytes_ = bias_at + 4 * geometry.out_channels * slices if with_bias else 4 * count * slices
+        launches.append(reduce_slices(problem.dtype, geometry.out_channels, 2 * slices, bias_at, 1))
+    bytes_ = bias_at + 8 * geometry.out_channels * slices if with_bias else 4 * count * slices
     return Part(FAMILY, why(geometry), overlapping(launches, device), bytes_)
 
 
