@@ -96,6 +96,8 @@ def progress_shown(*, quiet: bool) -> Iterator[Progress]:
     logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
     try:
         with warnings.catch_warnings():
+            # What torch 2.11 tells itself whenever a graph of torch.fx is copied.
+            warnings.filterwarnings("ignore", message=r".*LeafSpec", category=FutureWarning)
             warnings.showwarning = lambda message, category, *_, **__: shown.line(
                 f"{category.__name__}: {message}"
             )

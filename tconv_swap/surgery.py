@@ -98,7 +98,7 @@ class SwapPlan:
 
     def __str__(self) -> str:
         if not self.layers:
-            lines = ["nothing to swap: the model has no transposed convolution"]
+            lines = ["nothing to swap: no layer of the model is a transposed convolution"]
         elif not self.swapped:
             lines = [f"nothing to swap: 0 of {len(self.layers)} transposed convolutions"]
         else:

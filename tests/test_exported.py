@@ -10,6 +10,7 @@ import pytest
 import torch
 from file_cases import exported_network, one_line, run
 from torch import nn
+from torch._higher_order_ops.while_loop import while_loop
 from typer.testing import CliRunner
 
 import tconv_swap
@@ -61,6 +62,89 @@ def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
     assert exported.count_swapped(swapped) == 4  # the weight-normed one too, whose weight the graph computes
     x = torch.randn(2, 4, 5, 6)
     torch.testing.assert_close(swapped.module()(x), model(x))
+
+
+class Branches(nn.Module):
+    """One layer behind a condition, one around it."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.one, self.other = nn.ConvTranspose2d(4, 4, 2, 2), nn.ConvTranspose2d(4, 4, 4, 2, 1)
+        self.around: nn.Module = nn.ConvTranspose2d(4, 3, 3) if around else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        taken = torch.cond(x.sum() > 0, lambda x: self.one(x), lambda x: self.other(x), (x,))
+        return self.around(taken)
+
+
+class Looped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 4, 3, 1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def more(i: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return i < 3
+
+        def once(i: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return i + 1, self.up(y)
+
+        return while_loop(more, once, (torch.tensor(0), x))[1]
+
+
+def weights_computed() -> nn.Module:
+    """Of what the graph makes out of parameters: weight_norm, spectral_norm, a convolution turned around."""
+    weight_norm, spectral_norm = (
+        nn.utils.parametrizations.weight_norm,
+        nn.utils.parametrizations.spectral_norm,
+    )
+    return nn.Sequential(
+        weight_norm(nn.ConvTranspose2d(4, 3, 2, 2)), spectral_norm(nn.ConvTranspose2d(3, 3, 2, 2))
+    )
+
+
+INSIDE = "is left: it is in a graph inside of the program's (control flow)"
+
+
+@pytest.mark.parametrize(
+    ("model", "left"),
+    [
+        (Branches(False), [INSIDE, INSIDE]),
+        (Looped(), [INSIDE]),
+        (
+            weights_computed(),
+            ["0 is left: the graph computes its weight", "1 is left: the graph computes its weight"],
+        ),
+    ],
+    ids=["cond", "while_loop", "computed weights"],
+)
+def test_a_program_of_which_nothing_can_be_swapped(tmp_path: Path, model: nn.Module, left: list[str]) -> None:
+    """A line for each, no traceback, nothing written."""
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(torch.export.export(model.eval(), (torch.randn(2, 4, 5, 6),)), path)
+    result = run(path, "--unsafe-pickle", "--out", out)
+    assert result.exit_code == 4, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0] == "nothing to swap: no layer of the model is a transposed convolution"
+    assert len(lines) == 1 + len(left)
+    assert all(line.endswith(end) for line, end in zip(lines[1:], left, strict=True))
+    assert "Warning" not in result.stderr
+    assert not out.exists()
+
+
+def test_what_is_around_control_flow_is_swapped(tmp_path: Path) -> None:
+    model = Branches(True).eval()
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(torch.export.export(model, (torch.randn(2, 4, 5, 6),)), path)
+    result = CliRunner().invoke(app, [str(path), "--unsafe-pickle", "--no-benchmark", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    assert " ".join(result.stdout.split()).count(INSIDE) == 2
+    assert "Warning" not in result.stderr
+    loaded = torch.export.load(out)
+    assert exported.count_swapped(loaded) == 1
+    for sign in (1, -1):
+        x = sign * torch.rand(2, 4, 5, 6)
+        torch.testing.assert_close(loaded.module()(x), model(x))
 
 
 def test_what_is_no_batched_2d_layer_is_listed() -> None:

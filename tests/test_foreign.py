@@ -118,6 +118,9 @@ def test_mask2former_has_none_and_says_so() -> None:
     pytest.importorskip("transformers")
     model = mask2former()
     assert isinstance(model, nn.Module)
-    assert str(tconv_swap.plan_swap(model)) == "nothing to swap: the model has no transposed convolution"
+    assert (
+        str(tconv_swap.plan_swap(model))
+        == "nothing to swap: no layer of the model is a transposed convolution"
+    )
     inputs = tconv_swap.Inputs((), {"pixel_values": torch.randn(1, 3, 64, 64)})
     assert tconv_swap.find_functional_calls(model, inputs) == ()

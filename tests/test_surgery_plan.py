@@ -194,8 +194,10 @@ def test_nothing_to_swap_says_so() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     plan = plan_swap(model)
     assert plan.layers == ()
-    assert str(plan) == "nothing to swap: the model has no transposed convolution"
-    with pytest.warns(SwapWarning, match="nothing to swap: the model has no transposed convolution"):
+    assert str(plan) == "nothing to swap: no layer of the model is a transposed convolution"
+    with pytest.warns(
+        SwapWarning, match="nothing to swap: no layer of the model is a transposed convolution"
+    ):
         assert swap_layers(model) is model
 
 

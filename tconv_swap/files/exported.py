@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -46,17 +47,24 @@ def load_program(path: Path) -> ExportedProgram:
         LoadError: it is damaged, or needs what is not here.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.export.load(path)
+        # As a stream: torch goes by a path's ending, and what is read back before it is renamed has another.
+        with _quiet(), open(path, "rb") as stream:
+            return torch.export.load(stream)
     except Exception as error:  # a damaged archive may fail in any way
         raise LoadError(f"{printable(path)} cannot be loaded ({first_line(error)})") from error
 
 
 def save_program(program: ExportedProgram, stream: IO[bytes]) -> None:
+    with _quiet():
+        torch.export.save(program, stream)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.export warns of torch's own doings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.export.save(program, stream)
+        yield
 
 
 def swap_program(
@@ -106,8 +114,9 @@ def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
 
     The parameters are those of ``program`` itself.
     """
-    source = unswap_program(program).module(check_guards=False)
-    network = fx.GraphModule(source, source.graph)
+    with _quiet():
+        source = unswap_program(program).module(check_guards=False)
+        network = fx.GraphModule(source, source.graph)
     left: list[str] = []
     layers: dict[str, tuple[Any, ...]] = {}
     for call in _calls(network.graph):
@@ -129,7 +138,8 @@ def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
 
 
 def _copied(program: ExportedProgram) -> ExportedProgram:
-    result = copy.deepcopy(program)
+    with _quiet():
+        result = copy.deepcopy(program)
     # Copying a graph renames what is called like a builtin ("input"), and the signature goes by the names.
     for old, new in zip(program.graph_module.graph.nodes, result.graph_module.graph.nodes, strict=True):
         if new.name != old.name:
@@ -204,8 +214,12 @@ def _elsewhere(network: fx.GraphModule) -> Iterator[str]:
                 node.target is _ATEN.convolution.default and node.args[6]
             )
             where = f"{name}.{node.name}" if name else node.name
-            if transposed and (name or node.target not in _FORMS or not _is_swappable(node)):
-                yield f"{printable(where)} ({target}) is left: not a batched 2-D one in the program's main graph"
+            if not transposed:
+                continue
+            if name:
+                yield f"{printable(where)} ({target}) is left: it is in a graph inside of the program's (control flow)"
+            elif node.target not in _FORMS or not _is_swappable(node):
+                yield f"{printable(where)} ({target}) is left: no batched 2-D one of a dtype that is swapped"
 
 
 def _layer(network: fx.GraphModule, name: str, call: _Call) -> nn.ConvTranspose2d:
