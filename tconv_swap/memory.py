@@ -16,10 +16,13 @@ LEAST_BYTES = 1 << 30
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a CPU or CUDA device; None where that cannot be told."""
     if device.type == "cuda":
-        reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + reserved
-    free = [_meminfo_available(), _cgroup_available()]
-    return min((n for n in free if n is not None), default=None)
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        # A process may be limited to less than the GPU has (torch.cuda.set_per_process_memory_fraction).
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
+    available = [_meminfo_available(), _cgroup_available()]
+    return min((n for n in available if n is not None), default=None)
 
 
 def _meminfo_available() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import swap_layers, verify, workflow
+from tconv_swap.measurement.bench import benchmark
 from tconv_swap.measurement.state import preserved
 
 pytestmark = pytest.mark.gpu
@@ -128,6 +130,33 @@ def test_networks_that_share_parameters_need_no_second_copy() -> None:
     report = verify(original, swapped, torch.randn(1, 1 << 14, device="cuda"), reference="original")
     assert report.passed, report.failures
     assert torch.cuda.max_memory_allocated() - before < 1 << 30
+
+
+def test_a_network_larger_than_half_of_what_its_gpu_allows(tmp_path: Path) -> None:
+    """1 GiB of weights where 1.75 GiB may be allocated: swapped, verified and timed, and never there twice."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    fraction, (_, total) = torch.cuda.get_per_process_memory_fraction(), torch.cuda.mem_get_info()
+    limit = torch.cuda.memory_reserved() + (7 << 28)
+    torch.cuda.set_per_process_memory_fraction(limit / total)
+    try:
+        model = nn.Sequential(
+            nn.Linear(1 << 14, 1 << 14, bias=False, device="cuda").requires_grad_(False),
+            nn.Unflatten(1, (16, 32, 32)),
+            nn.ConvTranspose2d(16, 8, 4, 2, 1, device="cuda"),
+        ).eval()
+        with pytest.raises(torch.OutOfMemoryError):
+            copy.deepcopy(model)
+        original, swapped = workflow._pair(model, workflow.Request(tmp_path), torch.device("cuda"))
+        assert all(a is b for a, b in zip(model.parameters(), swapped.parameters(), strict=True))
+        x = torch.randn(1, 1 << 14, device="cuda")
+        report = verify(original, swapped, x)
+        assert report.passed, report.failures
+        assert "float64 needs about" in report.reference
+        timing = benchmark(original, swapped, x, warmup=0, iters=2)
+        assert [c.stage for c in timing.network] == ["forward", "backward", "step"], timing.notes
+    finally:
+        torch.cuda.set_per_process_memory_fraction(fraction)
 
 
 def test_what_is_kept_goes_to_the_cpu_where_a_gpu_is_full(monkeypatch: pytest.MonkeyPatch) -> None:

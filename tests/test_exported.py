@@ -93,7 +93,7 @@ class Looped(nn.Module):
 
 
 def weights_computed() -> nn.Module:
-    """Of what the graph makes out of parameters: weight_norm, spectral_norm, a convolution turned around."""
+    """Of what the graph makes out of parameters: weight_norm and spectral_norm."""
     weight_norm, spectral_norm = (
         nn.utils.parametrizations.weight_norm,
         nn.utils.parametrizations.spectral_norm,
