@@ -31,11 +31,14 @@ DEFAULT_COMMAND = "swap"
 
 
 class SwapByDefault(TyperGroup):
-    """Gives its arguments to `swap` unless they start with a subcommand or an option of the group itself."""
+    """Gives its arguments to `swap` unless they start with a subcommand, misspelt or not, or an option of the group
+    itself."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
-        if args and args[0] not in self.commands and args[0] not in own:
+        # A misspelt word by itself may as well be a file that is not there: `_command_hint`.
+        misspelt = len(args) > 1 and args[0].isalpha() and _near_command(args[0], list(self.commands))
+        if args and args[0] not in self.commands and args[0] not in own and not misspelt:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
@@ -205,8 +208,14 @@ def _command_hint(model: Path) -> str:
     """A mistyped subcommand looks like a file that is not there."""
     names = [command.name or "" for command in app.registered_commands]
     names += [group.name or "" for group in app.registered_groups]
-    near = difflib.get_close_matches(str(model), names)
-    return f"; did you mean the command '{near[0]}'?" if near and not model.exists() else ""
+    near = _near_command(str(model), names)
+    return f"; did you mean the command '{near}'?" if near else ""
+
+
+def _near_command(word: str, names: list[str]) -> str:
+    """The subcommand that a word is meant to be; empty where it is none, or a file."""
+    near = difflib.get_close_matches(word, names)
+    return near[0] if near and not Path(word).exists() else ""
 
 
 app.command("bench", epilog=bench.EPILOG)(bench.bench)

@@ -176,7 +176,7 @@ class TestExplain:
         torch.save(nn.Linear(2, 2), model)
         result = run("explain", model)
         assert result.exit_code == 4
-        assert "no transposed convolution" in result.stdout
+        assert "no layer of the model is a transposed convolution" in result.stdout
 
     @pytest.mark.parametrize(
         ("options", "code", "words"),
@@ -293,6 +293,8 @@ class TestWords:
             (("cache", "claer"), "clear"),
             (("benhc",), "did you mean the command 'bench'?"),
             (("doctro",), "did you mean the command 'doctor'?"),
+            (("explian", "model.pt", "--arch", "sm_90a"), "Did you mean 'explain'?"),
+            (("swpa", "model.pt"), "Did you mean 'swap'?"),
         ],
     )
     def test_a_misspelt_word_is_answered_with_the_right_one(
