@@ -19,6 +19,7 @@ from cuda_cases import (
     relative_error,
 )
 from oracle import conv_transpose2d_reference
+from torch import Tensor
 
 from tconv_swap.cuda import call, launch
 
