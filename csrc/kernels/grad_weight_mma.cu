@@ -80,6 +80,8 @@ __device__ __forceinline__ float sum_of_lanes(const float* values) {
 }
 
 constexpr int BIAS_FRAGMENTS = ceil_div(N_FRAGMENTS, 4) * 4;
+/// Few taps: the sums move on among the multiplies. Many: once, after them, but where registers are short (IEEE).
+constexpr bool FOLDS_EACH_TAP = PARTS == 2 || WARP_TAPS <= 2;
 
 using In = InputWindow;
 using Out = OutputWindow;
@@ -129,7 +131,7 @@ struct Accumulators {
       a[i] = make_uint4(words[0], words[1], words[2], words[3]);
       if constexpr (PARTS == 2) a_low[i] = make_uint4(low[0], low[1], low[2], low[3]);
     }
-    // Of the taps that count for the bias; where registers are short (IEEE), of one at a time.
+    // Of the taps that count for the bias.
     float of_fragments[BIAS_FRAGMENTS] = {};
 #pragma unroll
     for (int tap = 0; tap < WARP_TAPS; ++tap) {
@@ -153,7 +155,7 @@ struct Accumulators {
       if (WITH_BIAS && bias_taps >> tap & 1) {
 #pragma unroll
         for (int n = 0; n < N_FRAGMENTS; ++n) of_fragments[n] += sum_of(b[n][0]) + sum_of(b[n][1]);
-        if constexpr (PARTS == 2) fold(of_fragments);
+        if constexpr (FOLDS_EACH_TAP) fold(of_fragments);
       }
 #pragma unroll
       for (int n = 0; n < N_FRAGMENTS; ++n) {
@@ -177,7 +179,7 @@ struct Accumulators {
         }
       }
     }
-    if (WITH_BIAS && PARTS == 1 && bias_taps) fold(of_fragments);
+    if (WITH_BIAS && !FOLDS_EACH_TAP && bias_taps) fold(of_fragments);
   }
 };
 
