@@ -90,7 +90,7 @@ def test_the_family_chosen_for_the_weight(
 @pytest.mark.parametrize(
     ("geometry", "families"),
     [
-        (DCGAN, "weight tile"),  # the bias's gradient out of the same pass
+        (DCGAN, "weight rows"),  # the bias's gradient out of the same pass
         (KB75, "weight tile, general"),  # rows of grad_output that no tap reads
     ],
     ids=str,

@@ -30,6 +30,27 @@ __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// ---- clusters: blocks that run side by side and reach each other's shared memory ------------------------------------
+
+/// The number of this block in its cluster.
+__device__ __forceinline__ u32 cluster_rank() {
+  u32 rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+/// On the barrier at the same address of a block of the cluster.
+__device__ __forceinline__ void arrive_in_cluster(u32 barrier, u32 block) {
+  asm volatile(
+      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+      " mbarrier.arrive.shared::cluster.b64 _, [there];\n}" ::"r"(barrier),
+      "r"(block)
+      : "memory");
+}
+/// By all threads of all blocks of the cluster.
+__device__ __forceinline__ void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
 // ---- bulk copies: one contiguous run, a multiple of 16 bytes --------------------------------------------------------
 
 __device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {

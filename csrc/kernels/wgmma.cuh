@@ -47,7 +47,8 @@ __device__ __forceinline__ void publish_to_multiplies() {
 #define TCONV_R56 TCONV_R52, TCONV_R4(52)
 #define TCONV_R60 TCONV_R56, TCONV_R4(56)
 #define TCONV_R64 TCONV_R60, TCONV_R4(60)
-#define TCONV_R128 TCONV_R64, TCONV_R16(64), TCONV_R16(80), TCONV_R16(96), TCONV_R16(112)
+#define TCONV_R96 TCONV_R64, TCONV_R16(64), TCONV_R16(80)
+#define TCONV_R128 TCONV_R96, TCONV_R16(96), TCONV_R16(112)
 #define TCONV_O16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define TCONV_O32 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TCONV_O36 TCONV_O32 ", %32, %33, %34, %35"
@@ -58,9 +59,9 @@ __device__ __forceinline__ void publish_to_multiplies() {
 #define TCONV_O56 TCONV_O52 ", %52, %53, %54, %55"
 #define TCONV_O60 TCONV_O56 ", %56, %57, %58, %59"
 #define TCONV_O64 TCONV_O60 ", %60, %61, %62, %63"
-#define TCONV_O128 TCONV_O64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
-  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95" \
-  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
+#define TCONV_O96 TCONV_O64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79" \
+  ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define TCONV_O128 TCONV_O96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111" \
   ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The registers come last: they are many arguments.
@@ -106,6 +107,8 @@ __device__ __forceinline__ void publish_to_multiplies() {
     TCONV_WGMMA(120, TCONV_O60, "%60", "%61", ADD, TCONV_R60)                                                      \
   } else if constexpr (N == 128) {                                                                                 \
     TCONV_WGMMA(128, TCONV_O64, "%64", "%65", ADD, TCONV_R64)                                                      \
+  } else if constexpr (N == 192) {                                                                                 \
+    TCONV_WGMMA(192, TCONV_O96, "%96", "%97", ADD, TCONV_R96)                                                      \
   } else if constexpr (N == 256) {                                                                                 \
     TCONV_WGMMA(256, TCONV_O128, "%128", "%129", ADD, TCONV_R128)                                                  \
   }
@@ -118,7 +121,7 @@ __device__ __forceinline__ void publish_to_multiplies() {
 template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false, bool B_ACROSS_K = ACROSS_K>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
   static_assert(!ACROSS_K || PRECISION == FP16 || PRECISION == BF16);
-  static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 256);
+  static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 192 || N == 256);
   if constexpr (ADD) {
     TCONV_WGMMAS("1")
   } else {
@@ -158,6 +161,7 @@ __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)
 #undef TCONV_O56
 #undef TCONV_O60
 #undef TCONV_O64
+#undef TCONV_O96
 #undef TCONV_O128
 #undef TCONV_R4
 #undef TCONV_R16
@@ -170,6 +174,7 @@ __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)
 #undef TCONV_R56
 #undef TCONV_R60
 #undef TCONV_R64
+#undef TCONV_R96
 #undef TCONV_R128
 
 }  // namespace ptx

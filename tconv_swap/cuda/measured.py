@@ -16,6 +16,8 @@ from tconv_swap.cuda.problem import Device, Problem
 PAIRS_NCHW = 256 * 128
 PAIRS_TF32 = 256 * 64
 PAIRS_16_BIT = 128 * 64
+#: The same of the kernels with pixels along k (TF32), in channels_last; in NCHW they were the faster everywhere.
+PAIRS_TURNED = 512 * 512
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
@@ -34,6 +36,8 @@ BOXES_TF32_CHANNELS = 256
 
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 WIDE_FAMILIES = ("halo tile", "weight tile")
+#: Strided layers with many channels in TF32 (plan_grad_weight_{rows,turned}.py), on sm_90a alone.
+PIXELS_FAMILY = "weight rows"
 #: What boxes of the copy engine fill (plan_grad_input_boxes.py), on sm_90a alone.
 BOX_FAMILY = "box tile"
 
@@ -78,10 +82,13 @@ def _why_boxes_are_slower(problem: Problem) -> str | None:
 
 def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
     """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None."""
-    if not _applies(problem, family, device):
-        return None
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
+    if family == PIXELS_FAMILY:
+        slower = problem.channels_last and pairs >= PAIRS_TURNED
+        return _WHY.format(what="many channels in channels_last", speedup="0.78 to 0.90") if slower else None
+    if not _applies(problem, family, device):
+        return None
     if not problem.channels_last:
         many, speedup = PAIRS_NCHW, "0.38 to 1.22"
     elif problem.dtype == torch.float32:

@@ -1,6 +1,7 @@
 """Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
 
-What the copy engine can bring is planned by plan_grad_weight_boxes.
+What the copy engine can bring is planned by plan_grad_weight_boxes, strided layers with many channels in TF32 by
+plan_grad_weight_{rows,turned}.
 """
 
 from __future__ import annotations
@@ -9,7 +10,11 @@ import math
 
 import torch
 
-from tconv_swap.cuda.plans import plan_grad_weight_boxes
+from tconv_swap.cuda.plans import (
+    plan_grad_weight_boxes,
+    plan_grad_weight_rows,
+    plan_grad_weight_turned,
+)
 from tconv_swap.cuda.plans.grad_weight_candidates import best_tile, candidates, registers
 from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks, slice_bytes, slices_of
 from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
@@ -40,6 +45,10 @@ from tconv_swap.cuda.program import (
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 INT32_LIMIT = 2**31
+#: Of a group, from which tiles with pixels along lines are filled; the least work they were measured to be faster at.
+MANY_CHANNELS = 64
+LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
+LEAST_MULTIPLIES_OF_A_PIXEL = 200
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
 
@@ -57,6 +66,12 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
+    if _along_pixels(problem):
+        # Each claims one layout.
+        along_pixels = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
+        along_pixels += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
+        if along_pixels:
+            return along_pixels
     if not _claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
     # One of both kinds for whoever measures.
@@ -71,6 +86,21 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         tiles += sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
     distinct = list(dict.fromkeys(tiles))[: count - len(boxes)]
     return boxes + [plan_with_tile(problem, tile, device, with_bias) for tile in distinct]
+
+
+def _along_pixels(problem: Problem) -> bool:
+    """Strides with channels enough for large tiles and work enough for all of them, where pixels along k in TF32 were
+    the faster; and in NCHW, multiplies enough for each pixel of grad_output, which is copied first. Maps of one row
+    were not measured."""
+    g = problem.geometry
+    if max(g.stride) == 1 or g.height == 1:
+        return False
+    if min(g.in_channels_per_group, g.out_channels_per_group) < MANY_CHANNELS:
+        return False
+    if problem.channels_last:
+        return g.macs >= LEAST_MACS_CHANNELS_LAST
+    enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
+    return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps >= enough
 
 
 def _claims(problem: Problem, device: Device) -> bool:

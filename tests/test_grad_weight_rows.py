@@ -1,0 +1,200 @@
+"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{rows,turned}.cu), forced on random
+geometries, and what its plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from oracle import conv_transpose2d_reference
+
+from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda.plans import plan_grad_weight_rows, plan_grad_weight_turned
+from tconv_swap.cuda.plans.grad_weight_rows_tile import (
+    MOST_STAGES,
+    NOBODY,
+    PARTIAL_LIMIT_BYTES,
+    candidates,
+    lines_of,
+    weight_bytes,
+)
+from tconv_swap.cuda.program import Output, Part, Plan
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+UNET = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
+SMALL_MAP = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
+WIDE = Geometry(32, 128, 64, 64, 64, (4, 4), (2, 2), (1, 1))
+ODD = Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4))
+GROUPED = Geometry(1, 4096, 64, 64, 2048, (3, 3), (2, 2), groups=8)
+LAYERS = (UNET, SMALL_MAP, WIDE, ODD, GROUPED)
+#: As in test_cuda_op.py.
+TF32_TOLERANCE, BIAS_TOLERANCE = 1e-3, 1e-6
+
+
+def problem(geometry: Geometry, channels_last: bool = False) -> plan.Problem:
+    return plan.Problem(geometry, torch.float32, "tf32", channels_last, channels_last)
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_slices_are_short_and_their_sums_bounded(geometry: Geometry) -> None:
+    lines = lines_of(geometry)
+    tiles = list(candidates(geometry, lines.stages(geometry.batch), H200))
+    assert tiles
+    for tile in tiles:
+        assert lines.stages(geometry.batch) <= tile.slices * MOST_STAGES
+        assert tile.slices == 1 or tile.slices * weight_bytes(geometry) <= PARTIAL_LIMIT_BYTES
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_boxes_are_what_the_copy_engine_takes(geometry: Geometry) -> None:
+    made = plan_grad_weight_rows.plan_grad_weight(problem(geometry), H200)
+    assert made is not None
+    maps = [one for step in made.launches for one in step.tensor_maps]
+    assert len(maps) == 2
+    for one in maps:
+        assert all(stride % 16 == 0 for stride in one.strides)
+        assert one.box[0] * 4 == one.swizzle_bytes
+        assert all(1 <= size <= 256 for size in one.box)
+    for step in made.launches:
+        assert step.shared_bytes <= H200.shared_memory_per_block
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_boxes_begin_at_multiples_of_16_bytes_and_never_before_a_line(geometry: Geometry) -> None:
+    g, lines = geometry, lines_of(geometry)
+    for k in range(g.kernel[0]):
+        shift = (k * g.dilation[0] - g.padding[0]) // g.stride[0] + lines.lead
+        assert lines.unfold_rows or (shift >= 0 and shift * g.width % 4 == 0)
+
+
+def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
+    def parted(geometry: Geometry) -> int:
+        made = plan_grad_weight_rows.plan_grad_weight(problem(geometry), H200)
+        assert made is not None
+        return sum(step.kernel.entry == "part_phases" for step in made.launches)
+
+    assert parted(UNET) == 1
+    assert parted(ODD) == 2
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_each_layout_has_its_kernel(geometry: Geometry) -> None:
+    for channels_last, entry in ((False, "grad_weight_rows"), (True, "grad_weight_turned")):
+        made = plan.plan_backward(problem(geometry, channels_last), (False, True, False), H200)
+        # Too little work for the kernel that fills with warps.
+        small = channels_last and geometry == SMALL_MAP
+        assert (entry in [step.kernel.entry for step in made.launches]) == (not small)
+        assert (made.family == "weight rows") == (not small)
+    ieee = replace(problem(geometry), precision="ieee")
+    assert plan.plan_backward(ieee, (False, True, False), H200).family != "weight rows"
+
+
+def test_what_is_not_claimed() -> None:
+    posed = problem(UNET)
+    assert plan_grad_weight_rows.claims(posed, H200)
+    turned = problem(UNET, channels_last=True)
+    assert plan_grad_weight_turned.claims(turned, H200)
+    for family, one in ((plan_grad_weight_rows, posed), (plan_grad_weight_turned, turned)):
+        assert not family.claims(replace(one, precision="ieee"), H200)
+        assert not family.claims(replace(one, dtype=torch.float16), H200)
+        assert not family.claims(replace(one, channels_last=not one.channels_last), H200)
+        assert not family.claims(one, replace(H200, architecture="sm_100"))
+    assert not plan_grad_weight_rows.claims(problem(replace(WIDE, height=4096, width=4096)), H200)
+    # Kernel 2, stride 3: no tap reads a third of grad_output, so the bias is somebody else's.
+    gaps = replace(UNET, stride=(3, 3))
+    assert plan_grad_weight_rows.plan_grad_weight(problem(gaps), H200) is not None
+    assert plan_grad_weight_rows.plan_grad_weight(problem(gaps), H200, with_bias=True) is None
+
+
+def random_geometry(rng: random.Random) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3))
+        stride = (rng.randint(1, 4), rng.randint(1, 4))
+        kernel = rng.choice((stride, (rng.randint(1, 6), rng.randint(1, 6))))
+        dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3)))
+        geometry = Geometry(
+            rng.randint(1, 7),
+            groups * rng.choice((8, 37, 64, 128, 136, 256)),
+            rng.randint(1, 30),
+            rng.choice((rng.randint(1, 80), 4, 16, 32, 64)),
+            groups * rng.choice((8, 21, 64, 96, 128, 131, 256)),
+            kernel,
+            stride,
+            (rng.randint(0, 3), rng.randint(0, 3)),
+            (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+            groups,
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tuple[plan.Problem, Part]:
+    """A problem that the kernels claim, and one of their tiles for it."""
+    while True:
+        geometry = random_geometry(rng)
+        posed = plan.Problem(geometry, torch.float32, "tf32", rng.random() < 0.5, rng.random() < 0.5)
+        if posed.channels_last:
+            if plan_grad_weight_turned.plan_grad_weight(posed, device, with_bias) is None:
+                continue
+            stages = plan_grad_weight_turned.stages_of(geometry)
+            tile = rng.choice(list(candidates(geometry, stages, device, (NOBODY,))))
+            return posed, plan_grad_weight_turned.plan_with_tile(posed, tile, device, with_bias)
+        if plan_grad_weight_rows.plan_grad_weight(posed, device, with_bias) is None:
+            continue
+        lines = lines_of(geometry)
+        tile = rng.choice(list(candidates(geometry, lines.stages(geometry.batch), device)))
+        return posed, plan_grad_weight_rows.plan_with_tile(posed, lines, tile, device, with_bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("with_bias", [False, True], ids=["weight", "weight and bias"])
+@pytest.mark.parametrize("seed", range(32))
+def test_forced_on_random_geometries(seed: int, with_bias: bool) -> None:
+    """Whatever the kernels claim is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("needs a GPU with wgmma")
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    posed, part = random_part(rng, with_bias, facts)
+    g = posed.geometry
+    outputs = (Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,)))
+    made = Plan(
+        part.family,
+        part.why,
+        outputs if with_bias else outputs[:1],
+        part.launches,
+        workspace_bytes=part.workspace_bytes,
+    )
+    handle = launch.add_plan(made, torch.float32, torch.device("cuda", 0), facts.architecture)
+
+    formats = (torch.contiguous_format, torch.channels_last)
+    x, grad_output = (
+        torch.randn(shape, device="cuda").contiguous(memory_format=formats[posed.channels_last])
+        for shape in (g.input_shape, g.output_shape)
+    )
+
+    def run() -> list[torch.Tensor]:
+        torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
+        return torch.ops.tconv_swap.launch.default(handle, grad_output, x, None)  # type: ignore[no-any-return]
+
+    got, again = run(), run()
+    for one, other in zip(got, again, strict=True):
+        assert torch.equal(one, other)
+    weight = torch.zeros(g.weight_shape, dtype=torch.float64, device="cuda", requires_grad=True)
+    y = conv_transpose2d_reference(
+        x, weight, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
+    )
+    (expected,) = torch.autograd.grad(y, weight, grad_output.double())
+    error = (got[0].double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= TF32_TOLERANCE, f"{g} {made.why}"
+    if with_bias:
+        sums, scale = (one.double().sum((0, 2, 3)) for one in (grad_output, grad_output.abs()))
+        assert (got[1].double() - sums).norm() <= BIAS_TOLERANCE * scale.norm(), f"{g} {made.why}"
