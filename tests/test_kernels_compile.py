@@ -42,6 +42,7 @@ GEOMETRIES = {
     "square": Geometry(8, 64, 64, 64, 64, (3, 3)),
     "arranged": Geometry(8, 256, 16, 16, 128, (4, 4), (2, 2), (1, 1)),
     "rgb": Geometry(2, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1)),
+    "large rgb": Geometry(2, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4)),
     "depthwise": Geometry(2, 21, 20, 19, 21, (8, 8), (4, 4), (2, 2), groups=21),
     "large": Geometry(8, 64, 4096, 4096, 64, (3, 3)),
 }

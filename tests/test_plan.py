@@ -53,7 +53,8 @@ def constants(made: Plan) -> dict[str, object]:
         (DCGAN, torch.float32, TURING, "general"),
         (DEPTHWISE, torch.float16, H200, "narrow"),
         (DEPTHWISE, torch.float32, TURING, "narrow"),
-        (RGB, torch.float32, H200, "narrow"),
+        (RGB, torch.float32, H200, "narrow fold"),
+        (RGB, torch.float32, TURING, "narrow"),
     ],
     ids=str,
 )

@@ -10,26 +10,15 @@
 // K is cut into halves of 8 input channels (4 words of two), [shift][channels, padded]; two make one multiply.
 //
 // Packed weights: [pass][group][tile of M][pair of halves][vertical tap][part], an A fragment of mma.cuh each.
-// float32 has PARTS = 3: numbers of BFloat16 whose sum it is, each what rounding left over of the one before.
+// float32 has PARTS = 3 (parts.cuh).
 #pragma once
+#include "parts.cuh"
 #include "phases.cuh"
 
-constexpr bool IS_16_BIT = sizeof(Element) == 2;
-constexpr int PARTS = IS_16_BIT ? 1 : 3;
 constexpr int FRAGMENT_WORDS = 32 * 4;
 constexpr int HALF_CHANNELS = 8;
 /// Halves that the input channels of a group fill.
 constexpr int GROUP_HALVES = ceil_div(CI_GROUP, HALF_CHANNELS);
-
-/// Two float32 as PARTS words of two BFloat16 each: 3 x 8 bits hold the 24 of both, with nothing left over.
-__device__ __forceinline__ void split(ptx::u32 (&words)[PARTS], float low, float high) {
-#pragma unroll
-  for (int part = 0; part < PARTS; ++part) {
-    words[part] = ptx::pack_pair<ptx::BF16>(low, high);
-    low -= __uint_as_float(words[part] << 16);
-    high -= __uint_as_float(words[part] & 0xffff0000u);
-  }
-}
 
 constexpr int PASSES = STACKED ? 1 : STRIDE_H;
 constexpr int PASS_ROWS = STRIDE_H / PASSES;

@@ -90,29 +90,6 @@ __device__ __forceinline__ void load_window(Window& b, u32 first, u32 second, bo
   }
 }
 
-/// sum += a * b, of all parts.
-__device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint4 (&a)[PARTS], const u32 (&b)[2][PARTS]) {
-  const auto multiply = [&](float(&to)[4], int i, int j) {
-    const u32 fragment[2] = {b[0][j], b[1][j]};
-    ptx::mma<IS_16_BIT ? PRECISION : ptx::BF16>(to, a[i], fragment);
-  };
-  if constexpr (PARTS == 1) {
-    multiply(sum, 0, 0);
-  } else {
-    // The smallest products first; those left out are below float32's roundoff. The multiplier truncates its sums;
-    // adding them here rounds to nearest, once for the six.
-    float part[4] = {0.f, 0.f, 0.f, 0.f};
-    multiply(part, 0, 2);
-    multiply(part, 2, 0);
-    multiply(part, 1, 1);
-    multiply(part, 0, 1);
-    multiply(part, 1, 0);
-    multiply(part, 0, 0);
-#pragma unroll
-    for (int r = 0; r < 4; ++r) sum[r] += part[r];
-  }
-}
-
 /// The sums of one unit. `weights`: this lane's first 16 bytes of the tile of M; `at`: its place in the unit's first
 /// fragment of the first half.
 __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 at, int halves) {

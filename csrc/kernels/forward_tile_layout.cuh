@@ -16,7 +16,9 @@ constexpr int COPY_MOST = PLANES ? 4 : 16 / ITEM;
 constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, COPY_MOST)
                      : FLAT              ? power_dividing(PIXELS, power_dividing(TILE_W, COPY_MOST))
                                          : power_dividing(WIDTH, power_dividing(TILE_W, COPY_MOST));
-constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : COPY;
+/// Boxes of the input are turned in shared memory (forward_turned.cu): their rows begin and end at multiples of 16 bytes.
+constexpr bool TURNED = RAW_STAGES > 0;
+constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : TURNED ? 16 / ITEM : COPY;
 
 // A row of the halo begins this many pixels early, where a copy of several pixels may begin.
 constexpr int LEAD = NARROW ? 0 : ((MIN_SHIFT_W % COPY_PIXELS) + COPY_PIXELS) % COPY_PIXELS;

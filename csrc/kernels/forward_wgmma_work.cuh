@@ -51,7 +51,11 @@ constexpr int STAGED = STAYING + (WEIGHTS_STAY ? CHUNKS * WEIGHT_WORDS * 4 : 0);
 /// What each warp has for a part of its outputs.
 constexpr int PART_BUFFER = WHOLE_LINES ? LINE_BYTES : STAGED_BYTES;
 constexpr int BARRIERS = STAGED + WARPS * PART_BUFFER;
-static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
+// TURNED: chunks as they came, and their barriers.
+constexpr int RAW_BARRIERS = BARRIERS + 2 * STAGES * 8;
+constexpr int RAW_AT = round_up(RAW_BARRIERS + 2 * RAW_STAGES * 8, 128);
+constexpr int RAW_BYTES = TILE_N * HALO_H * CHUNK_CHANNELS * HALO_W * ITEM;
+static_assert(SHARED_BYTES == (TURNED ? RAW_AT + RAW_STAGES * RAW_BYTES : RAW_BARRIERS), "the plan and the kernel must agree");
 
 // ---- registers ---------------------------------------------------------------------------------------------------
 

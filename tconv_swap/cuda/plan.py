@@ -11,6 +11,7 @@ from typing import TypeVar
 from tconv_swap.cuda.plans import (
     plan_arrange,
     plan_cells,
+    plan_fold,
     plan_general,
     plan_grad_input,
     plan_grad_weight,
@@ -45,10 +46,16 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Inputs: input, weight, bias (or none), 16-byte aligned. Output: the output.
 
     The narrow kernels take what memory bounds or what has few channels in a group, on tensor cores where these can
-    be filled; the halo-tile kernels what has channels enough to fill a tile of the tensor cores; the general
-    kernels the rest, and all of float64.
+    be filled (with few output channels as a product that is then folded); the halo-tile kernels what has channels
+    enough to fill a tile of the tensor cores; the general kernels the rest, and all of float64.
     """
-    for family in (plan_cells.plan_forward, plan_narrow.plan_forward, plan_tile.plan_forward):
+    families = (
+        plan_fold.plan_forward,
+        plan_cells.plan_forward,
+        plan_narrow.plan_forward,
+        plan_tile.plan_forward,
+    )
+    for family in families:
         made = family(problem, has_bias, device)
         if made is not None:
             return made
@@ -59,6 +66,7 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
     """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
     families = (
         plan_tile.plan_candidates(problem, has_bias, device, count),
+        plan_fold.plan_candidates(problem, has_bias, device, count),
         plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_narrow.plan_candidates(problem, has_bias, device, count),
     )

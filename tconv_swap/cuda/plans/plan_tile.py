@@ -7,7 +7,13 @@ from itertools import islice
 
 import torch
 
-from tconv_swap.cuda.plans.tile_choice import BOX_REGISTERS, FILL_BUDGET, FILL_REGISTERS, candidates
+from tconv_swap.cuda.plans.tile_choice import (
+    BOX_REGISTERS,
+    FILL_BUDGET,
+    FILL_REGISTERS,
+    TURN_REGISTERS,
+    candidates,
+)
 from tconv_swap.cuda.plans.tile_layout import (
     STEP_WORDS,
     TAP_TILE_BYTES,
@@ -17,6 +23,7 @@ from tconv_swap.cuda.plans.tile_layout import (
     box_shape,
     group_taps,
     make_problem,
+    raw_box,
     shared_bytes,
     stores_lines,
 )
@@ -187,6 +194,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
     entry = "forward_boxes" if tile.boxes else "forward_wgmma" if tile.wgmma else "forward_tile"
+    if tile.raw_stages:
+        entry = "forward_turned"
     fill: tuple[tuple[str, Constant], ...] = ()
     if tile.boxes:
         taps = geometry.kernel[0] * geometry.kernel[1] if len(group_taps(problem)) == 1 else 1
@@ -194,6 +203,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             ("FILL_REGISTERS", BOX_REGISTERS),
             ("TAPS_OF_BOX", taps),
         )
+    elif tile.raw_stages:
+        fill = (("FILL_WARPS", tile.fill_warps), ("FILL_REGISTERS", TURN_REGISTERS))
     elif tile.wgmma:
         fill = (
             ("FILL_WARPS", tile.fill_warps),
@@ -201,6 +212,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             ("FILL_BUDGET", FILL_BUDGET),
         )
     maps: tuple[TensorMap, ...] = (_input_map(problem, tile),) if tile.boxes else ()
+    if tile.raw_stages:
+        maps = (_raw_map(problem, tile),)
     if tile.weight_boxes:
         maps += (_weight_map(problem, tile),)
     forward = Launch(
@@ -210,6 +223,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             (
                 *tile_constants(problem, tile),
                 ("BOXES", tile.boxes),
+                ("RAW_STAGES", tile.raw_stages),
                 ("WEIGHTS_STAY", tile.weights_stay),
                 ("WEIGHT_BOXES", tile.weight_boxes),
                 ("WHOLE_LINES", stores_lines(problem, tile)),
@@ -223,7 +237,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
         grid=_grid(problem, tile, multiprocessors),
         block=tile.threads,
         arguments=(
-            tensor_map(0) if tile.boxes else input_(0),
+            tensor_map(0) if maps else input_(0),
             tensor_map(1) if tile.weight_boxes else workspace(0),
             input_(2),
             output(0) if tile.splits == 1 else workspace(packed_bytes),
@@ -263,6 +277,22 @@ def _input_map(problem: TileProblem, tile: Tile) -> TensorMap:
         box = (chunk, cols, rows, images, 1)
     return TensorMap(
         input_(0), _element(problem), sizes, strides, box, (1,) * len(box), swizzle_bytes=4 * tile.chunk_words
+    )
+
+
+def _raw_map(problem: TileProblem, tile: Tile) -> TensorMap:
+    """The NCHW input as forward_turned_fill.cuh names its elements: column, channel, row, image."""
+    geometry, item = problem.geometry, problem.item
+    row = geometry.width * item
+    plane = geometry.height * row
+    return TensorMap(
+        input_(0),
+        _element(problem),
+        sizes=(geometry.width, geometry.in_channels, geometry.height, geometry.batch),
+        strides=(plane, row, geometry.in_channels * plane),
+        box=(*raw_box(problem, tile), 1),
+        steps=(1, 1, 1, 1),
+        swizzle_bytes=0,
     )
 
 

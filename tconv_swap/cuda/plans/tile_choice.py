@@ -17,6 +17,7 @@ from tconv_swap.cuda.plans.tile_layout import (
     fill_registers,
     group_taps,
     shared_bytes,
+    turns,
     weights_come_by_boxes,
 )
 from tconv_swap.cuda.problem import Device
@@ -31,6 +32,9 @@ FILL_REGISTERS = 96
 FILL_BUDGET = 40
 #: Outputs for each weight from which packed weights are the faster in 16 bits, although packing takes time.
 PACKING_PAYS = 8
+#: Registers of a thread that turns boxes; stages of turned and of raw chunks, as many as fit.
+TURN_REGISTERS = 72
+TURNED_STAGES = ((4, 4), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2))
 #: Registers of a thread where one of them asks for boxes.
 BOX_REGISTERS = 56
 
@@ -53,9 +57,10 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
             ranked += _box_tiles(posed, fits, device.multiprocessors)
         else:
             deepest: dict[Tile, Tile] = {}
-            for tile in _wgmma_tiles(posed):
+            for tile in (*_turned_tiles(posed), *_wgmma_tiles(posed)):
                 if fits(posed, tile):
-                    deepest.setdefault(replace(tile, stages=0, part_bytes=0), tile)
+                    kind = replace(tile, stages=0, raw_stages=int(tile.raw_stages > 0), part_bytes=0)
+                    deepest.setdefault(kind, tile)
             ranked += [(posed, tile) for tile in deepest.values()]
     ranked += [(problem, tile) for tile in _mma_tiles(problem)]
     ranked = [
@@ -64,7 +69,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
     # Where each multiprocessor has one block at most, it may have all the memory: more stages hide more latency.
     def deepened(posed: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
-        if block_count(posed, tile) <= device.multiprocessors:
+        if block_count(posed, tile) <= device.multiprocessors and not tile.raw_stages:
             deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
             tile = next((deep for deep in deeper if fits(posed, deep)), tile)
         return posed, tile
@@ -194,6 +199,42 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
                 )
 
 
+def _turned_tiles(problem: TileProblem) -> Iterator[Tile]:
+    """Tiles of forward_turned.cu, where it was the faster of the two (benchmarks/NOTES.md)."""
+    geometry = problem.geometry
+    channels, phases = geometry.out_channels_per_group * problem.stack, problem.phases[0] * problem.phases[1]
+    narrow, wide_kernel = problem.item == 2, geometry.kernel[1] > 3
+    if channels <= 32 or problem.flat:
+        return
+    chunk_words = 8
+    if phases > 1:
+        # Whole rows of cells: their outputs leave in runs of 128 and more.
+        arranged = arrange(problem, 1 << (32 // phases).bit_length() - 1, 2, 1)
+        covered = -(-problem.cells[1] // arranged[2]) * arranged[2]
+        if not (narrow or problem.stack > 1) or arranged[5] < 8 or 10 * covered > 11 * problem.cells[1]:
+            return
+        fill_warps = 4 if narrow else 8
+        if arranged[1] == 1:
+            chunk_words, fill_warps = 16, 8
+    elif problem.stack > 1 and wide_kernel:
+        arranged, fill_warps = arrange(problem, 16, 1, 1) if narrow else arrange(problem, 32, 1, 8), 8
+    elif problem.stack == 1 and not narrow and channels <= 64 and not wide_kernel:
+        arranged, fill_warps = arrange(problem, 32, 2, 8), 8
+    elif problem.stack == 1 and narrow and channels > 64 and wide_kernel:
+        arranged, fill_warps = arrange(problem, 32, 1, 8), 12
+    else:
+        return
+    run = arranged[5] if arranged[4] == 1 else arranged[4]
+    if run < 8 or chunk_words > max(8, problem.words):
+        return
+    for stages, raw_stages in TURNED_STAGES:
+        tile = Tile(
+            4, 1, *arranged, chunk_words, stages, 1, wgmma=True, fill_warps=fill_warps, raw_stages=raw_stages
+        )
+        if turns(problem, tile):
+            yield tile
+
+
 def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     geometry = problem.geometry
     channels = geometry.out_channels_per_group * problem.stack
@@ -206,6 +247,12 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
         problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1
     ):
         return
+    # Few output channels, few taps: filling bounds, so more warps fill, and whole rows come in runs of 256 pixels.
+    if problem.stack > 1 and phases == 1 and geometry.kernel[1] <= 3 and not problem.flat:
+        arranged = arrange(problem, 16, 2, 1)
+        if arranged[5] == 16:
+            for stages in range(5, 1, -1):
+                yield Tile(4, 1, *arranged, 8, stages, 1, wgmma=True, fill_warps=12)
     # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
     short_rows = problem.item == 4 or geometry.kernel[1] > 3
     most_rows = 1 if narrow_map else 16 if phases == 1 and short_rows else 8

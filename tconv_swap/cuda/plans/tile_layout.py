@@ -51,6 +51,8 @@ class Tile:
     whole_lines: bool = False
     #: The weights come by boxes too, as they lie: nothing is packed (boxes, 16 bits, channels_last weights).
     weight_boxes: bool = False
+    #: Chunks of an NCHW input that boxes bring as they lie, for the filling warps to turn (wgmma): forward_turned.cu.
+    raw_stages: int = 0
     #: Warps that bring the input (wgmma).
     fill_warps: int = 4
     #: Bytes of each warp's part of the outputs, before they leave in whole rows (wgmma).
@@ -251,6 +253,8 @@ def aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
 def _copy_elements(problem: TileProblem, tile: Tile) -> int:
     """Elements of one copy to shared memory."""
     most = 16 // problem.item
+    if tile.raw_stages:
+        return most
     if tile.wgmma and not problem.input_channels_last:
         most = 4
     if problem.input_channels_last:
@@ -295,7 +299,35 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
         stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
         return stages
-    return stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages
+    shared = stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages
+    if tile.raw_stages:
+        raw = tile.images * halo_h * halo_w * tile.chunk_words * 4
+        shared = -(-(shared + 16 * tile.raw_stages) // 128) * 128 + tile.raw_stages * raw
+    return shared
+
+
+def turns(problem: TileProblem, tile: Tile) -> bool:
+    """Whether forward_turned.cu computes the problem with this tile."""
+    geometry = problem.geometry
+    return (
+        not problem.input_channels_last
+        and not problem.flat
+        and tile.cols >= 8
+        and geometry.width * problem.item % 16 == 0
+        and (geometry.groups == 1 or problem.words % tile.chunk_words == 0)
+        and raw_box(problem, tile)[0] <= BOX_MOST
+    )
+
+
+def raw_box(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
+    """Columns, channels and rows of a box of an NCHW input (forward_turned_fill.cuh)."""
+    (least_h, most_h), (least_w, most_w) = problem.shifts
+    columns = 16 // problem.item
+    return (
+        -(-(least_w % columns + tile.cols + most_w - least_w) // columns) * columns,
+        tile.chunk_words * 4 // problem.item,
+        (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h,
+    )
 
 
 def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
@@ -309,6 +341,10 @@ def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
 
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
     """About how many registers of a filling thread of forward_wgmma.cu hold places and what is on its way there."""
+    if tile.raw_stages:
+        columns, channels, rows = raw_box(problem, tile)
+        pieces = tile.images * rows * columns * channels * problem.item // 16
+        return 2 * -(-pieces // (32 * tile.fill_warps))
     copy = _copy_elements(problem, tile)
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h

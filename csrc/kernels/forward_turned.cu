@@ -1,0 +1,57 @@
+// Transposed convolution, forward, NCHW, on Hopper's warpgroup multiply (sm_90a): forward_wgmma.cu with an input that the
+// copy engine brings as it lies. Filling warps turn it, from one place in shared memory to another: the multiplier
+// wants neighbouring channels of a pixel together, and any pixel to begin at.
+//
+// Brought, RAW_STAGES chunks ahead: [row][channel][pixel] of the tile with its halo. Turned: planes of 4 words,
+// [k / 4][pixel][4], STAGES of them.
+//
+// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; inputs with rows of 16-byte multiples, and
+// with several groups also chunks that end where a group does; otherwise what forward_wgmma.cu does but FLAT and NARROW.
+#include "mma.cuh"
+#include "wgmma.cuh"
+#include "pipeline.cuh"
+#include "tma.cuh"
+#include "forward_tile_taps.cuh"
+#include "forward_tile_layout.cuh"
+#include "forward_tile_copy.cuh"
+
+constexpr int FILL_THREADS = 32 * FILL_WARPS;
+
+#include "forward_tile_store.cuh"
+#include "forward_warp_store.cuh"
+#include "forward_line_store.cuh"
+#include "repeat.cuh"
+#include "forward_wgmma_work.cuh"
+#include "forward_wgmma_multiply.cuh"
+#include "forward_turned_fill.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    forward_turned(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+                   Out* __restrict__ output, long long batch) {
+  extern __shared__ __align__(1024) u32 memory[];
+  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(input);
+    Ring ring(shared);
+    for (int s = 0; s < STAGES; ++s, ring.advance()) {
+      // One arrival expects the weights.
+      ptx::set_up_barrier(ring.full(), 1 + FILL_WARPS);
+      ptx::set_up_barrier(ring.empty(), WARPS);
+    }
+    RawRing raw(shared);
+    for (int s = 0; s < RAW_STAGES; ++s, raw.advance()) {
+      ptx::set_up_barrier(raw.full(), 1);
+      ptx::set_up_barrier(raw.empty(), FILL_WARPS);
+    }
+    ptx::publish_barriers();
+  }
+  __syncthreads();
+
+  if (threadIdx.x >= THREADS) {
+    if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
+    Filler(shared, packed, static_cast<int>(batch)).run(input);
+  } else {
+    if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, static_cast<int>(batch));
+  }
+}

@@ -1,0 +1,302 @@
+"""Plans of csrc/kernels/forward_fold.cu: layers with few output channels, each tap multiplied once and folded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+
+import torch
+
+from tconv_swap.cuda.plans.narrow_tile import ceil_div
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    ELEMENT_TYPES,
+    Constant,
+    ElementKind,
+    Kernel,
+    Launch,
+    Output,
+    Plan,
+    TensorMap,
+    input_,
+    int64,
+    output,
+    tensor_map,
+)
+from tconv_swap.geometry import Geometry
+
+#: The values are shared with csrc/kernels/mma.cuh.
+_PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
+_KINDS = {
+    torch.float16: ElementKind.FLOAT16,
+    torch.bfloat16: ElementKind.BFLOAT16,
+    torch.float32: ElementKind.FLOAT32,
+}
+INT32_LIMIT = 2**31
+#: Input channels: fewer leave most of a multiply of 16 empty, more are not brought by one box.
+CHANNELS = (8, 256)
+#: Products of a pixel that the kernel keeps, and how many are worth it: they go through shared memory (48 were faster
+#: than gathering by up to a factor of 2, 81 were not).
+MOST_PRODUCTS = 192
+PRODUCTS = (16, 64)
+MOST_OUT_CHANNELS = 8
+MOST_STRIPS = 64
+#: Bytes of a block's shared memory that are not its own.
+RESERVED_BYTES = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block computes; the top of csrc/kernels/forward_fold.cu says what each is."""
+
+    panel_pixels: int
+    step_panels: int
+    step_rows: int
+    warp_pixels: int
+    warp_m_tiles: int
+    stages: int
+    blocks_per_multiprocessor: int
+
+    @property
+    def columns(self) -> int:
+        return self.panel_pixels * self.step_panels
+
+    def __str__(self) -> str:
+        return f"{self.step_rows}x{self.columns} pixels at a time"
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes the problem: the copy engine's layouts, and offsets of 32 bits."""
+    geometry = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.batch == 0:
+        return False
+    line = geometry.in_channels if problem.channels_last else geometry.width
+    if geometry.groups != 1 or line * problem.dtype.itemsize % 16:
+        return False
+    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MOST_OUT_CHANNELS:
+        return False
+    image = geometry.out_channels * geometry.out_height * geometry.out_width
+    tiles = geometry.batch * geometry.out_height * geometry.out_width
+    return products(geometry) <= MOST_PRODUCTS and max(image, tiles) < INT32_LIMIT // 2
+
+
+def products(geometry: Geometry) -> int:
+    """Of one input pixel: one for each tap and output channel."""
+    return geometry.out_channels * geometry.taps
+
+
+def _reach(geometry: Geometry, axis: int) -> int:
+    extent = (geometry.kernel[axis] - 1) * geometry.dilation[axis] + 1
+    return ceil_div(extent, geometry.stride[axis])
+
+
+def _tile_groups(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """(groups of neighbouring outputs in a tile of columns, tiles); (0, 0) where the tile is narrower than its halo."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    stride, padding = geometry.stride[1], geometry.padding[1]
+    cells = ceil_div(4, item * stride)
+    groups = ceil_div(geometry.out_width, stride * cells)
+    if geometry.width <= tile.columns:
+        return groups, 1
+    reach, shift = _reach(geometry, 1), padding // stride
+    step = cells if problem.channels_last else 16 // item
+    lead = (shift - reach + 1) % step
+    in_tile = (tile.columns - lead - reach + shift - (padding - 1) // stride) // step * step // cells
+    return (in_tile, ceil_div(groups, in_tile)) if in_tile > 0 else (0, 0)
+
+
+def warps(geometry: Geometry, tile: Tile) -> int:
+    m_tiles = ceil_div(products(geometry), 16)
+    return ceil_div(m_tiles, tile.warp_m_tiles) * tile.step_rows * tile.columns // tile.warp_pixels
+
+
+def _cell_rows(geometry: Geometry) -> int:
+    stride, padding = geometry.stride[0], geometry.padding[0]
+    return (geometry.out_height - 1 + padding) // stride + 1 - padding // stride
+
+
+def _box(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """(bytes of a line of a box, elements of all channels of a pixel), as fold_input.cuh has them."""
+    item = problem.dtype.itemsize
+    k = ceil_div(problem.geometry.in_channels, 16) * 16
+    if not problem.channels_last:
+        return tile.panel_pixels * item, k
+    line = next((power for power in (32, 64) if k * item <= power), 128)
+    return line, ceil_div(k * item, line) * line // item
+
+
+def _rounds(problem: Problem, tile: Tile, strips: int, device: Device) -> int:
+    """Steps that a block works through, all blocks being resident; with what it costs to begin a strip."""
+    geometry = problem.geometry
+    tiles = geometry.batch * strips * _tile_groups(problem, tile)[1]
+    rounds = ceil_div(tiles, device.multiprocessors * tile.blocks_per_multiprocessor)
+    rows = ceil_div(_cell_rows(geometry), strips) + _reach(geometry, 0) - 1
+    return rounds * ceil_div(rows, tile.step_rows)
+
+
+@lru_cache(maxsize=4096)
+def strips_of(problem: Problem, tile: Tile, device: Device) -> int:
+    """Strips that an image is cut into, so that blocks are busy for about as long as one another."""
+    most = max(1, min(MOST_STRIPS, _cell_rows(problem.geometry) // 4))
+    return min(range(1, most + 1), key=lambda strips: _rounds(problem, tile, strips, device))
+
+
+def shared_bytes(problem: Problem, tile: Tile) -> int:
+    """As csrc/kernels/forward_fold.cu lays it out; it asserts that they agree."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    m, k = products(geometry), ceil_div(geometry.in_channels, 16) * 16
+    stage = _box(problem, tile)[1] * tile.columns * tile.step_rows * item
+    weights = (1 if item == 2 else 3) * k * (ceil_div(m, 16) * 2 | 1) * 16
+    left = right = 0
+    if geometry.width <= tile.columns:
+        stride, padding = geometry.stride[1], geometry.padding[1]
+        left = max(0, ceil_div(_reach(geometry, 1) - 1 - padding // stride, 2) * 2)
+        groups, _ = _tile_groups(problem, tile)
+        last = groups * ceil_div(4, item * stride) + (padding - 1) // stride
+        right = max(0, last - tile.columns + 1)
+    pitch = ceil_div(left + tile.columns + right - 8, 32) * 32 + 8
+    ring = (_reach(geometry, 0) - 1 + tile.step_rows) * m * pitch * 4
+    return tile.stages * (stage + 8) + weights + ring
+
+
+def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
+    """The plan that computes the problem with this tile."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    shared = shared_bytes(problem, tile)
+    warps_ = warps(geometry, tile)
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "long long"),
+        ("PRECISION", _PRECISIONS[problem.dtype]),
+        *geometry.constants,
+        ("CHANNELS_LAST", problem.channels_last),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+        ("HAS_BIAS", has_bias),
+        ("PANEL_PIXELS", tile.panel_pixels),
+        ("STEP_PANELS", tile.step_panels),
+        ("STEP_ROWS", tile.step_rows),
+        ("WARP_PIXELS", tile.warp_pixels),
+        ("WARP_M_TILES", tile.warp_m_tiles),
+        ("WARPS", warps_),
+        ("STAGES", tile.stages),
+        ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
+        ("SHARED_BYTES", shared),
+    )
+    line, channels = _box(problem, tile)
+    c, h, w = geometry.in_channels, geometry.height, geometry.width
+    sizes = (c, w, h) if problem.channels_last else (w, h, c)
+    boxes = TensorMap(
+        input_(0),
+        _KINDS[problem.dtype],
+        (*sizes, geometry.batch),
+        (sizes[0] * item, sizes[0] * sizes[1] * item, c * h * w * item),
+        (line // item, tile.panel_pixels, 1, 1)
+        if problem.channels_last
+        else (tile.panel_pixels, 1, channels, 1),
+        (1, 1, 1, 1),
+        line,
+    )
+    strips = strips_of(problem, tile, device)
+    tiles = geometry.batch * strips * _tile_groups(problem, tile)[1]
+    launch = Launch(
+        Kernel("forward_fold.cu", "forward_fold", constants),
+        grid=min(tiles, device.multiprocessors * tile.blocks_per_multiprocessor),
+        block=32 * warps_,
+        arguments=(tensor_map(0), input_(1), input_(2), output(0), int64(geometry.batch), int64(strips)),
+        shared_bytes=shared,
+        tensor_maps=(boxes,),
+    )
+    return Plan(
+        "narrow fold",
+        f"{geometry.in_channels} channels to {products(geometry)} products a pixel, folded: {tile}",
+        outputs=(Output(geometry.output_shape, problem.channels_last),),
+        launches=(launch,),
+    )
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is expected to be faster than gathering: little to fold, much to multiply."""
+    geometry = problem.geometry
+    few, many = PRODUCTS
+    return few <= products(geometry) <= many and min(geometry.in_channels, geometry.width) >= 16
+
+
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
+    """The plan with the best tile, or None where the kernel does not pay.
+
+    Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
+    """
+    plans = plan_candidates(problem, has_bias, device, count=1) if pays(problem) else []
+    return plans[0] if plans else None
+
+
+def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """The ``count`` plans that are expected to be the fastest, the best first."""
+    if not claims(problem, device):
+        return []
+    return [plan_with_tile(problem, has_bias, tile, device) for tile in rank(problem, device)[:count]]
+
+
+def rank(problem: Problem, device: Device) -> list[Tile]:
+    """The tiles, the one that is expected to be the fastest first; empty where none fits.
+
+    As measured: two blocks of 128 pixels, or if they are too large of 64, or one block; a warp has all products of 16.
+    """
+    m_tiles = ceil_div(products(problem.geometry), 16)
+    tiles: dict[Tile, None] = {}
+    for panel_pixels, step_panels in _panels(problem):
+        for (pixels, blocks), stages in product(((128, 2), (64, 2), (128, 1), (64, 1)), (3, 2)):
+            columns = panel_pixels * step_panels
+            rows = max(1, pixels // columns)
+            tile = Tile(panel_pixels, step_panels, rows, 16, m_tiles, stages, blocks)
+            if columns <= pixels and _fits(problem, tile, device):
+                tiles[tile] = None
+    return list(tiles)
+
+
+def _panels(problem: Problem) -> list[tuple[int, int]]:
+    """Pixels of a panel, and panels that make up at most 128 of a row: those first that multiply the fewest columns."""
+    panels = [(16, 1), (32, 1), (64, 1), (128, 1)]
+    if not problem.channels_last:
+        lines = [line // problem.dtype.itemsize for line in (128, 64, 32)]
+        panels = [(pixels, n) for pixels in lines for n in (1, 2, 3, 4) if pixels >= 16 and pixels * n <= 128]
+
+    def multiplied(panel: tuple[int, int]) -> tuple[int, int, int]:
+        columns = panel[0] * panel[1]
+        return _tile_groups(problem, _with_panels(panel))[1] * columns, -columns, panel[1]
+
+    return sorted((p for p in panels if _tile_groups(problem, _with_panels(p))[1]), key=multiplied)
+
+
+def _with_panels(panel: tuple[int, int]) -> Tile:
+    return Tile(*panel, step_rows=1, warp_pixels=16, warp_m_tiles=1, stages=2, blocks_per_multiprocessor=1)
+
+
+def _fits(problem: Problem, tile: Tile, device: Device) -> bool:
+    if _tile_groups(problem, tile)[1] == 0 or not 2 <= warps(problem.geometry, tile) <= 16:
+        return False
+    shared = shared_bytes(problem, tile) + RESERVED_BYTES
+    return tile.blocks_per_multiprocessor * shared <= device.shared_memory_per_block + RESERVED_BYTES
+
+
+def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
+    """Every kind of tile that the kernel computes right; ``rank`` has those worth measuring."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    m_tiles = ceil_div(products(geometry), 16)
+    panels = [(16, 1), (32, 1), (64, 1), (128, 1)]
+    if not problem.channels_last:
+        panels = [(line // item, count) for line in (32, 64, 128) for count in (1, 2, 3, 4)]
+    for (panel_pixels, step_panels), step_rows, warp_pixels in product(panels, (1, 2, 4), (8, 16, 32)):
+        columns = panel_pixels * step_panels
+        if warp_pixels > panel_pixels or columns >= 2 * max(geometry.width, panels[0][0]):
+            continue
+        for warps_m in (1, 2, 3):
+            warp_m_tiles = ceil_div(m_tiles, warps_m)
+            if warps_m > m_tiles or warp_m_tiles * warp_pixels > 8 * 20:
+                continue
+            for blocks, stages in product((1, 2, 3, 4), (6, 4, 3, 2)):
+                tile = Tile(panel_pixels, step_panels, step_rows, warp_pixels, warp_m_tiles, stages, blocks)
+                if _fits(problem, tile, device):
+                    yield tile
