@@ -23,11 +23,11 @@ SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
 #: Where cuDNN's output of float32 without TF32 at stride 1 is the faster one: from so many taps, channels on either
-#: side and images on, up to maps of so many pixels.
+#: side and images on, on maps of so many pixels at least and at most.
 TRANSFORMED_TAPS = 15
 TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
-TRANSFORMED_PIXELS = 128 * 256
+TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
 #: Of the gradient of the input by boxes: fewer channels of the input than these, and with TF32 and kernel = stride not
 #: more than these.
@@ -61,14 +61,8 @@ def why_forward_is_native(problem: Problem, family: str, device: Device) -> str 
 
 def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
     """Why PyTorch's operator should compute the gradient of the input, and not this family of ours; or None."""
-    if family == BOX_FAMILY:
-        return _why_boxes_are_slower(problem)
-    if not (_applies(problem, family, device) and problem.channels_last):
+    if family != BOX_FAMILY or device.compute_capability != 90:
         return None
-    return _WHY.format(what="strides in channels_last", speedup="0.32 to 0.90 for most")
-
-
-def _why_boxes_are_slower(problem: Problem) -> str | None:
     geometry, tf32 = problem.geometry, problem.dtype == torch.float32
     channels = geometry.in_channels_per_group
     if channels < BOXES_FEW_CHANNELS:
@@ -111,7 +105,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
         and geometry.taps >= TRANSFORMED_TAPS
         and min(geometry.in_channels, geometry.out_channels) >= TRANSFORMED_CHANNELS
         and geometry.batch >= TRANSFORMED_BATCH
-        and geometry.height * geometry.width <= TRANSFORMED_PIXELS
+        and TRANSFORMED_PIXELS[0] <= geometry.height * geometry.width <= TRANSFORMED_PIXELS[1]
     )
 
 
