@@ -97,7 +97,7 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (UNET1, torch.float32, "tf32", False, (False, False, False)),
         (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
         (DCGAN, torch.float32, "tf32", True, (False, False, False)),
-        (ODD, torch.float32, "tf32", True, (False, True, False)),
+        (ODD, torch.float32, "tf32", True, (False, False, False)),
         (SAM, torch.float32, "tf32", True, (False, True, False)),
         (UNET1, torch.float32, "tf32", True, (False, False, True)),
         (KB81, torch.float16, "ieee", True, (False, True, False)),
