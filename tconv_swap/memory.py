@@ -18,8 +18,10 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
-        # A process may be limited to less than the GPU has (torch.cuda.set_per_process_memory_fraction).
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - reserved
+        # A process may be limited to less than the GPU has (torch.cuda.set_per_process_memory_fraction). Asked for
+        # "cuda", the current GPU, that function wants its number.
+        index = torch.cuda.current_device() if device.index is None else device.index
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(index)) - reserved
         return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
     available = [_meminfo_available(), _cgroup_available()]
     return min((n for n in available if n is not None), default=None)

@@ -365,8 +365,14 @@ def test_a_frozen_layer_gives_the_same_bits(
                 for _ in range(20):
                     torch.full_like(usual, float("nan"))
                     assert torch.equal(layer(x * 1), usual)
-            assert [entry[:1] for entry in entries] == [["pack_weights"], entries[1][:1]]
-            assert "pack_weights" not in entries[1]
+            input, weight, bias, *rest = layer.operands(x)
+            posed = call.problem_of(input, weight, bias, tuple(rest))
+            whole = plan.plan_forward(posed, True, call.device_facts(0))
+            if whole.without_packing(x.element_size()) is None:
+                assert entries == []  # the kernels read the weight as it lies: nothing to keep
+            else:
+                assert [entry[:1] for entry in entries] == [["pack_weights"], entries[1][:1]]
+                assert "pack_weights" not in entries[1]
             entries.clear()
             tconv_swap.unfreeze(layer)
 

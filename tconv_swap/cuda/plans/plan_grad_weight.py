@@ -66,15 +66,27 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
-    if _along_pixels(problem):
+    preferred = _along_pixels(problem)
+    along_pixels: list[Part] = []
+    if preferred or count > 1:
         # Each claims one layout.
-        along_pixels = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
+        along_pixels += plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
         along_pixels += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
-        if along_pixels:
-            return along_pixels
+    if not along_pixels:
+        return _across_pixels(problem, device, with_bias, count)
+    if count == 1:
+        return along_pixels
+    # Some of each kind for whoever measures.
+    others = _across_pixels(problem, device, with_bias, count // 2 if preferred else count - 1)
+    if preferred:
+        return along_pixels[: count - len(others)] + others
+    return others + along_pixels[: count - len(others)]
+
+
+def _across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Those in whose tiles a pixel's channels lie together."""
     if not _claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
-    # One of both kinds for whoever measures.
     boxes = plan_grad_weight_boxes.part_candidates(problem, device, with_bias, (count + 1) // 2)
     if len(boxes) == count:
         return boxes
