@@ -97,8 +97,8 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (UNET1, torch.float32, "tf32", False, (False, False, False)),
         (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
         (DCGAN, torch.float32, "tf32", True, (False, False, False)),
-        (ODD, torch.float32, "tf32", True, (False, False, False)),
-        (SAM, torch.float32, "tf32", True, (False, True, False)),
+        (ODD, torch.float32, "tf32", True, (False, False, True)),
+        (SAM, torch.float32, "tf32", True, (False, True, True)),
         (UNET1, torch.float32, "tf32", True, (False, False, True)),
         (KB81, torch.float16, "ieee", True, (False, True, False)),
         (HIFIGAN, torch.float32, "tf32", True, (False, True, True)),
@@ -135,6 +135,14 @@ def test_a_small_map_whose_weights_have_to_be_packed_is_pytorchs() -> None:
         asked = plan.Problem(DCGAN2, torch.float16, "ieee", True, weight_channels_last)
         step = choose_forward(asked, True, H200, "auto")
         assert (step.plan is not None) == weight_channels_last
+
+
+def test_the_bias_decides_about_the_weight_where_pytorch_sums_it_apart() -> None:
+    asked = plan.Problem(SAM, torch.float32, "tf32", True, True)
+    (alone,) = choose_backward(asked, (False, True, False), H200, "auto")
+    (together,) = choose_backward(asked, (False, True, True), H200, "auto")
+    assert alone.plan is None
+    assert together.plan is not None
 
 
 @pytest.mark.usefixtures("fast_grad_input")

@@ -130,8 +130,9 @@ def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | N
     made = plan.plan_backward(problem, decisive, device)
     if _only_general(problem, made):
         return WHY_NOT_GENERAL
-    slower = measured.why_grad_weight_is_native if unit[1] else measured.why_grad_input_is_native
-    return slower(problem, made.family, device)
+    if unit[1]:
+        return measured.why_grad_weight_is_native(problem, made.family, device, with_bias=unit[2])
+    return measured.why_grad_input_is_native(problem, made.family, device)
 
 
 def _only_general(problem: Problem, made: Plan) -> bool:

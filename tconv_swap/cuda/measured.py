@@ -16,8 +16,10 @@ from tconv_swap.cuda.problem import Device, Problem
 PAIRS_NCHW = 256 * 128
 PAIRS_TF32 = 256 * 64
 PAIRS_16_BIT = 128 * 64
-#: The same of the kernels with pixels along k (TF32), in channels_last; in NCHW they were the faster everywhere.
+#: The same of the kernels with pixels along k (TF32), in channels_last; in NCHW they were the faster nearly everywhere.
 PAIRS_TURNED = 512 * 512
+#: Of the gradient of the input in float32 without TF32.
+WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
@@ -35,7 +37,8 @@ BOXES_FEW_CHANNELS = 64
 BOXES_TF32_CHANNELS = 256
 
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
-WIDE_FAMILIES = ("halo tile", "weight tile")
+HALO_FAMILY = "halo tile"
+WIDE_FAMILIES = (HALO_FAMILY, "weight tile")
 #: Strided layers with many channels in TF32 (plan_grad_weight_{rows,turned}.py), on sm_90a alone.
 PIXELS_FAMILY = "weight rows"
 #: What boxes of the copy engine fill (plan_grad_input_boxes.py), on sm_90a alone.
@@ -61,26 +64,46 @@ def why_forward_is_native(problem: Problem, family: str, device: Device) -> str 
 
 def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
     """Why PyTorch's operator should compute the gradient of the input, and not this family of ours; or None."""
-    if family != BOX_FAMILY or device.compute_capability != 90:
+    if device.compute_capability != 90:
         return None
-    geometry, tf32 = problem.geometry, problem.dtype == torch.float32
-    channels = geometry.in_channels_per_group
-    if channels < BOXES_FEW_CHANNELS:
-        return _WHY.format(what="strides with few channels in channels_last", speedup="0.84 to 0.89")
-    if tf32 and geometry.kernel == geometry.stride and channels <= BOXES_TF32_CHANNELS:
-        return _WHY.format(what="kernel = stride in channels_last with TF32", speedup="0.89 to 0.96")
-    if tf32 and geometry.height == 1:
-        return _WHY.format(what="strides of one row in channels_last with TF32", speedup="0.88")
+    geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
+    channels, one_row = geometry.in_channels_per_group, geometry.height == 1
+    if family == BOX_FAMILY:
+        if channels < BOXES_FEW_CHANNELS:
+            return _WHY.format(what="strides with few channels in channels_last", speedup="0.84 to 0.89")
+        if precision == "tf32" and geometry.kernel == geometry.stride and channels <= BOXES_TF32_CHANNELS:
+            return _WHY.format(what="kernel = stride in channels_last with TF32", speedup="0.89 to 0.96")
+        if precision == "tf32" and one_row:
+            return _WHY.format(what="strides of one row with TF32", speedup="0.88")
+    elif family == HALO_FAMILY and not problem.channels_last:
+        if precision == "tf32" and one_row:
+            return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
+        if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE:
+            return _WHY.format(what="wide strides in NCHW without TF32", speedup="0.30 to 0.57")
     return None
 
 
-def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None."""
+def why_grad_weight_is_native(problem: Problem, family: str, device: Device, with_bias: bool) -> str | None:
+    """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None.
+
+    ``with_bias``: the bias's gradient is wanted too, for which ours takes hardly any time, and PyTorch's a pass of its
+    own over grad_output.
+    """
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
     if family == PIXELS_FAMILY:
-        slower = problem.channels_last and pairs >= PAIRS_TURNED
-        return _WHY.format(what="many channels in channels_last", speedup="0.78 to 0.90") if slower else None
+        slower = pairs >= PAIRS_TURNED or (geometry.kernel == geometry.stride and not with_bias)
+        if slower and problem.channels_last:
+            return _WHY.format(what="many channels in channels_last with TF32", speedup="0.78 to 0.94")
+        return None
+    tf32 = problem.dtype == torch.float32 and problem.precision == "tf32"
+    if (
+        tf32
+        and not problem.channels_last
+        and geometry.height * geometry.width == 1
+        and device.compute_capability == 90
+    ):
+        return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
         return None
     if not problem.channels_last:
