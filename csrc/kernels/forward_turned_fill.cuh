@@ -1,23 +1,10 @@
 // The threads of forward_turned.cu that bring the input: one asks for boxes, all turn what came into planes.
 #pragma once
 
-/// Where a thread is in the ring of raw chunks.
-struct RawRing {
-  u32 base;
-  int stage = 0;
-  u32 parity = 0;
+#include "ring.cuh"
 
-  __device__ __forceinline__ explicit RawRing(u32 base) : base(base) {}
-  __device__ __forceinline__ u32 input() const { return base + RAW_AT + stage * RAW_BYTES; }
-  __device__ __forceinline__ u32 full() const { return base + RAW_BARRIERS + stage * 8; }
-  __device__ __forceinline__ u32 empty() const { return base + RAW_BARRIERS + (RAW_STAGES + stage) * 8; }
-  __device__ __forceinline__ void advance() {
-    if (++stage == RAW_STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
+/// Of raw chunks.
+using RawRing = StageRing<RAW_STAGES, RAW_AT, RAW_BYTES, RAW_BARRIERS>;
 
 /// Asks for one chunk after another.
 struct BoxFill {
@@ -34,7 +21,7 @@ struct BoxFill {
     ptx::arrive_expecting(raw.full(), RAW_BYTES);
 #pragma unroll
     for (int image = 0; image < TILE_N; ++image)
-      ptx::copy_box(raw.input() + image * (RAW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEAD, channel,
+      ptx::copy_box(raw.data() + image * (RAW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEAD, channel,
                     origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H, origin.image + image, raw.full());
     raw.advance();
     channel += CHUNK_CHANNELS;
@@ -125,7 +112,7 @@ struct Filler {
         weights.copy(ring.weights(), ring.full());
       }
       __syncwarp();
-      turn(raw.input(), ring.input());
+      turn(raw.data(), ring.input());
       ptx::publish_to_multiplies();
       __syncwarp();
       if (threadIdx.x % 32 == 0) {

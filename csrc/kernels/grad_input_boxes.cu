@@ -23,6 +23,7 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 #include "repeat.cuh"
+#include "ring.cuh"
 
 using ptx::u32;
 using ptx::u64;
@@ -87,29 +88,8 @@ static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "t
 
 constexpr int MULTIPLYING = 128 * WARPGROUPS, ASKING = 64;
 
-/// Where a warp is in a ring of stages: full ones are multiplied, empty ones filled.
-template <int STAGES, int FIRST_STAGE, int PITCH, int BARRIERS>
-struct Ring {
-  u32 base;
-  int stage = 0;
-  u32 parity = 0;
-
-  __device__ __forceinline__ explicit Ring(u32 base) : base(base) {}
-  __device__ __forceinline__ u32 data() const { return base + FIRST_STAGE + stage * PITCH; }
-  __device__ __forceinline__ u32 full() const { return base + BARRIERS + stage * 8; }
-  __device__ __forceinline__ u32 empty() const { return base + BARRIERS + (STAGES + stage) * 8; }
-  __device__ __forceinline__ u32 empty_before() const {
-    return base + BARRIERS + (STAGES + (stage == 0 ? STAGES - 1 : stage - 1)) * 8;
-  }
-  __device__ __forceinline__ void advance() {
-    if (++stage == STAGES) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-using InputRing = Ring<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
-using WeightRing = Ring<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
+using InputRing = StageRing<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
+using WeightRing = StageRing<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
 
 /// What one turn of a block computes. `image`, `row`, `col`: its first cell.
 struct Work {
