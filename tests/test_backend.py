@@ -81,6 +81,10 @@ HIFIGAN = Geometry(16, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
 ODD = Geometry(64, 130, 64, 64, 66, (2, 2), (2, 2))
 DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
 STRIDE_1 = Geometry(64, 64, 128, 256, 128, (3, 5))
+#: One row, without a stride and with one.
+ONE_ROW = Geometry(4, 256, 1, 512, 256, (1, 7), padding=(0, 3))
+HIFIGAN = Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
+ONE_PIXEL_NARROW = Geometry(128, 100, 1, 1, 4, (4, 4))
 ONE_PIXEL = Geometry(128, 100, 1, 1, 512, (4, 4))
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
 
@@ -106,6 +110,11 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (STRIDE_1, torch.float32, "ieee", False, (True, False, False)),
         (STRIDE_1, torch.float32, "tf32", False, (False, False, False)),
         (ONE_PIXEL, torch.float32, "ieee", False, (False, False, False)),
+        (ONE_PIXEL, torch.float32, "tf32", False, (False, True, True)),
+        (ONE_PIXEL_NARROW, torch.float32, "tf32", False, (False, False, False)),
+        (ONE_ROW, torch.float32, "tf32", False, (False, False, False)),
+        (HIFIGAN, torch.float32, "tf32", False, (False, True, True)),
+        (KB81, torch.float32, "ieee", False, (False, True, False)),
         (STRIDE_1.with_batch(2), torch.float32, "ieee", True, (False, False, False)),
         (RGB, torch.float16, "ieee", True, (False, False, False)),
     ],

@@ -1,8 +1,7 @@
 """Classes of layers on which PyTorch's operator was measured to be the faster one (benchmarks/README.md).
 
 Only on Hopper (compute capability 9.0), where it was measured, and only by what a layer is: ``tconv_swap.tune``
-measures the layers of one network, and its answer counts for more. The gradients were measured in TF32 and float16;
-bfloat16, by the same kernels, goes by float16.
+measures the layers of one network, and its answer counts for more. bfloat16, by the same kernels, goes by float16.
 """
 
 from __future__ import annotations
@@ -67,7 +66,9 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     if device.compute_capability != 90:
         return None
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
-    channels, one_row = geometry.in_channels_per_group, geometry.height == 1
+    channels = geometry.in_channels_per_group
+    # Of one row only those with strides were measured, and those of one pixel.
+    one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
     if family == BOX_FAMILY:
         if channels < BOXES_FEW_CHANNELS:
             return _WHY.format(what="strides with few channels in channels_last", speedup="0.84 to 0.89")
@@ -97,13 +98,9 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device, wit
             return _WHY.format(what="many channels in channels_last with TF32", speedup="0.78 to 0.94")
         return None
     tf32 = problem.dtype == torch.float32 and problem.precision == "tf32"
-    if (
-        tf32
-        and not problem.channels_last
-        and geometry.height * geometry.width == 1
-        and device.compute_capability == 90
-    ):
-        return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
+    if device.compute_capability == 90 and family in WIDE_FAMILIES and tf32 and not problem.channels_last:
+        if geometry.height * geometry.width == 1:
+            return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
         return None
     if not problem.channels_last:
