@@ -1,0 +1,30 @@
+"""How much memory is free, asked of a GPU that is named with its number or without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tconv_swap import memory
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+@pytest.mark.parametrize(("fraction", "free"), [(1.0, 600 + 200 - 50), (0.5, 500 - 50)])
+def test_what_a_process_may_still_take_of_a_gpu(
+    name: str, fraction: float, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1000 MiB, of which another process has 200, and this one has reserved 200 and uses 50."""
+
+    def allowed(device: torch.device | int) -> float:
+        # As torch's: a device without a number is refused.
+        assert torch.cuda._utils._get_device_index(device) == 0
+        return fraction
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (600 * MIB, 1000 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 200 * MIB)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 50 * MIB)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", allowed)
+    assert memory.free_bytes(torch.device(name)) == free * MIB
