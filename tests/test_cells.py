@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import conv_transpose2d_reference
+from forced import check_forced_forward
 
-from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_cells
 from tconv_swap.cuda.plans.cells_tile import product, shared_bytes
 from tconv_swap.geometry import Geometry, phase_taps
@@ -156,34 +156,5 @@ def test_forced_on_random_geometries(seed: int) -> None:
             break
     with_bias = rng.random() < 0.5
     made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
-    handle = launch.add_plan(made, dtype, torch.device("cuda", 0), facts.architecture)
-
-    formats = (torch.contiguous_format, torch.channels_last)
-    x, w = (
-        torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=formats[last])
-        for shape, last in (
-            (geometry.input_shape, posed.channels_last),
-            (geometry.weight_shape, posed.weight_channels_last),
-        )
-    )
-    b = torch.randn(geometry.out_channels, device="cuda").to(dtype) if with_bias else None
-
-    def run() -> torch.Tensor:
-        return torch.ops.tconv_swap.launch.default(handle, x, w, b)[0]
-
-    run().fill_(float("nan"))  # freed at once: the next call takes its memory
-    y = run()
-    assert torch.equal(y, run())
-    expected = conv_transpose2d_reference(
-        x,
-        w,
-        b,
-        geometry.stride,
-        geometry.padding,
-        geometry.output_padding,
-        geometry.groups,
-        geometry.dilation,
-    )
-    assert y.shape == expected.shape
-    error = (y.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCE[dtype], f"{geometry} {made.why}"
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    check_forced_forward(made, geometry, dtype, layouts, with_bias, TOLERANCE[dtype])

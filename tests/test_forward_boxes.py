@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import conv_transpose2d_reference
+from forced import check_forced_forward
 
-from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.plans import plan_tile, tile_choice, tile_layout
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.plans import plan_tile, tile_choice, tile_layout, tile_memory
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
 from tconv_swap.cuda.program import ArgumentKind
 from tconv_swap.geometry import Geometry
@@ -81,7 +81,7 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
     if blocks_of_weights * posed.geometry.groups * len(tile_layout.group_taps(posed)) == 1:
         other = replace(other, weights_stay=rng.random() < 0.5)
-    fits = tile_layout.shared_bytes(posed, other) <= H200.shared_memory_per_block
+    fits = tile_memory.shared_bytes(posed, other) <= H200.shared_memory_per_block
     return other if fits and tile.blocks_per_multiprocessor == 1 else tile
 
 
@@ -160,38 +160,11 @@ def test_forced_on_random_geometries(seed: int) -> None:
     posed, tile = random_case(rng, dtype)
     tile = vary(rng, posed, tile)
     geometry = posed.geometry
-    handle = launch.add_plan(
-        plan_tile.plan_with_tile(posed, tile), dtype, torch.device("cuda", 0), facts.architecture
-    )
-
-    x = torch.randn(geometry.input_shape, device="cuda").to(dtype)
-    w = torch.randn(geometry.weight_shape, device="cuda").to(dtype)
-    x = x.contiguous(memory_format=torch.channels_last)
-    w = w.contiguous(
-        memory_format=torch.channels_last if posed.weight_channels_last else torch.contiguous_format
-    )
-    b = torch.randn(geometry.out_channels, device="cuda").to(dtype) if posed.has_bias else None
-
-    def run() -> torch.Tensor:
-        y: torch.Tensor = torch.ops.tconv_swap.launch.default(handle, x, w, b)[0]
-        return y
-
-    run().fill_(float("nan"))  # freed at once: the next call takes its memory
-    y = run()
-    assert torch.equal(y, run())
-    expected = conv_transpose2d_reference(
-        x,
-        w,
-        b,
-        geometry.stride,
-        geometry.padding,
-        geometry.output_padding,
-        geometry.groups,
-        geometry.dilation,
-    )
-    error = (y.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCE[dtype], f"{geometry} {tile}"
+    made = plan_tile.plan_with_tile(posed, tile)
+    layouts = (True, posed.weight_channels_last)
+    x, run = check_forced_forward(made, geometry, dtype, layouts, posed.has_bias, TOLERANCE[dtype])
     if geometry.groups > 1:
+        y = run()
         x[:, -geometry.in_channels_per_group :] = float("nan")
         clean = geometry.out_channels - geometry.out_channels_per_group
         assert torch.equal(run()[:, :clean], y[:, :clean])

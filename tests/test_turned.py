@@ -8,11 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import conv_transpose2d_reference
+from forced import check_forced_forward
 
-from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_tile, tile_choice
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, make_problem, raw_box, shared_bytes, turns
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, make_problem
+from tconv_swap.cuda.plans.tile_memory import raw_box, shared_bytes, turns
 from tconv_swap.geometry import Geometry
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -171,26 +172,4 @@ def test_forced_on_random_geometries(seed: int) -> None:
     problem, tile = forced(seed)
     geometry, dtype = problem.geometry, problem.dtype
     made = plan_tile.plan_with_tile(problem, tile, facts.multiprocessors)
-    handle = launch.add_plan(made, dtype, torch.device("cuda", 0), facts.architecture)
-    x = torch.randn(geometry.input_shape, device="cuda").to(dtype)
-    w = torch.randn(geometry.weight_shape, device="cuda").to(dtype)
-    b = torch.randn(geometry.out_channels, device="cuda").to(dtype) if problem.has_bias else None
-
-    def run() -> torch.Tensor:
-        return torch.ops.tconv_swap.launch.default(handle, x, w, b)[0]
-
-    run().fill_(float("nan"))  # freed at once: the next call takes its memory
-    y = run()
-    assert torch.equal(y, run())
-    expected = conv_transpose2d_reference(
-        x,
-        w,
-        b,
-        geometry.stride,
-        geometry.padding,
-        geometry.output_padding,
-        geometry.groups,
-        geometry.dilation,
-    )
-    error = (y.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCE[dtype], f"{geometry} {made.why}"
+    check_forced_forward(made, geometry, dtype, (False, False), problem.has_bias, TOLERANCE[dtype])
