@@ -98,9 +98,9 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device, wit
             return _WHY.format(what="many channels in channels_last with TF32", speedup="0.78 to 0.94")
         return None
     tf32 = problem.dtype == torch.float32 and problem.precision == "tf32"
-    if device.compute_capability == 90 and family in WIDE_FAMILIES and tf32 and not problem.channels_last:
-        if geometry.height * geometry.width == 1:
-            return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
+    on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
+    if on_hopper and tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
+        return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
         return None
     if not problem.channels_last:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from tconv_swap.cuda.plans.tile_layout import (
-    FILL_THREADS,
+from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
+from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
     TAP_TILE_BYTES,
-    Tile,
-    TileProblem,
     aligned_to,
-    make_problem,
     power_dividing,
     staged_bytes,
 )

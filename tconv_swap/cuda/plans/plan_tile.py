@@ -14,15 +14,11 @@ from tconv_swap.cuda.plans.tile_choice import (
     TURN_REGISTERS,
     candidates,
 )
-from tconv_swap.cuda.plans.tile_layout import (
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, group_taps, make_problem
+from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
     TAP_TILE_BYTES,
-    Tile,
-    TileProblem,
-    block_count,
     box_shape,
-    group_taps,
-    make_problem,
     raw_box,
     shared_bytes,
     stores_lines,

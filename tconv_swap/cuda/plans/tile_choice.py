@@ -9,17 +9,13 @@ from functools import partial
 from itertools import islice
 
 from tconv_swap.cuda.plans.tile_layout import (
-    BOX_MOST,
     Tile,
     TileProblem,
     block_count,
-    box_shape,
-    fill_registers,
     group_taps,
-    shared_bytes,
-    turns,
     weights_come_by_boxes,
 )
+from tconv_swap.cuda.plans.tile_memory import BOX_MOST, box_shape, fill_registers, shared_bytes, turns
 from tconv_swap.cuda.problem import Device
 
 #: Sums that a thread may keep where four warps fill for eight that multiply.
