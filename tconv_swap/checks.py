@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import suggest_memory_format
 
 from tconv_swap.geometry import Geometry, cached_geometry, check_geometry
 
@@ -80,7 +79,27 @@ def output_memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
     """The format PyTorch gives out: channels_last if input or weight has it (cuDNN: never for float64)."""
     if input.device.type == "cuda" and input.dtype == torch.float64:
         return torch.contiguous_format
-    for tensor in (input, weight):
-        if suggest_memory_format(tensor) == torch.channels_last:
-            return torch.channels_last
+    if _is_channels_last(input) or _is_channels_last(weight):
+        return torch.channels_last
     return torch.contiguous_format
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """What ``Tensor::suggest_memory_format`` asks (c10/core/MemoryFormat.h, is_channels_last_strides_2d)."""
+    sizes, strides = tensor.shape, tensor.stride()
+    if any(isinstance(number, torch.SymInt) for number in (*sizes, *strides)):
+        # Guards on symbolic sizes are PyTorch's business. Its function imports sympy: 1.8 s of a first call.
+        from torch._prims_common import suggest_memory_format
+
+        return suggest_memory_format(tensor) == torch.channels_last
+    if tensor.dim() != 4 or tensor.layout != torch.strided or strides[1] == 0:
+        return False
+    least = 0
+    for dimension in (1, 3, 2, 0):
+        if sizes[dimension] == 0 or strides[dimension] < least:
+            return False
+        # Of one pixel and one channel nobody can tell; PyTorch calls it contiguous.
+        if dimension == 0 and least == strides[1]:
+            return False
+        least = strides[dimension] * sizes[dimension]
+    return True

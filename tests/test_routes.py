@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tconv_swap import conv_transpose2d
-from tconv_swap.cuda import call, route
+from tconv_swap.cuda import call, measured, route
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +122,22 @@ def test_a_call_made_again_is_not_planned_again(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(call, "forward_calls", refuse)
     monkeypatch.setattr(call, "backward_and_calls", refuse)
     step()
+
+
+def test_gradients_of_several_steps_are_remembered_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "why_grad_weight_is_native", lambda *_, **__: "for this test")
+    x, w, b = randn(8, 64, 12, 10), randn(64, 32, 4, 4), randn(32)
+    for _ in range(2):
+        check(x, w, b, "auto", True)
+    leaves = [t.detach().requires_grad_() for t in (x, w, b)]
+    _, calls = call.backward_and_calls(
+        randn(8, 32, 24, 20), x, w, ((2, 2), (1, 1), (0, 0), 1, (1, 1)), (True, True, True), "auto"
+    )
+    assert [one.handle is None for one in calls] == [False, True]
+    refuse: Callable[..., None] = lambda *_: pytest.fail("the way of the earlier call was not taken")  # noqa: E731
+    monkeypatch.setattr(call, "backward_and_calls", refuse)
+    conv_transpose2d(*leaves, 2, 1).sum().backward()
+    assert all(leaf.grad is not None for leaf in leaves)
 
 
 def test_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

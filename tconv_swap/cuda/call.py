@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -144,13 +144,17 @@ def backward_and_calls(
     calls = _calls.get(key)
     if calls is None:
         calls = _calls[key] = _make_backward(grad_output, input, weight, arguments, output_mask, backend)
+    return in_order(calls, [_gradients(one, grad_output, input, weight, arguments) for one in calls]), calls
+
+
+def in_order(calls: Sequence[Call], gradients: Sequence[list[Tensor]]) -> list[Tensor]:
+    """Those of several steps as one would have given them out: of the input, the weight, the bias."""
     if len(calls) == 1:
-        return _gradients(calls[0], grad_output, input, weight, arguments), calls
+        return gradients[0]
     found: list[Tensor | None] = [None, None, None]
-    for call in calls:
-        computed = iter(_gradients(call, grad_output, input, weight, arguments))
-        found = [next(computed) if wanted else other for wanted, other in zip(call.mask, found, strict=True)]
-    return [gradient for gradient in found if gradient is not None], calls
+    for one, computed in zip(calls, map(iter, gradients), strict=True):
+        found = [next(computed) if wanted else other for wanted, other in zip(one.mask, found, strict=True)]
+    return [gradient for gradient in found if gradient is not None]
 
 
 def precision() -> str:

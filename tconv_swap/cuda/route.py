@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tconv_swap.cuda import call, native
-from tconv_swap.cuda.call import Arguments
+from tconv_swap.cuda.call import Arguments, Call
 from tconv_swap.cuda.choice import Mask
 
 
@@ -22,8 +22,7 @@ class Route:
         all_native: it computes every gradient too.
         precision: the state of the switch that this holds for; None: any.
         arguments, backend: of the call.
-        gradients: by mask: a plan's handle, or None for PyTorch's operator, and the format that grad_output is
-            brought to.
+        gradients: by mask: the steps, and the format that grad_output is brought to.
     """
 
     __slots__ = ("all_native", "arguments", "backend", "gradients", "handle", "precision", "strides")
@@ -43,7 +42,7 @@ class Route:
         self.precision = precision
         self.arguments = arguments
         self.backend = backend
-        self.gradients: dict[Mask, tuple[int | None, torch.memory_format | None]] = {}
+        self.gradients: dict[Mask, tuple[tuple[Call, ...], torch.memory_format | None]] = {}
 
     def holds(self) -> bool:
         """Whether the switch is as it was."""
@@ -62,20 +61,25 @@ class Route:
         """The gradients of ``mask``, remembered or not."""
         known = self.gradients.get(mask)
         if known is not None and self.holds():
-            handle, form = known
-            if handle is None:
-                return native.backward(grad_output, input, weight, self.arguments, mask)
+            calls, form = known
             # The gradient of a sum is one number, expanded.
             laid_out = grad_output if form is None else grad_output.contiguous(memory_format=form)
-            found = torch.ops.tconv_swap.relaunch.default(handle, laid_out, input, weight)
-            if found:
-                return found  # type: ignore[no-any-return]
+            found = [self._gradients(one, laid_out, input, weight) for one in calls]
+            if all(found):
+                return call.in_order(calls, found)
         gradients, calls = call.backward_and_calls(
             grad_output, input, weight, self.arguments, mask, self.backend
         )
-        if len(calls) == 1 and not any(calls[0].formats[1:]):
-            self.gradients[mask] = calls[0].handle, calls[0].formats[0]
+        forms = {one.formats[0] for one in calls if one.handle is not None} or {None}
+        if len(forms) == 1 and not any(form for one in calls for form in one.formats[1:]):
+            self.gradients[mask] = calls, forms.pop()
         return gradients
+
+    def _gradients(self, one: Call, grad_output: Tensor, input: Tensor, weight: Tensor) -> list[Tensor]:
+        """Of one step; none where the tensors lie otherwise."""
+        if one.handle is None:
+            return native.backward(grad_output, input, weight, self.arguments, one.mask)
+        return torch.ops.tconv_swap.relaunch.default(one.handle, grad_output, input, weight)  # type: ignore[no-any-return]
 
 
 #: As many as a program with ever new shapes is allowed to leave behind.
