@@ -147,7 +147,8 @@ def _plans(configuration: Configuration, machine: Machine) -> list[Plan]:
     try:
         stages = [
             steps_of(layer, mode, layout, stage, machine.facts, machine.backend, machine.winners)
-            for stage in configuration.stages
+            # A backward pass has a forward pass before it.
+            for stage in dict.fromkeys(("forward", *configuration.stages))
         ]
     except Exception:  # measuring it will say so
         return []

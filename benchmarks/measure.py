@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -77,7 +77,7 @@ def measure(
             if direction == "backward"
             else _forward(layer, data, functions, direction)
         )
-        checked = [check(stage, layer, layout, data) for stage in stages]
+        checked = check(stages, layer, layout, data)
         timings = time_interleaved(
             {f"{stage.name} {whose}": call for stage in stages for whose, call in stage.calls.items()},
             device=machine.device,
@@ -172,31 +172,36 @@ def _gradients(function: Callable[..., Tensor], layer: Layer, data: Data, wanted
 class Check:
     """By whose: the errors of every tensor, and whether a second call gave the same bits."""
 
-    errors: Mapping[str, Mapping[str, Error]]
-    repeatable: Mapping[str, bool]
+    errors: dict[str, dict[str, Error]]
+    repeatable: dict[str, bool]
 
 
-def check(stage: Stage, layer: Layer, layout: str, data: Data) -> Check:
-    """Run both twice, into memory that held NaN before; the bits of the two, and the first against float64.
+def check(stages: Sequence[Stage], layer: Layer, layout: str, data: Data) -> list[Check]:
+    """Run all twice, into memory that held NaN before; the bits of the two, and the first against float64.
+
+    A tensor's truth is computed once for all stages that give it out: it takes longer than they do.
 
     Raises:
         ValueError: a result has the wrong shape, or the output of ours not the layout of the input.
     """
-    results: dict[str, tuple[Tensor, ...]] = {}
-    repeatable = {}
-    for whose, call in stage.calls.items():
-        call()  # searches, compiles
-        _poison(call())
-        results[whose] = call()
-        repeatable[whose] = all(map(torch.equal, results[whose], call()))
-    if stage.tensors == ("output",) and not results[OURS][0].is_contiguous(memory_format=LAYOUTS[layout]):
-        raise ValueError(f"the output of ours is not {layout}: strides {results[OURS][0].stride()}")
-    found: dict[str, dict[str, Error]] = {whose: {} for whose in stage.calls}
-    for index, name in enumerate(stage.tensors):
-        tensors = {whose: results[whose][index] for whose in stage.calls}
-        for whose, error in errors(name, tensors, layer.geometry, data).items():
-            found[whose][name] = error
-    return Check(found, repeatable)
+    results: dict[str, dict[tuple[int, str], Tensor]] = {}
+    checks = [Check({whose: {} for whose in stage.calls}, {}) for stage in stages]
+    for index, stage in enumerate(stages):
+        for whose, call in stage.calls.items():
+            call()  # searches, compiles
+            _poison(call())
+            given = call()
+            checks[index].repeatable[whose] = all(map(torch.equal, given, call()))
+            for name, tensor in zip(stage.tensors, given, strict=True):
+                results.setdefault(name, {})[index, whose] = tensor
+                if (name, whose) == ("output", OURS) and not tensor.is_contiguous(
+                    memory_format=LAYOUTS[layout]
+                ):
+                    raise ValueError(f"the output of ours is not {layout}: strides {tensor.stride()}")
+    for name, tensors in results.items():
+        for (index, whose), error in errors(name, tensors, layer.geometry, data).items():
+            checks[index].errors[whose][name] = error
+    return checks
 
 
 def _poison(tensors: tuple[Tensor, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,8 @@ from tconv_swap.geometry import Geometry
 
 #: Bytes of the float64 products of the images that are computed together, or one image where that is more.
 COLUMN_BYTES = 4 << 30
+
+Whose = TypeVar("Whose")
 
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 
@@ -47,7 +49,7 @@ class Error:
         return cls(entry["l2"], entry["max"])
 
 
-def errors(name: str, results: Mapping[str, Tensor], geometry: Geometry, data: Data) -> dict[str, Error]:
+def errors(name: str, results: Mapping[Whose, Tensor], geometry: Geometry, data: Data) -> dict[Whose, Error]:
     """How far each of several results is from the truth; NaN where a result has one.
 
     Args:
