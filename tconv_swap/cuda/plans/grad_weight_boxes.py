@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import itemgetter
 
 from tconv_swap.cuda.plans.grad_weight_cost import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.grad_weight_tile import Tile, ceil_div, pixel_tiles, weight_tiles
@@ -268,38 +269,42 @@ def slice_choices(problem: Problem, boxes: Boxes, device: Device) -> list[int]:
     return sorted({min(most, max(1, waves * room // blocks)) for waves in (1, 2, 3)} | {1})
 
 
-def expected_clocks(problem: Problem, boxes: Boxes, slices: int, device: Device) -> float:
-    """Roughly, of the whole: the slowest of what works side by side, and what is outside of that."""
-    tile = boxes.tile
+def expected_clocks(problem: Problem, boxes: Boxes, device: Device) -> Iterator[tuple[float, int]]:
+    """Roughly, of the whole, with each choice of slices: the slowest of what works side by side, and what is outside
+    of that."""
+    tile, g = boxes.tile, problem.geometry
     groups = tile.threads // 128
     steps = groups * tile.warp_taps * tile.pixels / STEP_PIXELS
     copied = stage_bytes(problem, boxes)
     multiplies = steps * tile.warp_n / 2
     shared = steps * (16 + tile.warp_n / 4) + copied / 128
     clocks = max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS
-    blocks = weight_tiles(problem, tile) * slices
-    waves = ceil_div(blocks, device.multiprocessors)
-    # Until the first stage is there nobody multiplies, and all begin at once.
-    block = ceil_div(pixel_tiles(problem, tile), slices) * clocks + copied / MEMORY_RATE + BLOCK_CLOCKS
-    g = problem.geometry
     moved = 2 * g.batch * (g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width)
+    memory = moved / (device.multiprocessors * MEMORY_RATE)
     gradient = slice_bytes(problem, boxes) / (device.multiprocessors * PARTIAL_RATE)
-    partial = gradient if slices == 1 else (2 * slices + 2) * gradient + REDUCTION_CLOCKS
-    return max(waves * block, moved / (device.multiprocessors * MEMORY_RATE)) + partial
+    blocks, tiles = weight_tiles(problem, tile), pixel_tiles(problem, tile)
+    for slices in slice_choices(problem, boxes, device):
+        waves = ceil_div(blocks * slices, device.multiprocessors)
+        # Until the first stage is there nobody multiplies, and all begin at once.
+        block = ceil_div(tiles, slices) * clocks + copied / MEMORY_RATE + BLOCK_CLOCKS
+        partial = gradient if slices == 1 else (2 * slices + 2) * gradient + REDUCTION_CLOCKS
+        yield max(waves * block, memory) + partial, slices
+
+
+#: How many are kept of a search, which takes a while: as many as anybody asks for.
+KEPT = 16
+
+
+def best_boxes(problem: Problem, device: Device, count: int) -> tuple[tuple[Boxes, int], ...]:
+    """The ``count`` tiles that are expected to be the fastest, each with the slices of the pixels it does best with."""
+    return _ranked(problem, device)[:count]
 
 
 @lru_cache(maxsize=256)
-def best_boxes(problem: Problem, device: Device, count: int) -> tuple[tuple[Boxes, int], ...]:
-    """The ``count`` tiles that are expected to be the fastest, each with the slices of the pixels it does best with."""
+def _ranked(problem: Problem, device: Device) -> tuple[tuple[Boxes, int], ...]:
     found = [
-        (expected_clocks(problem, boxes, slices, device), boxes, slices)
+        (min(expected_clocks(problem, boxes, device), key=itemgetter(0)), boxes)
         for boxes in candidates(problem, device)
-        for slices in slice_choices(problem, boxes, device)
     ]
-    found.sort(key=lambda one: (one[0], one[1].tile.images))
-    best: dict[Boxes, int] = {}
-    for _, boxes, slices in found:
-        best.setdefault(boxes, slices)
-        if len(best) == count:
-            break
-    return tuple(best.items())
+    found.sort(key=lambda one: (one[0][0], one[1].tile.images))
+    return tuple((boxes, slices) for (_, slices), boxes in found[:KEPT])
