@@ -140,6 +140,67 @@ def random_geometry(rng: random.Random) -> Geometry:
             return geometry
 
 
+def test_float32_is_two_parts_where_tf32_is_allowed_and_cudnn_takes_it() -> None:
+    for geometry, precision, parts in (
+        (LARGE_CELLS, "tf32", 2),
+        (LARGE_CELLS, "ieee", 3),
+        (GAPS, "tf32", 3),
+        (GROUPED, "tf32", 3),
+        (RGB, "tf32", 3),
+    ):
+        for last in (False, True):
+            posed = plan.Problem(geometry, torch.float32, precision, last, last)
+            assert {tile.parts for tile in plan_cells.candidates(posed, H200)} == {parts}
+
+
+def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
+    for geometry, last, direct in (
+        (LARGE_CELLS, False, True),
+        (LARGE_CELLS, True, True),
+        (replace(LARGE_CELLS, output_padding=(1, 1)), False, False),  # a cell is cut
+        (replace(LARGE_CELLS, kernel=(64, 31)), False, False),  # a column without taps
+        (replace(LARGE_CELLS, kernel=(16, 16), stride=(8, 8), padding=(4, 4)), False, False),  # runs of 8
+        (GAPS, False, False),
+    ):
+        tiles = list(plan_cells.candidates(problem(geometry, channels_last=last), H200))
+        assert tiles
+        assert {tile.direct for tile in tiles if not tile.stacked} == {direct}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(18))
+def test_direct_stores_and_two_parts_on_random_geometries(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, precision, tolerance = (
+        (torch.float16, "ieee", 1e-3),
+        (torch.float32, "tf32", 2e-5),
+        (torch.float32, "ieee", 1e-6),
+    )[seed % 3]
+    facts = call.device_facts(0)
+    while True:
+        direct = seed % 2 == 0
+        rows, columns = rng.choice((2, 4, 8, 16)), rng.choice((16, 32) if direct else (2, 4, 6, 8))
+        geometry = Geometry(
+            rng.randint(1, 3),
+            rng.choice((16, 21)),
+            rng.randint(1, 18),
+            rng.randint(1, 20),
+            rng.choice((16, 21)),
+            (2 * rows, 2 * columns),
+            (rows, columns),
+            (rows // 2, columns // 2),
+        )
+        posed = plan.Problem(geometry, dtype, precision, rng.random() < 0.5, rng.random() < 0.5)
+        tiles = [tile for tile in plan_cells.candidates(posed, facts) if tile.direct == direct]
+        if plan_cells.claims(posed, facts) and tiles:
+            break
+    with_bias = rng.random() < 0.5
+    made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    check_forced_forward(made, geometry, dtype, layouts, with_bias, tolerance)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
 def test_forced_on_random_geometries(seed: int) -> None:

@@ -10,7 +10,7 @@
 // K is cut into halves of 8 input channels (4 words of two), [shift][channels, padded]; two make one multiply.
 //
 // Packed weights: [pass][group][tile of M][pair of halves][vertical tap][part], an A fragment of mma.cuh each.
-// float32 has PARTS = 3 (parts.cuh).
+// float32 has PARTS = 2 or 3 (parts.cuh).
 #pragma once
 #include "parts.cuh"
 #include "phases.cuh"

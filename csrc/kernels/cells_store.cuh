@@ -1,4 +1,5 @@
-// The outputs of a tile of forward_cells.cu: staged in shared memory as elements, then stored in whole lines.
+// The outputs of a tile of forward_cells.cu: staged in shared memory as elements, then stored in whole lines, or with
+// DIRECT stored as they are, where a tile of M is a run of neighbours in memory.
 #pragma once
 
 constexpr int OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH;
@@ -22,7 +23,7 @@ constexpr int STORES = LINE / STORE;
 constexpr int LINE_PITCH = round_up(TILE_W * CELL_PITCH * ITEM, 16) / ITEM;
 constexpr int CHANNEL_PITCH =
     CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 32, 4) * 4 / ITEM;
-constexpr int STAGE_BYTES = CHANNEL_LINES * CHANNEL_PITCH * ITEM;
+constexpr int STAGE_BYTES = DIRECT ? 0 : CHANNEL_LINES * CHANNEL_PITCH * ITEM;
 
 __device__ constexpr int lanes_of_line() {
   int lanes = 1;
@@ -62,6 +63,34 @@ __device__ __forceinline__ Element element_of(float x) {
     return store_as<Element>(x);
   }
 }
+
+static_assert(!DIRECT || (NEIGHBOURS && !STACKED && GROUPS == 1 && ALL_COLUMNS && OUT_WIDTH % STRIDE_W == 0));
+static_assert(!DIRECT || CHANNELS_LAST || STRIDE_W % 16 == 0);
+
+/// With DIRECT, where a lane's neighbours m and m + 1 of M go: in the cell, and in the cells after it.
+struct DirectStore {
+  Element* output;  // of the pass's row of the tile's first cell
+  int at;
+  float bias[2];
+
+  __device__ __forceinline__ DirectStore(Element* output, const Element* bias, const OutputTile& tile, int m)
+      : output(output + tile.image * (static_cast<long long>(OUT_CHANNELS) * OUT_PIXELS)) {
+    const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
+    this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * OUT_LINE + tile.cell_w * CELL;
+    at = CHANNELS_LAST ? m : place.channel * OUT_PIXELS + place.column;
+    this->bias[0] = HAS_BIAS && m < M ? load_as(bias[place.channel]) : 0.f;
+    this->bias[1] = HAS_BIAS && m < M ? load_as(bias[next.channel]) : 0.f;
+  }
+  __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
+    Element* const to = output + (at + cell_h * STRIDE_H * OUT_LINE + cell_w * CELL);
+    low += bias[0], high += bias[1];
+    if constexpr (IS_16_BIT) {
+      __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
+    } else {
+      __stcs(reinterpret_cast<float2*>(to), make_float2(low, high));
+    }
+  }
+};
 
 template <int COUNT>
 struct alignas(COUNT * sizeof(Element)) Run {

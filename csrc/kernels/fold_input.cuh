@@ -44,25 +44,21 @@ __device__ __forceinline__ int swizzle(int line) {
   return LINE_BYTES == 128 ? line % 8 : LINE_BYTES == 64 ? line / 2 % 4 : line / 4 % 2;
 }
 
-/// Where a lane finds its input in a panel: bytes, of the first 16 channels.
+/// Where a lane finds the 16 pixels of its warp in a panel: bytes, of the first 16 channels.
 struct InputPlaces {
-  // 16 bits, by ldmatrix: for two columns of 8 pixels each. float32: for each column, in NCHW for channels 2t and 2t + 1.
-  u32 at[IS_16_BIT ? ceil_div(WARP_COLS, 2) : WARP_COLS][IS_16_BIT || CHANNELS_LAST ? 1 : 2];
+  // 16 bits, by ldmatrix. float32: of pixels g and g + 8, in NCHW of channels 2t and 2t + 1.
+  u32 at[IS_16_BIT ? 1 : 2][IS_16_BIT || CHANNELS_LAST ? 1 : 2];
 
   __device__ __forceinline__ explicit InputPlaces(int first_pixel) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if constexpr (IS_16_BIT) {
-      // Lane 8m + r names line r of matrix m: the first and the last 8 channels of a column of pixels, then of the next.
-      const int half = lane / 8 % 2, neighbour = WARP_COLS > 1 ? lane / 16 : 0;
-#pragma unroll
-      for (int pair = 0; pair < ceil_div(WARP_COLS, 2); ++pair) {
-        const int pixel = first_pixel + (pair * 2 + neighbour) * 8;
-        const int line = CHANNELS_LAST ? pixel + lane % 8 : half * 8 + lane % 8, piece = CHANNELS_LAST ? half : pixel / 8;
-        at[pair][0] = line * LINE_BYTES + (piece ^ swizzle(line)) * 16;
-      }
+      // Lane 8m + r names line r of matrix m: the first 8 channels of both halves of the pixels, then the last 8.
+      const int pixel = first_pixel + lane / 8 % 2 * 8, half = lane / 16;
+      const int line = CHANNELS_LAST ? pixel + lane % 8 : half * 8 + lane % 8, piece = CHANNELS_LAST ? half : pixel / 8;
+      at[0][0] = line * LINE_BYTES + (piece ^ swizzle(line)) * 16;
     } else {
 #pragma unroll
-      for (int column = 0; column < WARP_COLS; ++column) {
+      for (int column = 0; column < 2; ++column) {
         const int pixel = first_pixel + column * 8 + g;
         if constexpr (CHANNELS_LAST) {
           at[column][0] = pixel * LINE_BYTES + ((t / 2) ^ swizzle(pixel)) * 16 + t % 2 * 8;
@@ -83,41 +79,30 @@ __device__ __forceinline__ u32 further(u32 at, int bytes) {
   return CHANNELS_LAST ? (at ^ bytes % LINE_BYTES) + bytes / LINE_BYTES * BOX_BYTES : at + bytes / ITEM * LINE_BYTES;
 }
 
-/// Fragments of 16 channels.
-__device__ __forceinline__ void load_input(u32 (&b)[WARP_COLS][2][PARTS], u32 panel, const InputPlaces& places, int step) {
-  if constexpr (!IS_16_BIT) {
-#pragma unroll
-    for (int column = 0; column < WARP_COLS; ++column)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int bytes = (step * 16 + half * 8) * ITEM;
-        if constexpr (CHANNELS_LAST) {
-          const float2 pair = ptx::load_shared_pair(panel + further(places.at[column][0], bytes));
-          split(b[column][half], pair.x, pair.y);
-        } else {
-          split(b[column][half], __uint_as_float(ptx::load_shared(panel + further(places.at[column][0], bytes))),
-                __uint_as_float(ptx::load_shared(panel + further(places.at[column][1], bytes))));
-        }
-      }
-  } else {
-    const auto load = [](auto& m, u32 address) {
-      if constexpr (CHANNELS_LAST) {
-        ptx::load_matrices(m, address);
-      } else {
-        ptx::load_matrices_transposed(m, address);
-      }
-    };
-    if constexpr (WARP_COLS == 1) {
-      u32 m[2];
-      load(m, panel + further(places.at[0][0], step * 16 * ITEM));
-      b[0][0][0] = m[0], b[0][1][0] = m[1];
+/// Operand A of 16 channels, of each part: wgmma_registers.cuh has its order.
+__device__ __forceinline__ void load_input(u32 (&a)[PARTS][4], u32 panel, const InputPlaces& places, int step) {
+  if constexpr (IS_16_BIT) {
+    const u32 from = panel + further(places.at[0][0], step * 16 * ITEM);
+    if constexpr (CHANNELS_LAST) {
+      ptx::load_matrices(a[0], from);
     } else {
+      ptx::load_matrices_transposed(a[0], from);
+    }
+  } else {
 #pragma unroll
-      for (int pair = 0; pair < WARP_COLS / 2; ++pair) {
-        u32 m[4];
-        load(m, panel + further(places.at[pair][0], step * 16 * ITEM));
-        b[2 * pair][0][0] = m[0], b[2 * pair][1][0] = m[1], b[2 * pair + 1][0][0] = m[2], b[2 * pair + 1][1][0] = m[3];
+    for (int i = 0; i < 4; ++i) {
+      const auto& at = places.at[i % 2];
+      const int bytes = (step * 16 + i / 2 * 8) * ITEM;
+      u32 words[PARTS];
+      if constexpr (CHANNELS_LAST) {
+        const float2 pair = ptx::load_shared_pair(panel + further(at[0], bytes));
+        split(words, pair.x, pair.y);
+      } else {
+        split(words, __uint_as_float(ptx::load_shared(panel + further(at[0], bytes))),
+              __uint_as_float(ptx::load_shared(panel + further(at[1], bytes))));
       }
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part) a[part][i] = words[part];
     }
   }
 }

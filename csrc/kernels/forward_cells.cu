@@ -10,7 +10,8 @@
 // [word][pixel] in NCHW and [pixel][word] in channels_last. A unit of a warp is one tile of M times UNIT_ROWS
 // rows of UNIT_COLS x 8 cells; for one pair of halves it loads the input of all its vertical taps once. The sums go
 // to shared memory as elements, and leave in whole lines, with the bias in the pixels that no tap reaches (written
-// there once). RESIDENT: the pass's weights stay in shared memory, else they are read from the caches.
+// there once), or with DIRECT from the registers. RESIDENT: the pass's weights stay in shared memory, else they are
+// read from the caches.
 #include "mma.cuh"
 #include "cells.cuh"
 
@@ -168,6 +169,24 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
       }
 }
 
+/// The same to where they stay. `tile`: the block's.
+__device__ __forceinline__ void store_sums(const Sums& sums, Element* output, const Element* bias, const OutputTile& tile,
+                                           int m_tile, int h, int w) {
+  const int m = m_of_row(m_tile, threadIdx.x % 32 / 4), first = w + threadIdx.x % 4 * 2;
+  const DirectStore store(output, bias, tile, m);
+  const int rows = m < M ? CELLS_H - tile.cell_h : 0, columns = CELLS_W - tile.cell_w;
+#pragma unroll
+  for (int row = 0; row < UNIT_ROWS; ++row)
+#pragma unroll
+    for (int col = 0; col < UNIT_COLS; ++col)
+#pragma unroll
+      for (int cell = 0; cell < 2; ++cell) {
+        const int cell_h = h + row, cell_w = first + col * 8 + cell;
+        if (cell_h < rows && cell_w < columns && (cell_h + tile.cell_h) * STRIDE_H + tile.pass < OUT_HEIGHT)
+          store.put(cell_h, cell_w, sums.of[row][col][cell], sums.of[row][col][2 + cell]);
+      }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_cells(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
                   Element* __restrict__ output, long long batch, long long walks) {
@@ -197,7 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const long long pass_words = static_cast<long long>(PASS_FRAGMENTS) * FRAGMENT_WORDS;
   const u32* const pass_weights = packed + pass * pass_words;
   if (taps && tile < tiles) bring(tile);
-  if (!taps || !ALL_COLUMNS) stage_bias(staged, bias);
+  if (!DIRECT && (!taps || !ALL_COLUMNS)) stage_bias(staged, bias);
   ptx::wait_for_previous_launch();
   if (RESIDENT && taps) {
     for (int i = threadIdx.x; i < WEIGHT_WORDS / 4; i += THREADS)
@@ -227,12 +246,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         const u32 from = lane_at + (h * HALO_W + w + SHIFTS.first[m_tile]) * SHIFT_BYTES + group * GROUP_HALVES * HALF_BYTES;
         Sums sums;
         multiply(sums, lane_weights + all_tile * TILE_FRAGMENTS * 32, from, SHIFTS.count[m_tile] * GROUP_HALVES);
-        stage_sums(sums, staged, bias, group, m_tile, h, w);
+        if constexpr (DIRECT) {
+          store_sums(sums, output, bias, at, m_tile, h, w);
+        } else {
+          stage_sums(sums, staged, bias, group, m_tile, h, w);
+        }
       }
     }
     __syncthreads();
     if (taps && tile + walks < tiles) bring(tile + walks);
     ptx::commit_copies();
-    store_tile(staged, output, at);
+    if (!DIRECT) store_tile(staged, output, at);
   }
 }

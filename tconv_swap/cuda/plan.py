@@ -18,6 +18,7 @@ from tconv_swap.cuda.plans import (
     plan_narrow,
     plan_narrow_grad_input,
     plan_narrow_grad_weight,
+    plan_pixel,
     plan_tile,
 )
 from tconv_swap.cuda.problem import Device, Problem
@@ -45,11 +46,13 @@ def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Inputs: input, weight, bias (or none), 16-byte aligned. Output: the output.
 
-    The narrow kernels take what memory bounds or what has few channels in a group, on tensor cores where these can
-    be filled (with few output channels as a product that is then folded); the halo-tile kernels what has channels
-    enough to fill a tile of the tensor cores; the general kernels the rest, and all of float64.
+    Maps of one pixel are a plain product. Of the rest the narrow kernels take what memory bounds or what has few
+    channels in a group, on tensor cores where these can be filled (with few output channels as a product that is
+    then folded); the halo-tile kernels what has channels enough to fill a tile of the tensor cores; the general
+    kernels what remains, and all of float64.
     """
     families = (
+        plan_pixel.plan_forward,
         plan_fold.plan_forward,
         plan_cells.plan_forward,
         plan_narrow.plan_forward,
@@ -69,6 +72,7 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
         plan_fold.plan_candidates(problem, has_bias, device, count),
         plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_narrow.plan_candidates(problem, has_bias, device, count),
+        plan_pixel.plan_candidates(problem, has_bias, device, count),
     )
     found = dict.fromkeys([plan_forward(problem, has_bias, device), *_in_turn(*families)])
     return list(found)[:count]

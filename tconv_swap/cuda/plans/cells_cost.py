@@ -12,7 +12,6 @@ from tconv_swap.cuda.plans.cells_tile import (
     Tile,
     halo,
     packed_bytes,
-    parts,
     product,
     store_elements,
 )
@@ -20,6 +19,8 @@ from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
 from tconv_swap.geometry import Geometry
 
 MULTIPROCESSORS = 132
+#: Multiplies for each, by the parts of an element.
+PRODUCTS = {1: 1, 2: 3, 3: 6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     )
     window = tile.unit_rows + (p.v - 1) * p.v_step
     fragments = done * p.all_pairs * window * tile.unit_cols * 128 * item
-    weights = done * p.all_pairs * p.v * 512 * parts(item)
-    multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * (6 if item == 4 else 1)
+    weights = done * p.all_pairs * p.v * 512 * tile.parts
+    multiplies = done * p.all_pairs * p.v * tile.unit_rows * tile.unit_cols * PRODUCTS[tile.parts]
     staged = done * p.m_tiles * 16 * tile.unit_rows * tile.unit_cols * 8
 
     computing = tiles * passes * halo(geometry, tile, item, channels_last)[2] * rates.fill
@@ -92,4 +93,4 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     storing = (
         written * rates.written + outputs / store_elements(geometry, tile, item, channels_last) * rates.store
     )
-    return computing + storing + p.passes * packed_bytes(geometry, tile, item) * rates.packed + rates.launch
+    return computing + storing + p.passes * packed_bytes(geometry, tile) * rates.packed + rates.launch

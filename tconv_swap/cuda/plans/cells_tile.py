@@ -13,11 +13,7 @@ from tconv_swap.geometry import Geometry, phase_taps
 FRAGMENT_BYTES = 512
 #: Input channels of half a multiply.
 HALF_CHANNELS = 8
-
-
-def parts(item: int) -> int:
-    """Numbers of 16 bits that an element of ``item`` bytes is multiplied as."""
-    return 1 if item == 2 else 3
+SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +28,10 @@ class Tile:
     unit_cols: int
     warps: int
     resident: bool
+    #: Numbers of 16 bits that an element is multiplied as.
+    parts: int
+    #: Outputs go from the registers to memory.
+    direct: bool
     blocks_per_multiprocessor: int
 
     @property
@@ -89,10 +89,10 @@ def product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product
     )
 
 
-def packed_bytes(geometry: Geometry, tile: Tile, item: int) -> int:
+def packed_bytes(geometry: Geometry, tile: Tile) -> int:
     """The packed weights of one pass."""
     p = product(geometry, tile.stacked, tile.columns_fastest)
-    return geometry.groups * p.m_tiles * p.pairs * p.v * parts(item) * FRAGMENT_BYTES
+    return geometry.groups * p.m_tiles * p.pairs * p.v * tile.parts * FRAGMENT_BYTES
 
 
 def _power_dividing(n: int, most: int) -> int:
@@ -136,6 +136,8 @@ def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) ->
     slots = ceil_div(copies, 32 * tile.warps)
     sums = 4 * tile.unit_rows * tile.unit_cols
     window = 2 * (tile.unit_rows + (p.v - 1) * p.v_step) * tile.unit_cols
+    if item == 4 and tile.direct:
+        return int(62 + sums + 1.4 * tile.parts * window + 4 * slots)
     if item == 4:
         return int(85 + sums + 4.2 * window + 4 * slots)
     return int(72 + sums + 0.6 * window + (4 if channels_last else 9) * slots)
@@ -154,9 +156,24 @@ def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: boo
     return _power_dividing(geometry.out_width * (geometry.out_channels if channels_last else 1), most)
 
 
+def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:
+    """Whether 16 rows of M, not STACKED, are neighbours in memory, in whole sectors, and all pixels have taps."""
+    vertical, horizontal = axes(geometry)
+    cell, _ = _cell(geometry, item, channels_last)
+    neighbours = cell % 16 == 0 if columns_fastest else channels_last and cell * item % SECTOR_BYTES == 0
+    return (
+        neighbours
+        and geometry.groups == 1
+        and vertical.used == horizontal.used == 1
+        and geometry.out_width % geometry.stride[1] == 0
+    )
+
+
 def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """The shared memory of a block, as csrc/kernels/forward_cells.cu lays it out."""
-    weights = packed_bytes(geometry, tile, item) if tile.resident else 0
+    weights = packed_bytes(geometry, tile) if tile.resident else 0
+    if tile.direct:
+        return halo(geometry, tile, item, channels_last)[2] + weights
     cell, padded = _cell(geometry, item, channels_last)
     line = ceil_div(tile.tile_w * (cell * item + 16 * padded), 16) * 16
     staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)

@@ -13,10 +13,10 @@ from tconv_swap.cuda.plans.cells_tile import (
     HALF_CHANNELS,
     Tile,
     packed_bytes,
-    parts,
     product,
     registers,
     shared_bytes,
+    stores_directly,
 )
 from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
 from tconv_swap.cuda.plans.plan_narrow import NOMINAL_BATCHES
@@ -44,6 +44,8 @@ _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
 BLOCKS_IN_LINE = (2, 12)
 #: Input channels of a group that fill half of what a multiply of 16-bit numbers takes; with fewer FFMA is faster.
 FEWEST_CHANNELS = 8
+#: cuDNN computes layers of fewer channels in float32 even where TF32 is allowed, and dilated and grouped ones.
+ROUNDED_CHANNELS = 16
 #: Float32 takes six products: FFMA is faster where less than this share of them is of use.
 FLOAT32_SHARE = 0.5
 #: With more rows of M than the second, every row of a cell is a pass of its own; with fewer than the first, none.
@@ -77,6 +79,16 @@ def pays(problem: Problem) -> bool:
     if geometry.in_channels_per_group < FEWEST_CHANNELS:
         return False
     return problem.dtype != torch.float32 or useful_share(geometry) >= FLOAT32_SHARE
+
+
+def parts_of(problem: Problem) -> int:
+    """Numbers of 16 bits that an element is multiplied as: float32 as two where cuDNN rounds to TF32 as well."""
+    geometry = problem.geometry
+    if problem.dtype != torch.float32:
+        return 1
+    fewest = min(geometry.in_channels, geometry.out_channels)
+    rounded = geometry.groups == 1 and geometry.dilation == (1, 1) and fewest >= ROUNDED_CHANNELS
+    return 2 if problem.precision == "tf32" and rounded else 3
 
 
 def useful_share(geometry: Geometry) -> float:
@@ -132,6 +144,9 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
             continue
         columns_fastest = not problem.channels_last and (stacked or horizontal.stride >= MANY_COLUMNS)
         p = product(geometry, stacked, columns_fastest)
+        direct = not stacked and stores_directly(
+            geometry, problem.dtype.itemsize, problem.channels_last, columns_fastest
+        )
         for unit_rows, unit_cols in UNITS:
             for tile_w in (8, 16, 32, 64, 128):
                 if tile_w % (8 * unit_cols) or tile_w >= 2 * max(8, horizontal.cells):
@@ -141,7 +156,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
                         continue
                     units = geometry.groups * p.m_tiles * (tile_h // unit_rows) * (tile_w // 8 // unit_cols)
                     for warps in (4, 8):
-                        if units < warps > 4:
+                        # Without a stage to fill, many warps share the weights that they read (measured).
+                        if units < warps > 4 or (direct and warps < 8 <= units):
                             continue
                         for resident in (True, False):
                             tile = Tile(
@@ -153,6 +169,8 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
                                 unit_cols,
                                 warps,
                                 resident,
+                                parts_of(problem),
+                                direct,
                                 1,
                             )
                             blocks = _blocks(problem, tile, device)
@@ -163,7 +181,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
 def _blocks(problem: Problem, tile: Tile, device: Device) -> int:
     """How many blocks of the tile a multiprocessor has room for."""
     geometry, item = problem.geometry, problem.dtype.itemsize
-    if tile.resident and packed_bytes(geometry, tile, item) > RESIDENT_BYTES:
+    if tile.resident and packed_bytes(geometry, tile) > RESIDENT_BYTES:
         return 0
     shared = shared_bytes(geometry, tile, item, problem.channels_last)
     if shared > device.shared_memory_per_block:
@@ -180,18 +198,19 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
     """The plan that computes the problem with this tile."""
     geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
     p = product(geometry, tile.stacked, tile.columns_fastest)
-    packed = packed_bytes(geometry, tile, item)
+    packed = packed_bytes(geometry, tile)
     shared = shared_bytes(geometry, tile, item, channels_last)
     common: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "long long"),
         ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PARTS", tile.parts),
         *geometry.constants,
         ("CHANNELS_LAST", channels_last),
         ("STACKED", tile.stacked),
         ("COLUMNS_FASTEST", tile.columns_fastest),
     )
-    lanes = packed * p.passes // 16 // parts(item)
+    lanes = packed * p.passes // 16 // tile.parts
     pack = Launch(
         Kernel(
             "pack_cells.cu",

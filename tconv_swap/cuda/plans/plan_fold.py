@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import pairwise, product
 
 import torch
 
@@ -37,14 +37,18 @@ _KINDS = {
 INT32_LIMIT = 2**31
 #: Input channels: fewer leave most of a multiply of 16 empty, more are not brought by one box.
 CHANNELS = (8, 256)
-#: Products of a pixel that the kernel keeps, and how many are worth it: they go through shared memory (48 were faster
-#: than gathering by up to a factor of 2, 81 were not).
-MOST_PRODUCTS = 192
-PRODUCTS = (16, 64)
+#: Products of a pixel that a thread's registers hold, and the fewest that are worth it.
+MOST_PRODUCTS = 96
+FEWEST_PRODUCTS = 16
+#: The most that are worth it in channels_last with 16 bits and strides, where gathering is at its fastest.
+GATHERED_PRODUCTS = 72
 MOST_OUT_CHANNELS = 8
 MOST_STRIPS = 64
-#: Bytes of a block's shared memory that are not its own.
+#: Bytes of a block's shared memory that are not its own; registers of a multiprocessor.
 RESERVED_BYTES = 1024
+REGISTERS = 65536
+MOST_REGISTERS = 255
+WARP_PIXELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,7 @@ class Tile:
     panel_pixels: int
     step_panels: int
     step_rows: int
-    warp_pixels: int
-    warp_m_tiles: int
+    buffers: int
     stages: int
     blocks_per_multiprocessor: int
 
@@ -107,9 +110,13 @@ def _tile_groups(problem: Problem, tile: Tile) -> tuple[int, int]:
     return (in_tile, ceil_div(groups, in_tile)) if in_tile > 0 else (0, 0)
 
 
-def warps(geometry: Geometry, tile: Tile) -> int:
-    m_tiles = ceil_div(products(geometry), 16)
-    return ceil_div(m_tiles, tile.warp_m_tiles) * tile.step_rows * tile.columns // tile.warp_pixels
+def warps(tile: Tile) -> int:
+    return tile.step_rows * tile.columns // WARP_PIXELS
+
+
+def _columns(geometry: Geometry) -> int:
+    """Of the product, padded."""
+    return max(16, ceil_div(products(geometry), 8) * 8)
 
 
 def _cell_rows(geometry: Geometry) -> int:
@@ -127,13 +134,24 @@ def _box(problem: Problem, tile: Tile) -> tuple[int, int]:
     return line, ceil_div(k * item, line) * line // item
 
 
+def _parts(problem: Problem) -> int:
+    """Numbers of 16 bits that an element is multiplied as."""
+    return 1 if problem.dtype.itemsize == 2 else 3
+
+
 def _rounds(problem: Problem, tile: Tile, strips: int, device: Device) -> int:
     """Steps that a block works through, all blocks being resident; with what it costs to begin a strip."""
     geometry = problem.geometry
     tiles = geometry.batch * strips * _tile_groups(problem, tile)[1]
     rounds = ceil_div(tiles, device.multiprocessors * tile.blocks_per_multiprocessor)
-    rows = ceil_div(_cell_rows(geometry), strips) + _reach(geometry, 0) - 1
-    return rounds * ceil_div(rows, tile.step_rows)
+    first, cell_rows, reach = (
+        geometry.padding[0] // geometry.stride[0],
+        _cell_rows(geometry),
+        _reach(geometry, 0),
+    )
+    bounds = [first + strip * cell_rows // strips for strip in range(strips + 1)]
+    rows = (min(end, geometry.height) - max(begin - reach + 1, 0) for begin, end in pairwise(bounds))
+    return rounds * max(1, ceil_div(max(rows), tile.step_rows))
 
 
 @lru_cache(maxsize=4096)
@@ -148,7 +166,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     geometry, item = problem.geometry, problem.dtype.itemsize
     m, k = products(geometry), ceil_div(geometry.in_channels, 16) * 16
     stage = _box(problem, tile)[1] * tile.columns * tile.step_rows * item
-    weights = (1 if item == 2 else 3) * k * (ceil_div(m, 16) * 2 | 1) * 16
+    weights = _parts(problem) * k * _columns(geometry) * 2
     left = right = 0
     if geometry.width <= tile.columns:
         stride, padding = geometry.stride[1], geometry.padding[1]
@@ -156,20 +174,20 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
         groups, _ = _tile_groups(problem, tile)
         last = groups * ceil_div(4, item * stride) + (padding - 1) // stride
         right = max(0, last - tile.columns + 1)
-    pitch = ceil_div(left + tile.columns + right - 8, 32) * 32 + 8
-    ring = (_reach(geometry, 0) - 1 + tile.step_rows) * m * pitch * 4
-    return tile.stages * (stage + 8) + weights + ring
+    pitch = ceil_div(left + tile.columns + right - 4, 16) * 16 + 4
+    return tile.stages * (stage + 8) + weights + tile.buffers * tile.step_rows * m * pitch * 4
 
 
 def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
     """The plan that computes the problem with this tile."""
     geometry, item = problem.geometry, problem.dtype.itemsize
     shared = shared_bytes(problem, tile)
-    warps_ = warps(geometry, tile)
+    warps_ = warps(tile)
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "long long"),
         ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PARTS", _parts(problem)),
         *geometry.constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
@@ -177,8 +195,8 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         ("PANEL_PIXELS", tile.panel_pixels),
         ("STEP_PANELS", tile.step_panels),
         ("STEP_ROWS", tile.step_rows),
-        ("WARP_PIXELS", tile.warp_pixels),
-        ("WARP_M_TILES", tile.warp_m_tiles),
+        ("BUFFERS", tile.buffers),
+        ("PARTIAL_SUMS", _partial_sums(problem, tile)),
         ("WARPS", warps_),
         ("STAGES", tile.stages),
         ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
@@ -219,8 +237,9 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
 def pays(problem: Problem) -> bool:
     """Whether it is expected to be faster than gathering: little to fold, much to multiply."""
     geometry = problem.geometry
-    few, many = PRODUCTS
-    return few <= products(geometry) <= many and min(geometry.in_channels, geometry.width) >= 16
+    fast_gather = problem.channels_last and problem.dtype.itemsize == 2 and max(geometry.stride) > 1
+    most = GATHERED_PRODUCTS if fast_gather else MOST_PRODUCTS
+    return FEWEST_PRODUCTS <= products(geometry) <= most and min(geometry.in_channels, geometry.width) >= 16
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
@@ -242,15 +261,16 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 def rank(problem: Problem, device: Device) -> list[Tile]:
     """The tiles, the one that is expected to be the fastest first; empty where none fits.
 
-    As measured: two blocks of 128 pixels, or if they are too large of 64, or one block; a warp has all products of 16.
+    As measured: many blocks of few pixels where they are whole rows, of 128 columns where rows are long.
     """
-    m_tiles = ceil_div(products(problem.geometry), 16)
     tiles: dict[Tile, None] = {}
-    for panel_pixels, step_panels in _panels(problem):
-        for (pixels, blocks), stages in product(((128, 2), (64, 2), (128, 1), (64, 1)), (3, 2)):
+    panels = _panels(problem)
+    whole = problem.geometry.width <= 64
+    sizes = ((64, 4), (64, 3), (128, 2), (64, 2)) if whole else ((128, 2), (128, 1), (64, 3), (64, 2))
+    for pixels, blocks in (*sizes, (128, 1), (64, 1)):
+        for (panel_pixels, step_panels), buffers, stages in product(panels, (2, 1), (4, 3, 2)):
             columns = panel_pixels * step_panels
-            rows = max(1, pixels // columns)
-            tile = Tile(panel_pixels, step_panels, rows, 16, m_tiles, stages, blocks)
+            tile = Tile(panel_pixels, step_panels, max(1, pixels // columns), buffers, stages, blocks)
             if columns <= pixels and _fits(problem, tile, device):
                 tiles[tile] = None
     return list(tiles)
@@ -271,32 +291,50 @@ def _panels(problem: Problem) -> list[tuple[int, int]]:
 
 
 def _with_panels(panel: tuple[int, int]) -> Tile:
-    return Tile(*panel, step_rows=1, warp_pixels=16, warp_m_tiles=1, stages=2, blocks_per_multiprocessor=1)
+    return Tile(*panel, step_rows=1, buffers=1, stages=2, blocks_per_multiprocessor=1)
+
+
+def registers(problem: Problem, tile: Tile, partial_sums: int = 1) -> int:
+    """What a thread needs without spilling, on the safe side."""
+    geometry, item = problem.geometry, problem.dtype.itemsize
+    columns = _columns(geometry) // 2
+    channels = 1 if problem.channels_last else geometry.out_channels
+    items = _tile_groups(problem, tile)[0] * geometry.stride[0] * channels
+    run = geometry.stride[1] * ceil_div(4, item * geometry.stride[1]) * geometry.out_channels // channels
+    carried = ceil_div(items, 32 * warps(tile)) * (_reach(geometry, 0) - 1) * run
+    if _parts(problem) == 1:
+        return 44 + carried + run + columns + ceil_div(geometry.in_channels, 16) * 4
+    return 72 + carried + run + (1 + partial_sums) * columns
+
+
+def _partial_sums(problem: Problem, tile: Tile) -> int:
+    """Two where registers allow it."""
+    threads = tile.blocks_per_multiprocessor * warps(tile) * 32
+    room = min(MOST_REGISTERS, REGISTERS // threads)
+    return 2 if _parts(problem) > 1 and registers(problem, tile, 2) <= room else 1
 
 
 def _fits(problem: Problem, tile: Tile, device: Device) -> bool:
-    if _tile_groups(problem, tile)[1] == 0 or not 2 <= warps(problem.geometry, tile) <= 16:
+    if _tile_groups(problem, tile)[1] == 0 or warps(tile) % 4 or not 4 <= warps(tile) <= 16:
+        return False
+    blocks = tile.blocks_per_multiprocessor
+    if blocks * warps(tile) * 32 * registers(problem, tile) > REGISTERS:
         return False
     shared = shared_bytes(problem, tile) + RESERVED_BYTES
-    return tile.blocks_per_multiprocessor * shared <= device.shared_memory_per_block + RESERVED_BYTES
+    return blocks * shared <= device.shared_memory_per_block + RESERVED_BYTES
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
     """Every kind of tile that the kernel computes right; ``rank`` has those worth measuring."""
     geometry, item = problem.geometry, problem.dtype.itemsize
-    m_tiles = ceil_div(products(geometry), 16)
     panels = [(16, 1), (32, 1), (64, 1), (128, 1)]
     if not problem.channels_last:
         panels = [(line // item, count) for line in (32, 64, 128) for count in (1, 2, 3, 4)]
-    for (panel_pixels, step_panels), step_rows, warp_pixels in product(panels, (1, 2, 4), (8, 16, 32)):
+    for (panel_pixels, step_panels), step_rows in product(panels, (1, 2, 4, 8)):
         columns = panel_pixels * step_panels
-        if warp_pixels > panel_pixels or columns >= 2 * max(geometry.width, panels[0][0]):
+        if panel_pixels < WARP_PIXELS or columns >= 2 * max(geometry.width, panels[0][0]):
             continue
-        for warps_m in (1, 2, 3):
-            warp_m_tiles = ceil_div(m_tiles, warps_m)
-            if warps_m > m_tiles or warp_m_tiles * warp_pixels > 8 * 20:
-                continue
-            for blocks, stages in product((1, 2, 3, 4), (6, 4, 3, 2)):
-                tile = Tile(panel_pixels, step_panels, step_rows, warp_pixels, warp_m_tiles, stages, blocks)
-                if _fits(problem, tile, device):
-                    yield tile
+        for blocks, buffers, stages in product((1, 2, 3, 4), (2, 1), (6, 4, 3, 2)):
+            tile = Tile(panel_pixels, step_panels, step_rows, buffers, stages, blocks)
+            if _fits(problem, tile, device):
+                yield tile
