@@ -104,7 +104,7 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (ODD, torch.float32, "tf32", True, (False, False, True)),
         (SAM, torch.float32, "tf32", True, (False, True, True)),
         (UNET1, torch.float32, "tf32", True, (False, False, True)),
-        (KB81, torch.float16, "ieee", True, (False, True, False)),
+        (KB81, torch.float16, "ieee", True, (False, True, True)),
         (HIFIGAN, torch.float32, "tf32", True, (False, True, True)),
         (STRIDE_1, torch.float16, "ieee", True, (False, False, False)),
         (STRIDE_1, torch.float32, "ieee", False, (True, False, False)),

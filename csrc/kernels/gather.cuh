@@ -14,6 +14,7 @@
 #pragma once
 #include "geometry.cuh"
 #include "mma.cuh"
+#include "raw.cuh"
 #include "tile_index.cuh"
 
 using ptx::u32;
@@ -65,7 +66,7 @@ struct Position {
 // these would be too many.
 constexpr bool PLACES_KEPT = LOADS <= 12;
 // What comes through registers is asked for ahead, but where it would take too many: it then goes to shared memory at once.
-constexpr bool AHEAD = !ASYNC && LOADS * sizeof(Pack<LOAD>) <= 64;
+constexpr bool AHEAD = !ASYNC && LOADS * LOAD * sizeof(Element) <= 64;
 struct GradOutputLoader {
   static constexpr Index NONE = -1;
   struct Place {
@@ -74,7 +75,7 @@ struct GradOutputLoader {
   };
   const int first_column;
   Place places[PLACES_KEPT ? LOADS : 1];
-  Pack<LOAD> ahead[AHEAD ? LOADS : 1];
+  Raw<LOAD> ahead[AHEAD ? LOADS : 1];
   const Element* corner;
   int first_row;
 
@@ -122,7 +123,7 @@ struct GradOutputLoader {
     }
     if constexpr (AHEAD) {
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i) ahead[i] = loaded(place(i));
+      for (int i = 0; i < LOADS; ++i) load(ahead[i], place(i));
     }
   }
 
@@ -136,12 +137,12 @@ struct GradOutputLoader {
       constexpr int BATCH = LOADS < 8 ? LOADS : 8;
 #pragma unroll 1
       for (int first = 0; first < LOADS; first += BATCH) {
-        Pack<LOAD> batch[BATCH];
+        Raw<LOAD> batch[BATCH];
         int to[BATCH];
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
           const Place at = located(first + i);
-          batch[i] = loaded(at);
+          load(batch[i], at);
           to[i] = at.to >> 12;
         }
 #pragma unroll
@@ -154,20 +155,18 @@ struct GradOutputLoader {
   __device__ __forceinline__ bool is_inside(Place at) const {
     return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)OUT_HEIGHT;
   }
-  __device__ __forceinline__ Pack<LOAD> loaded(Place at) const {
-    return is_inside(at) ? *reinterpret_cast<const Pack<LOAD>*>(corner + at.from) : Pack<LOAD>{};
-  }
-  __device__ __forceinline__ static void write(float* to, const Pack<LOAD>& pack) {
+  __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.ask(corner + at.from, is_inside(at)); }
+  __device__ __forceinline__ static void write(float* to, const Raw<LOAD>& raw) {
     if constexpr (CHANNELS_LAST || LOAD == 1) {
 #pragma unroll
-      for (int c = 0; c < LOAD; ++c) to[c * PLANE] = load_as(pack.elements[c]);
+      for (int c = 0; c < LOAD; ++c) to[c * PLANE] = raw[c];
     } else {
       constexpr int N = LOAD < 4 ? LOAD : 4;
 #pragma unroll
       for (int j = 0; j < LOAD; j += N) {
         PackOf<float, N> values;
 #pragma unroll
-        for (int k = 0; k < N; ++k) values.elements[k] = load_as(pack.elements[j + k]);
+        for (int k = 0; k < N; ++k) values.elements[k] = raw[j + k];
         *reinterpret_cast<PackOf<float, N>*>(to + j) = values;
       }
     }

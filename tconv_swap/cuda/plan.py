@@ -11,6 +11,7 @@ from typing import TypeVar
 from tconv_swap.cuda.plans import (
     plan_arrange,
     plan_cells,
+    plan_depthwise_backward,
     plan_fold,
     plan_general,
     plan_grad_input,
@@ -119,7 +120,26 @@ def _in_turn(*families: list[_T]) -> list[_T]:
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
     arranged = plan_arrange.plan_backward(problem, output_mask, device)
-    return _direct_backward(problem, output_mask, device) if arranged is None else arranged
+    return (
+        arranged or _depthwise(problem, output_mask, device) or _direct_backward(problem, output_mask, device)
+    )
+
+
+def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
+    """All gradients from one pass; the bias's from one of its own where that one does not meet all of grad_output."""
+    geometry = problem.geometry
+    with_bias = output_mask[2] and plan_depthwise_backward.meets_all(geometry)
+    part = plan_depthwise_backward.plan_gradients(problem, (*output_mask[:2], with_bias), device)
+    if part is None:
+        return None
+    grad_input = Output(geometry.input_shape, problem.channels_last)
+    grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
+    grad_bias = Output((geometry.out_channels,))
+    outputs = zip((grad_input, grad_weight, grad_bias), (*output_mask[:2], with_bias), strict=True)
+    pieces = [(part, tuple(output for output, wanted in outputs if wanted))]
+    if output_mask[2] and not with_bias:
+        pieces.append((_grad_bias(problem, device), (grad_bias,)))
+    return _assembled(pieces)
 
 
 def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
