@@ -5,10 +5,11 @@
 //   grad_input[ci][pixel] = sum over taps of weight[ci, tap] * patch[pixel, tap]          (patch: gradients_patches.cuh)
 //   grad_weight[ci, tap] = sum over pixels of input[ci][pixel] * patch[pixel, tap]
 //
-// A block takes every gridDim.x-th tile of PIXELS pixels and all channels, CHANNELS of them with padding. All threads write
-// the patches of the next tile and ask for those after it; then INPUT_WARPS multiply this tile's by the weight (fragments in
-// shared memory) and store, WEIGHT_WARPS multiply them by the input, which the copy engine brings STAGES tiles ahead, and
-// keep sums: at the end those leave as float32 for reduce_slices.cu, a slice a block. Every sum has a fixed order.
+// A block takes every gridDim.x-th tile of PIXELS pixels and all channels, CHANNELS of them with padding. INPUT_WARPS
+// multiply the tile's patches by the weight (fragments in shared memory) and store; WEIGHT_WARPS multiply them by the input,
+// which the copy engine brings STAGES tiles ahead, and keep sums: at the end those leave as float32 for reduce_slices.cu, a
+// slice a block. Meanwhile GATHER_WARPS, or where there are none all warps, the ones before and the others after they
+// multiply, write the patches of the next tile and ask for those after it. Every sum has a fixed order.
 //
 // A warp of the first kind owns INPUT_C_TILES * 16 channels and INPUT_P_TILES * 16 pixels; INPUT_WARPS_C of them share the
 // channels. One of the second owns WEIGHT_M_TILES * 16 channels, all taps, and every WEIGHT_WARPS_K-th 16 pixels.
@@ -49,6 +50,10 @@ __device__ __forceinline__ void bring(const TensorMap& input, int tile, u32 stag
 
 #include "gradients_gathered_input.cuh"
 #include "gradients_gathered_weight.cuh"
+
+// Registers of a thread, of 168 where warps of their own gather.
+constexpr int MULTIPLY_REGISTERS = 208, GATHER_REGISTERS = 88;
+static_assert(GATHER_WARPS == 0 || (GATHER_WARPS == 4 && INPUT_WARPS == 4 && WEIGHT_WARPS == 4));
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_gathered(const __grid_constant__ TensorMap input, const Element* __restrict__ grad_output,
@@ -97,7 +102,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     ptx::let_next_launch_start();
     ptx::meet<1, THREADS>();
   };
-  // While one half of the warps gather, the others multiply.
   if (warp < INPUT_WARPS) {
     if constexpr (GATHER_WARPS > 0) ptx::grow_registers<MULTIPLY_REGISTERS>();
     const InputRole role(shared, warp);

@@ -66,10 +66,10 @@ class Tile:
     weight_m_tiles: int
     weight_warps_k: int
     blocks: int
-    gather_warps: int = 0
+    gather_warps: int
 
     def __str__(self) -> str:
-        warps = f"{self.input_warps} + {self.weight_warps} warps"
+        warps = f"{self.input_warps} + {self.weight_warps} + {self.gather_warps} warps"
         return f"{self.pixels} pixels, {self.channels} channels, {warps}, {self.stages} stages"
 
     @property
@@ -102,8 +102,6 @@ class Tile:
             ("WEIGHT_WARPS", self.weight_warps),
             ("MIN_BLOCKS", self.blocks),
             ("GATHER_WARPS", self.gather_warps),
-            ("MULTIPLY_REGISTERS", 216),
-            ("GATHER_REGISTERS", 72),
             ("SHARED_BYTES", shared_bytes),
         )
 
@@ -201,8 +199,12 @@ def tiles(problem: Problem, device: Device) -> Iterator[Tile]:
                 continue
             if 64 * input_warps % pixels:
                 continue
-            for blocks, stages in product((2, 1), (4, 3, 2)):
-                tile = Tile(pixels, stages, c_tiles, c16 // c_tiles, warps_p, m_tiles, warps_k, blocks)
+            for blocks, stages, gather in product((2, 1), (4, 3, 2), (0, 4)):
+                if gather and (blocks > 1 or input_warps != 4):
+                    continue
+                tile = Tile(
+                    pixels, stages, c_tiles, c16 // c_tiles, warps_p, m_tiles, warps_k, blocks, gather
+                )
                 if fits(problem, tile, device):
                     yield tile
 
@@ -210,21 +212,22 @@ def tiles(problem: Problem, device: Device) -> Iterator[Tile]:
 def rank(problem: Problem, device: Device) -> list[Tile]:
     """The tiles worth measuring, the one that is expected to be the fastest first; empty where none fits.
 
-    As measured (benchmarks/NOTES.md): float32 by four warps of each kind that hold many sums. 16 bits, which memory
-    bounds, by more warps, in large tiles or, where many taps make many sums, in small ones.
+    As measured (benchmarks/NOTES.md): float32 by four warps of each kind, which hold many sums. 16 bits, which memory
+    bounds, by more of them, in large tiles or, where many taps make many sums, in small ones.
     """
     geometry = problem.geometry
     c16 = 4 if geometry.in_channels <= 64 else 8
     large = geometry.height * geometry.width >= LARGE_IMAGE
-    kinds = [(64, 4, 2, 1), (32, 4, 2, 1)]
+    kinds, gather = [(64, 4, 2, 1), (32, 4, 2, 1)], 4
     if problem.dtype.itemsize == 2:
         few = (128, c16, 2, 8 // c16)
         many = (64, c16, 1, 8 // c16)
+        gather = 0
         kinds = [many, few] if geometry.out_channels * geometry.taps > MANY_SUMS or not large else [few, many]
     found = []
     for (pixels, warps, m_tiles, blocks), stages in product(kinds, (4, 3, 2)):
         warps_c, warps_m = c16 // 2, c16 // m_tiles
-        tile = Tile(pixels, stages, 2, warps_c, warps // warps_c, m_tiles, warps // warps_m, blocks)
+        tile = Tile(pixels, stages, 2, warps_c, warps // warps_c, m_tiles, warps // warps_m, blocks, gather)
         if fits(problem, tile, device):
             found.append(tile)
     return found

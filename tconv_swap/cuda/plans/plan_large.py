@@ -71,9 +71,11 @@ def pays(problem: Problem) -> bool:
 
 def shape_of(problem: Problem, device: Device) -> Shape | None:
     """As many blocks as fill the GPU, or the fewest; None where their sums would take too much memory."""
-    runs = ceil_div(problem.geometry.out_channels * problem.geometry.taps, WARP_TAPS[problem.dtype.itemsize])
-    waves = ceil_div(runs, device.multiprocessors * MOST_WARPS)
-    for warps in (max(FEWEST_WARPS, ceil_div(runs, device.multiprocessors * waves)), MOST_WARPS):
+    warp_taps = WARP_TAPS[problem.dtype.itemsize]
+    runs = ceil_div(problem.geometry.out_channels * problem.geometry.taps, warp_taps)
+    most = min(MOST_WARPS, device.shared_memory_per_block // shared_bytes(problem, Shape(1, warp_taps, 1, 1)))
+    waves = ceil_div(runs, device.multiprocessors * most)
+    for warps in (max(FEWEST_WARPS, ceil_div(runs, device.multiprocessors * waves)), most):
         shape = _split(problem, warps, ceil_div(runs, warps), device)
         if partial_bytes(problem, shape) <= WORKSPACE_LIMIT_BYTES:
             return shape
