@@ -30,6 +30,8 @@ FEWEST_WARPS, MOST_WARPS = 4, 12
 WARP_TAPS = {2: 64, 4: 32}
 #: Steps of 16 pixels that a warp adds up one after the other.
 LONGEST_CHAIN = 256
+#: In float32 nothing smaller than 64 x 64 was measured as the faster.
+MANY_TAPS_FLOAT32 = 2048
 #: Of a split.
 FEWEST_STEPS = 8
 INT32_MAX = 2**31 - 1
@@ -65,8 +67,12 @@ def claims(problem: Problem, device: Device) -> bool:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether it is faster than two passes of gathers."""
-    return problem.geometry.taps >= MANY_TAPS
+    """Whether it is faster than two passes of gathers, as measured (benchmarks/NOTES.md): float32's three products
+    leave little to win but in channels_last, where those read one channel of a pixel at a time."""
+    taps = problem.geometry.taps
+    if problem.dtype == torch.float32:
+        return problem.channels_last and taps >= MANY_TAPS_FLOAT32
+    return taps >= MANY_TAPS
 
 
 def shape_of(problem: Problem, device: Device) -> Shape | None:
