@@ -30,7 +30,8 @@ FEWEST_WARPS, MOST_WARPS = 4, 12
 WARP_TAPS = {2: 64, 4: 32}
 #: Steps of 16 pixels that a warp adds up one after the other.
 LONGEST_CHAIN = 256
-#: In float32 nothing smaller than 64 x 64 was measured as the faster.
+#: In float32 smaller kernels are faster too, but have more pixels to add up in one chain: 32 x 32 and 16 x 16 taps were
+#: less accurate than PyTorch (benchmarks/NOTES.md).
 MANY_TAPS_FLOAT32 = 2048
 #: Of a split.
 FEWEST_STEPS = 8
