@@ -1,4 +1,4 @@
-"""A forward plan run by itself on a GPU, as the tests force it: poisoned memory, the same bits again, the oracle."""
+"""A plan run by itself on a GPU, as the tests force it: poisoned memory, the same bits again, the oracle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from oracle import conv_transpose2d_reference
 from torch import Tensor
 
 from tconv_swap.cuda import call, launch
-from tconv_swap.cuda.program import Plan
+from tconv_swap.cuda.problem import Problem
+from tconv_swap.cuda.program import Output, Part, Plan
 from tconv_swap.geometry import Geometry
 
 
@@ -49,3 +50,37 @@ def check_forced_forward(
     error = (y.double() - expected).norm() / expected.norm().clamp_min(1e-30)
     assert error <= tolerance, f"{geometry} {made.why}"
     return x, run
+
+
+def check_forced_gradients(part: Part, posed: Problem, with_bias: bool, tolerance: float) -> None:
+    """Run a part that computes the gradients of input and weight, and ``with_bias`` of the bias, on random tensors."""
+    g = posed.geometry
+    layouts = (posed.channels_last, posed.weight_channels_last, False)
+    shapes = (g.input_shape, g.weight_shape, (g.out_channels,))
+    outputs = tuple(map(Output, shapes, layouts))[: 2 + with_bias]
+    made = Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
+    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), call.device_facts(0).architecture)
+    formats = (torch.contiguous_format, torch.channels_last)
+    grad, x, weight = (
+        torch.randn(shape, device="cuda").to(posed.dtype).contiguous(memory_format=formats[last])
+        for shape, last in zip((g.output_shape, *shapes), (posed.channels_last, *layouts), strict=False)
+        if len(shape) == 4
+    )
+
+    def run() -> list[Tensor]:
+        return torch.ops.tconv_swap.launch.default(handle, grad, x, weight)  # type: ignore[no-any-return]
+
+    for one in run():  # freed at once: the next call takes its memory
+        one.fill_(float("nan"))
+    torch.full((made.workspace_bytes // 4 + 1,), float("nan"), device="cuda")
+    gradients = run()
+    assert all(torch.equal(a, b) for a, b in zip(gradients, run(), strict=True))
+
+    wide = [one.double().requires_grad_() for one in (x, weight)]
+    y = conv_transpose2d_reference(*wide, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+    expected = [*torch.autograd.grad(y, wide, grad.double()), grad.double().sum((0, 2, 3))]
+    scales = [expected[0].norm(), expected[1].norm(), grad.double().abs().sum((0, 2, 3)).norm()]
+    for gradient, truth, scale in zip(gradients, expected, scales, strict=False):
+        assert gradient.shape == truth.shape
+        error = (gradient.double() - truth).norm() / scale.clamp_min(1e-30)
+        assert error <= tolerance, f"{g} {made.why}"

@@ -263,7 +263,7 @@ def test_the_narrow_gradients_take_what_is_narrow(
 
 
 def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_all_of_the_output() -> None:
-    entries = [one.kernel.entry for one in backward(RGB).launches]
+    entries = [one.kernel.entry for one in backward(RGB, mask=(False, True, True)).launches]
     assert entries.count("grad_weight_narrow") == 1
     assert "general_grad_bias" not in entries
     assert "general_grad_bias" in [one.kernel.entry for one in backward(GAPS).launches]
@@ -294,8 +294,11 @@ def test_the_workspace_of_the_narrow_gradients_is_bounded(geometry: Geometry, dt
 
 
 def test_narrow_gradients_are_compiled_for_few_batch_sizes() -> None:
-    kernels = {one.kernel for batch in (8, 9, 63) for one in backward(RGB.with_batch(batch)).launches}
-    assert kernels == {one.kernel for one in backward(RGB.with_batch(8)).launches}
+    for mask in ((True, False, False), (False, True, True)):
+        plans = [backward(RGB.with_batch(batch), mask=mask) for batch in (8, 9, 63)]
+        assert {one.kernel for made in plans for one in made.launches} == {
+            one.kernel for one in plans[0].launches
+        }
 
 
 def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:

@@ -13,9 +13,11 @@ from tconv_swap.cuda.plans import (
     plan_cells,
     plan_depthwise_backward,
     plan_fold,
+    plan_gathered,
     plan_general,
     plan_grad_input,
     plan_grad_weight,
+    plan_large,
     plan_narrow,
     plan_narrow_grad_input,
     plan_narrow_grad_weight,
@@ -146,16 +148,21 @@ def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: De
     """From the tensors as they lie."""
     geometry = problem.geometry
     pieces: list[tuple[Part, tuple[Output, ...]]] = []
+    grad_input = Output(geometry.input_shape, problem.channels_last)
     grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
     grad_bias = Output((geometry.out_channels,))
-    wants_bias = output_mask[2]
-    if output_mask[0]:
-        grad_input = Output(geometry.input_shape, problem.channels_last)
+    wants_input, wants_weight, wants_bias = output_mask
+    together = _together(problem, wants_bias, device) if wants_input and wants_weight else None
+    if together is not None:
+        part, with_bias = together
+        pieces.append((part, (grad_input, grad_weight, *((grad_bias,) if with_bias else ()))))
+        wants_input, wants_weight, wants_bias = False, False, wants_bias and not with_bias
+    if wants_input:
         pieces.append((_grad_input(problem, device), (grad_input,)))
-    if output_mask[1]:
-        with_bias = _grad_weight_and_bias(problem, device) if wants_bias else None
-        if with_bias is not None:
-            pieces.append((with_bias, (grad_weight, grad_bias)))
+    if wants_weight:
+        both = _grad_weight_and_bias(problem, device) if wants_bias else None
+        if both is not None:
+            pieces.append((both, (grad_weight, grad_bias)))
             wants_bias = False
         else:
             pieces.append((_grad_weight(problem, device), (grad_weight,)))
@@ -179,6 +186,16 @@ def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
         tuple(launches),
         workspace_bytes=max((part.workspace_bytes for part in parts), default=0),
     )
+
+
+def _together(problem: Problem, wants_bias: bool, device: Device) -> tuple[Part, bool] | None:
+    """The gradients of input and weight from one pass, and whether the bias's comes with them; None where no kernel
+    does that."""
+    part = plan_gathered.plan_gradients(problem, device, wants_bias)
+    if part is not None:
+        return part, wants_bias and plan_gathered.counts_the_output(problem.geometry)
+    part = plan_large.plan_gradients(problem, device)
+    return None if part is None else (part, False)
 
 
 def _grad_input(problem: Problem, device: Device) -> Part:

@@ -1,0 +1,173 @@
+"""Plans of all gradients in one pass over the output's gradient, where the kernel is large: FCN heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tconv_swap.cuda.plans.gather_tile import ceil_div
+from tconv_swap.cuda.plans.narrow_gradients import IEEE, MANY_TAPS, WORKSPACE_ALIGNMENT, overlapping
+from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Part,
+    input_,
+    int64,
+    output,
+    workspace,
+)
+
+FAMILY = "large kernel"
+#: Values of csrc/kernels/mma.cuh.
+_PRECISIONS = {torch.float32: IEEE, torch.float16: 1, torch.bfloat16: 2}
+MOST_CHANNELS = 32
+FEWEST_WARPS, MOST_WARPS = 4, 12
+WARP_TAPS = {2: 64, 4: 32}
+#: Steps of 16 pixels that a warp adds up one after the other.
+LONGEST_CHAIN = 256
+#: In float32 smaller kernels are faster too, but have more pixels to add up in one chain: 32 x 32 and 16 x 16 taps were
+#: less accurate than PyTorch (benchmarks/NOTES.md).
+MANY_TAPS_FLOAT32 = 2048
+#: Of a split.
+FEWEST_STEPS = 8
+INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the blocks of csrc/kernels/gradients_large.cu share out: taps by warps, pixels by splits."""
+
+    warps: int
+    warp_taps: int
+    splits: int
+    chunks: int
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes the gradients of a problem."""
+    g = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or g.batch == 0:
+        return False
+    if problem.channels_last != problem.weight_channels_last or g.groups != 1 or g.dilation != (1, 1):
+        return False
+    piece = 16 // problem.dtype.itemsize
+    column = g.out_channels if problem.channels_last else 1
+    whole = all(n * column % piece == 0 for n in (g.kernel[1], g.stride[1], g.padding[1], g.out_width))
+    sizes = (
+        g.in_channels * g.height * g.width,
+        g.out_channels * g.out_height * g.out_width,
+        g.in_channels * g.out_channels * g.taps,
+    )
+    ieee = problem.dtype != torch.float32 or g.taps >= MANY_TAPS or problem.precision == "ieee"
+    return whole and g.in_channels <= MOST_CHANNELS and max(sizes) <= INT32_MAX and ieee
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is faster than two passes of gathers, as measured (benchmarks/NOTES.md): float32's three products
+    leave little to win but in channels_last, where those read one channel of a pixel at a time."""
+    taps = problem.geometry.taps
+    if problem.dtype == torch.float32:
+        return problem.channels_last and taps >= MANY_TAPS_FLOAT32
+    return taps >= MANY_TAPS
+
+
+def shape_of(problem: Problem, device: Device) -> Shape | None:
+    """As many blocks as fill the GPU, or the fewest; None where their sums would take too much memory."""
+    warp_taps = WARP_TAPS[problem.dtype.itemsize]
+    runs = ceil_div(problem.geometry.out_channels * problem.geometry.taps, warp_taps)
+    most = min(MOST_WARPS, device.shared_memory_per_block // shared_bytes(problem, Shape(1, warp_taps, 1, 1)))
+    waves = ceil_div(runs, device.multiprocessors * most)
+    for warps in (max(FEWEST_WARPS, ceil_div(runs, device.multiprocessors * waves)), most):
+        shape = _split(problem, warps, ceil_div(runs, warps), device)
+        if partial_bytes(problem, shape) <= WORKSPACE_LIMIT_BYTES:
+            return shape
+    return None
+
+
+def _split(problem: Problem, warps: int, chunks: int, device: Device) -> Shape:
+    geometry = problem.geometry
+    steps = geometry.batch * geometry.height * ceil_div(geometry.width, 16)
+    weights = 4 * geometry.in_channels * geometry.out_channels * geometry.taps
+    wanted = max(
+        1, min(device.multiprocessors // chunks, steps // FEWEST_STEPS), ceil_div(steps, LONGEST_CHAIN)
+    )
+    splits = max(1, min(wanted, WORKSPACE_LIMIT_BYTES // 2 // weights))
+    return Shape(warps, WARP_TAPS[problem.dtype.itemsize], splits, chunks)
+
+
+def partial_bytes(problem: Problem, shape: Shape) -> int:
+    """Of the sums that blocks leave, aligned."""
+    geometry = problem.geometry
+    images = 4 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
+    weights = 4 * geometry.in_channels * geometry.out_channels * geometry.taps
+    copies = ceil_div(images * shape.chunks, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    return copies + (weights * shape.splits if shape.splits > 1 else 0)
+
+
+def plan_gradients(problem: Problem, device: Device) -> Part | None:
+    """Inputs: grad_output, input, weight. Outputs: the gradients of the input and of the weight. None for what is not
+    the family's own.
+
+    Workspace: at most 64 MiB.
+    """
+    if not claims(problem, device) or not pays(problem):
+        return None
+    shape = shape_of(problem, device)
+    return None if shape is None else build(problem, shape, device)
+
+
+def shared_bytes(problem: Problem, shape: Shape) -> int:
+    """SHARED_BYTES of csrc/kernels/gradients_large.cu."""
+    item = problem.dtype.itemsize
+    parts = 2 if item == 4 else 1
+    m_tiles = ceil_div(problem.geometry.in_channels, 16)
+    patches = parts * 16 * (shape.warp_taps * item + 16)
+    weights = shape.warp_taps * item // 32 * m_tiles * parts * 512
+    sums = 2 * m_tiles * 8 * 128
+    return shape.warps * (patches + weights + sums)
+
+
+def build(problem: Problem, shape: Shape, device: Device) -> Part:
+    """The part that computes the problem in this shape."""
+    g = problem.geometry
+    shared = shared_bytes(problem, shape)
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "int"),
+        *g.constants,
+        ("CHANNELS_LAST", problem.channels_last),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("WARPS", shape.warps),
+        ("WARP_TAPS", shape.warp_taps),
+        ("SPLITS", shape.splits),
+        ("SHARED_BYTES", shared),
+    )
+    inputs = g.batch * g.in_channels * g.height * g.width
+    weights = g.in_channels * g.out_channels * g.taps
+    weights_at = ceil_div(4 * inputs * shape.chunks, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    split = shape.splits > 1
+    launch = Launch(
+        Kernel("gradients_large.cu", "gradients_large", constants),
+        grid=shape.chunks * shape.splits,
+        block=32 * shape.warps,
+        arguments=(
+            input_(1),
+            input_(0),
+            input_(2),
+            workspace(0),
+            workspace(weights_at) if split else output(1),
+            int64(g.batch),
+        ),
+        shared_bytes=shared,
+    )
+    launches = [launch, reduce_slices(problem.dtype, inputs, shape.chunks, 0, 0)]
+    if split:
+        launches.append(reduce_slices(problem.dtype, weights, shape.splits, weights_at, 1))
+    why = f"{g.kernel[0]} x {g.kernel[1]} taps: all gradients in one pass, {shape.warps} warps, {shape.splits} splits"
+    return Part(FAMILY, why, overlapping(launches, device), partial_bytes(problem, shape))
