@@ -152,7 +152,8 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     lies_as_lines = into.pitch == g.height * g.width
     room = Room()
     out_at = room.take(out.bytes(g.batch))
-    bias_rows = g.batch * ceil_div(cells * g.width, _segment(problem, out))
+    # A sum and what rounding left of it.
+    bias_rows = 2 * g.batch * ceil_div(cells * g.width, _segment(problem, out))
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
