@@ -1,4 +1,4 @@
-"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{rows,turned}.cu), forced on random
+"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{direct,rows,turned}.cu), forced on random
 geometries, and what its plans say."""
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import torch
 from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.plans import plan_grad_weight_rows, plan_grad_weight_turned
+from tconv_swap.cuda.plans import plan_grad_weight_direct, plan_grad_weight_rows, plan_grad_weight_turned
+from tconv_swap.cuda.plans.grad_weight_direct_tile import pixels_of
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     MOST_STAGES,
     NOBODY,
@@ -30,6 +31,12 @@ WIDE = Geometry(32, 128, 64, 64, 64, (4, 4), (2, 2), (1, 1))
 ODD = Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4))
 GROUPED = Geometry(1, 4096, 64, 64, 2048, (3, 3), (2, 2), groups=8)
 LAYERS = (UNET, SMALL_MAP, WIDE, ODD, GROUPED)
+#: An odd output, rows shorter than a box, a row alone.
+STRIDED = (
+    *LAYERS,
+    Geometry(2, 64, 14, 14, 64, (2, 2), (2, 2)),
+    Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4)),
+)
 #: As in test_cuda_op.py.
 TF32_TOLERANCE, BIAS_TOLERANCE = 1e-3, 1e-6
 
@@ -68,6 +75,42 @@ def test_boxes_begin_at_multiples_of_16_bytes_and_never_before_a_line(geometry: 
     for k in range(g.kernel[0]):
         shift = (k * g.dilation[0] - g.padding[0]) // g.stride[0] + lines.lead
         assert lines.unfold_rows or (shift >= 0 and shift * g.width % 4 == 0)
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_boxes_of_grad_output_as_it_lies(geometry: Geometry) -> None:
+    """Every tile: what the copy engine takes, and that a box holds what the taps of a stage's pixels reach."""
+    g, posed = geometry, problem(geometry)
+    tiles = plan_grad_weight_direct.tiles_for(posed, H200, with_bias=False)
+    assert tiles
+    for tile in tiles:
+        made = plan_grad_weight_direct.plan_with_tile(posed, tile, H200, with_bias=False)
+        step = next(step for step in made.launches if step.kernel.entry == "grad_weight_direct")
+        constants = dict(step.kernel.constants)
+        assert step.shared_bytes <= H200.shared_memory_per_block
+        for one in step.tensor_maps:
+            assert all(stride % 16 == 0 for stride in one.strides)
+            assert all(1 <= size <= 256 for size in one.box)
+            assert one.box[0] % 4 == 0
+        pixels, left = tile.pixels, int(constants["LEFT"])
+        assert (left % 4 == 0 and pixels.cols * g.stride[1] % 4 == 0) or pixels.cols == pixels.line
+        last = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] - g.padding[1]
+        assert left >= g.padding[1]
+        assert int(constants["OUT_COLS"]) > left + last
+        assert tile.slices * weight_bytes(g) <= max(PARTIAL_LIMIT_BYTES, weight_bytes(g))
+        assert pixels.stages(g) * pixels.count <= tile.slices * 8 * 1024
+
+
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometry) -> None:
+    g = geometry
+    for pixels in pixels_of(g):
+        below = -(-g.height // pixels.rows) * pixels.rows > g.height
+        right = -(-g.width // pixels.cols) * pixels.cols > g.width
+        assert not below or g.height * g.stride[0] - g.padding[0] >= g.out_height
+        assert not right or g.width * g.stride[1] - g.padding[1] >= g.out_width
+        assert pixels.rows * pixels.cols % pixels.box == 0
+        assert pixels.count % 8 == 0
 
 
 def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
@@ -146,6 +189,9 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
             stages = plan_grad_weight_turned.stages_of(geometry)
             tile = rng.choice(list(candidates(geometry, stages, device, (NOBODY,))))
             return posed, plan_grad_weight_turned.plan_with_tile(posed, tile, device, with_bias)
+        if rng.random() < 0.6 and plan_grad_weight_direct.plan_grad_weight(posed, device, with_bias):
+            tile = rng.choice(plan_grad_weight_direct.tiles_for(posed, device, with_bias))
+            return posed, plan_grad_weight_direct.plan_with_tile(posed, tile, device, with_bias)
         if plan_grad_weight_rows.plan_grad_weight(posed, device, with_bias) is None:
             continue
         lines = lines_of(geometry)

@@ -1,7 +1,7 @@
 """Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
 
 What the copy engine can bring is planned by plan_grad_weight_boxes, strided layers with many channels in TF32 by
-plan_grad_weight_{rows,turned}.
+plan_grad_weight_{direct,rows,turned}.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from tconv_swap.cuda.plans import (
     plan_grad_weight_boxes,
+    plan_grad_weight_direct,
     plan_grad_weight_rows,
     plan_grad_weight_turned,
 )
@@ -69,8 +70,12 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     preferred = _along_pixels(problem)
     along_pixels: list[Part] = []
     if preferred or count > 1:
-        # Each claims one layout.
-        along_pixels += plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
+        # In NCHW grad_output as it lies where a tile suits, else parted; the last claims channels_last alone.
+        along_pixels += plan_grad_weight_direct.part_candidates(problem, device, with_bias, (count + 1) // 2)
+        if len(along_pixels) < count:
+            along_pixels += plan_grad_weight_rows.part_candidates(
+                problem, device, with_bias, count - len(along_pixels)
+            )
         along_pixels += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
     if not along_pixels:
         return _across_pixels(problem, device, with_bias, count)
