@@ -12,7 +12,7 @@ from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call, launch, plan
 from tconv_swap.cuda.plans import plan_grad_weight_direct, plan_grad_weight_rows, plan_grad_weight_turned
-from tconv_swap.cuda.plans.grad_weight_direct_tile import pixels_of
+from tconv_swap.cuda.plans.grad_weight_direct_tile import columns_of, pixels_of
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     MOST_STAGES,
     NOBODY,
@@ -86,17 +86,21 @@ def test_boxes_of_grad_output_as_it_lies(geometry: Geometry) -> None:
     for tile in tiles:
         made = plan_grad_weight_direct.plan_with_tile(posed, tile, H200, with_bias=False)
         step = next(step for step in made.launches if step.kernel.entry == "grad_weight_direct")
-        constants = dict(step.kernel.constants)
         assert step.shared_bytes <= H200.shared_memory_per_block
         for one in step.tensor_maps:
             assert all(stride % 16 == 0 for stride in one.strides)
             assert all(1 <= size <= 256 for size in one.box)
             assert one.box[0] % 4 == 0
-        pixels, left = tile.pixels, int(constants["LEFT"])
-        assert (left % 4 == 0 and pixels.cols * g.stride[1] % 4 == 0) or pixels.cols == pixels.line
+        pixels, columns = tile.pixels, columns_of(g, tile.pixels)
+        assert columns.left % 4 == 0
+        end = columns.blocks * columns.block - columns.left
         last = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] - g.padding[1]
-        assert left >= g.padding[1]
-        assert int(constants["OUT_COLS"]) > left + last
+        if columns.whole:
+            assert end >= g.out_width
+        else:
+            assert pixels.cols * g.stride[1] % 4 == 0
+            assert columns.left >= g.padding[1]
+            assert end > last
         assert tile.slices * weight_bytes(g) <= max(PARTIAL_LIMIT_BYTES, weight_bytes(g))
         assert pixels.stages(g) * pixels.count <= tile.slices * 8 * 1024
 
@@ -109,7 +113,7 @@ def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometr
         right = -(-g.width // pixels.cols) * pixels.cols > g.width
         assert not below or g.height * g.stride[0] - g.padding[0] >= g.out_height
         assert not right or g.width * g.stride[1] - g.padding[1] >= g.out_width
-        assert pixels.rows * pixels.cols % pixels.box == 0
+        assert pixels.images == 1 or pixels.rows * pixels.cols % pixels.box == 0
         assert pixels.count % 8 == 0
 
 
@@ -125,7 +129,7 @@ def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_each_layout_has_its_kernel(geometry: Geometry) -> None:
-    for channels_last, entry in ((False, "grad_weight_rows"), (True, "grad_weight_turned")):
+    for channels_last, entry in ((False, "grad_weight_direct"), (True, "grad_weight_turned")):
         made = plan.plan_backward(problem(geometry, channels_last), (False, True, False), H200)
         # Too little work for the kernel that fills with warps.
         small = channels_last and geometry == SMALL_MAP

@@ -21,6 +21,8 @@ from tconv_swap.geometry import Geometry
 MOST_MULTIPLIES = 1024
 #: Elements of a box along a dimension; steps from one to the next.
 BOX_LIMIT, STEP_LIMIT = 256, 8
+#: Columns of grad_output that a stage's pixels lie apart.
+COLUMN_LIMIT = 512
 #: Of a ring, at least and at most.
 FEWEST_STAGES, MOST_STAGES_IN_RING = 2, 8
 #: Warpgroups that multiply, each one's blocks of 64 rows, and columns: as registers allow.
@@ -30,8 +32,8 @@ _SHAPES = (
     *((2, blocks, 64) for blocks in (3, 4)),
     *((3, blocks, cols) for blocks, cols in ((1, 128), (1, 96), (2, 64), (1, 64))),
 )
-#: Bytes a clock that a multiprocessor gets from the L2, and that its shared memory gives.
-_FILL_RATE, _SHARED_RATE = 38, 128
+#: Bytes a clock that shared memory gives; clocks that a row of a box takes, and a stage beside its multiplies.
+_SHARED_RATE, _ROW_CLOCKS, _STAGE_CLOCKS = 128, 4.0, 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,13 @@ class Pixels:
 
     @property
     def box(self) -> int:
-        return next(box for box in (32, 16, 8) if self.rows * self.cols % box == 0)
+        """Pixels of a box: in rows of 128 bytes, if those of an image are more than half of it."""
+        whole = 32 if self.images == 1 and self.rows * self.cols > 16 else self.rows * self.cols
+        return next(box for box in (32, 16, 8) if whole % box == 0)
+
+    @property
+    def boxes(self) -> int:
+        return self.images * ceil_div(self.rows * self.cols, self.box)
 
     def stages(self, geometry: Geometry) -> int:
         of_images = ceil_div(geometry.height, self.rows) * ceil_div(geometry.width, self.cols)
@@ -107,14 +115,16 @@ class Tile:
         return self.rows // geometry.kernel[1] // 16 * 16
 
     def input_bytes(self) -> int:
-        return 4 * self.pixels.count * self.cols
+        return 4 * self.pixels.boxes * self.pixels.box * self.cols
 
-    def output_bytes(self, geometry: Geometry) -> int:
-        words = self.chunk(geometry) * out_cols(geometry, self.pixels)
-        return 4 * self.pixels.images * self.pixels.rows * words
+    def output_rows(self, geometry: Geometry) -> int:
+        """Rows that boxes of grad_output bring."""
+        of_block = self.pixels.images * self.pixels.rows * self.chunk(geometry)
+        return columns_of(geometry, self.pixels).blocks * of_block
 
     def stage_bytes(self, geometry: Geometry) -> int:
-        return self.input_bytes() + ceil_div(self.output_bytes(geometry), 1024) * 1024
+        block = columns_of(geometry, self.pixels).block
+        return self.input_bytes() + 4 * block * self.output_rows(geometry)
 
     def ring(self, geometry: Geometry, device: Device) -> int:
         """Stages of it."""
@@ -137,24 +147,26 @@ def taps_together(geometry: Geometry) -> int:
     return max(taps for taps in (1, 2, 4, 8) if g.stride[1] % taps == 0 and taps <= g.kernel[1])
 
 
-def left(geometry: Geometry) -> int:
-    """Columns of grad_output that a box begins before its first pixel's: boxes begin at multiples of 16 bytes."""
-    return ceil_div(geometry.padding[1], 4) * 4
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Of grad_output in a stage: ``blocks`` of ``block`` words, from ``left`` columns before the first pixel's on."""
+
+    left: int
+    block: int
+    blocks: int
+    #: All columns that there are.
+    whole: bool
 
 
-def out_cols(geometry: Geometry, pixels: Pixels) -> int:
-    """Of a box of grad_output: what the taps reach and what the bias adds up, and such a distance between channels that
-    lanes read from different banks, if it costs no more than a third."""
+def columns_of(geometry: Geometry, pixels: Pixels) -> Columns:
+    """What the taps reach and what the bias adds up. Boxes begin at multiples of 16 bytes."""
     g = geometry
+    if pixels.cols >= g.width:
+        block = next(block for block in (8, 16, 32) if block >= min(32, g.out_width))
+        return Columns(0, block, ceil_div(g.out_width, block), whole=True)
     reach = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] + 1 - g.padding[1]
-    least = ceil_div(left(g) + max(reach, pixels.cols * g.stride[1]), 4) * 4
-    quantum = 4 * taps_together(g)
-    if quantum == 32:
-        return least
-    apart = ceil_div(least, quantum) * quantum
-    if apart // quantum % 2 == 0:
-        apart += quantum
-    return apart if 3 * apart <= 4 * least and apart <= BOX_LIMIT else least
+    left = ceil_div(g.padding[1], 4) * 4
+    return Columns(left, 32, ceil_div(left + max(reach, pixels.cols * g.stride[1]), 32), whole=False)
 
 
 def tiles_of(geometry: Geometry, tile: Tile) -> int:
@@ -174,7 +186,7 @@ def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
             continue
         if chunk >= 2 * max(16, g.out_channels_per_group) or cols >= 2 * max(64, g.in_channels_per_group):
             continue
-        if out_cols(g, pixels) > BOX_LIMIT or (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT:
+        if (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
             continue
         if (pixels.rows > 1 and g.stride[0] > STEP_LIMIT) or one.ring(g, device) < FEWEST_STAGES:
             continue
@@ -194,14 +206,10 @@ def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
     """Roughly, of the product, of what adds up its slices, and of a copy of the input before it."""
     g, pixels = geometry, tile.pixels
     steps = pixels.count // 8 * tile.warpgroups * tile.blocks
-    apart, quantum = out_cols(g, pixels), 4 * taps_together(g)
-    lanes_collide = quantum < 32 and (apart % quantum != 0 or apart // quantum % 2 == 0)
-    words = 16 * (2 if lanes_collide else 1)
-    filled = tile.input_bytes() + tile.output_bytes(g)
-    stage = max(
+    stage = _STAGE_CLOCKS + max(
         steps * tile.cols / 2 * 1.1,
-        steps * (tile.cols / 4 + words) + filled / _SHARED_RATE,
-        filled / _FILL_RATE,
+        steps * (tile.cols / 4 + 16) + tile.stage_bytes(g) / _SHARED_RATE,
+        (pixels.boxes * tile.cols + tile.output_rows(g)) * _ROW_CLOCKS,
     )
     if tile.ring(g, device) < 3:
         stage *= 1.15

@@ -9,10 +9,9 @@ import torch
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
     Tile,
     candidates,
+    columns_of,
     expected_clocks,
-    left,
     lies_as_lines,
-    out_cols,
     out_line,
     taps_together,
     tiles_of,
@@ -72,9 +71,7 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
-    # Grad_output is added up by 16 bytes.
-    by_quads = with_bias and out_line(g) == g.out_width
-    return [tile for tile in candidates(g, device) if not by_quads or tile.pixels.cols * g.stride[1] % 4 == 0]
+    return list(candidates(g, device))
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -105,6 +102,7 @@ def plan_with_tile(
 ) -> Part:
     """The plan that computes the problem with this tile."""
     g, pixels = problem.geometry, tile.pixels
+    columns = columns_of(g, pixels)
     room = Room()
     launches = []
     into = planes_of(1, g.in_channels, (g.height, pixels.line))
@@ -150,8 +148,10 @@ def plan_with_tile(
                     ("LINE", pixels.line),
                     ("BOX", pixels.box),
                     ("CHUNK", tile.chunk(g)),
-                    ("LEFT", left(g)),
-                    ("OUT_COLS", out_cols(g, pixels)),
+                    ("LEFT", columns.left),
+                    ("OUT_BLOCK", columns.block),
+                    ("OUT_BLOCKS", columns.blocks),
+                    ("WHOLE_ROWS", columns.whole),
                     ("TAPS_TOGETHER", taps_together(g)),
                     ("WARPGROUPS", tile.warpgroups),
                     ("BLOCKS", tile.blocks),
@@ -191,14 +191,14 @@ def _grad_output_map(
     geometry: Geometry, tile: Tile, base: Argument, plane: int, adds_bias: bool
 ) -> TensorMap:
     """Every ``stride``-th row; not rounded where it is added up. ``plane``: bytes of a channel of an image."""
-    g, pixels = geometry, tile.pixels
+    g, pixels, columns = geometry, tile.pixels, columns_of(geometry, tile.pixels)
     step = g.stride[0] if pixels.rows > 1 else 1
     return TensorMap(
         base,
         ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32,
         sizes=(g.out_width, g.out_channels, g.out_height, g.batch),
         strides=(plane, 4 * out_line(g), plane * g.out_channels),
-        box=(out_cols(g, pixels), tile.chunk(g), (pixels.rows - 1) * step + 1, pixels.images),
+        box=(columns.block, tile.chunk(g), (pixels.rows - 1) * step + 1, pixels.images),
         steps=(1, 1, step, 1),
-        swizzle_bytes=0,
+        swizzle_bytes=4 * columns.block,
     )

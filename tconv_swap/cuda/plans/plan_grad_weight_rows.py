@@ -305,9 +305,13 @@ def part_phases(
 def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
     """The slices' sums, added up, in the order of the weight."""
     g = problem.geometry
-    sharers = min(8, 1 << max(0, (slices // 4).bit_length() - 1)) if slices > 4 else 1
-    columns = 32 if sharers > 1 else max(32, min(256, 2048 // g.taps // 32 * 32))
+    sharers = next(sharers for sharers in (1, 2, 4, 8) if slices <= 4 * sharers or sharers == 8)
+    columns = max(32, min(256, 2048 // g.taps // 32 * 32))
     columns = min(columns, ceil_div(g.out_channels_per_group, 8) * 8)
+    if sharers == 1:
+        grid = g.in_channels * ceil_div(g.out_channels_per_group, columns)
+    else:
+        grid = ceil_div(weight_bytes(g) // 4 * sharers, _REDUCE_THREADS)
     kernel = Kernel(
         "grad_weight_rows_reduce.cu",
         "grad_weight_rows_reduce",
@@ -321,7 +325,7 @@ def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
     )
     return Launch(
         kernel,
-        grid=g.in_channels * ceil_div(g.out_channels_per_group, columns),
+        grid=grid,
         block=_REDUCE_THREADS,
         arguments=(workspace(partial_at), output(0), int64(slices)),
         overlaps_previous=True,
