@@ -71,7 +71,10 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     along_pixels: list[Part] = []
     if preferred or count > 1:
         # In NCHW grad_output as it lies where a tile suits, else parted; the last claims channels_last alone.
-        along_pixels += plan_grad_weight_direct.part_candidates(problem, device, with_bias, (count + 1) // 2)
+        if not problem.channels_last:
+            along_pixels += plan_grad_weight_direct.part_candidates(
+                problem, device, with_bias, (count + 1) // 2
+            )
         if len(along_pixels) < count:
             along_pixels += plan_grad_weight_rows.part_candidates(
                 problem, device, with_bias, count - len(along_pixels)
