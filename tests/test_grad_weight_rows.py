@@ -131,6 +131,8 @@ def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
 def test_each_layout_has_its_kernel(geometry: Geometry) -> None:
     for channels_last, entry in ((False, "grad_weight_direct"), (True, "grad_weight_turned")):
         made = plan.plan_backward(problem(geometry, channels_last), (False, True, False), H200)
+        if geometry == GROUPED and not channels_last:
+            entry = "grad_weight_rows"  # rows of 129 columns are no multiple of 16 bytes
         # Too little work for the kernel that fills with warps.
         small = channels_last and geometry == SMALL_MAP
         assert (entry in [step.kernel.entry for step in made.launches]) == (not small)

@@ -22,31 +22,41 @@
 #include "grad_weight_direct_words.cuh"
 #include "grad_weight_direct_fill.cuh"
 
-/// The multiplies of one warp. While a step is multiplied, the words of the next are read.
+/// Steps whose multiplies are begun together: an even number of times in a stage, if a thread has registers for their words.
+constexpr int MOST_TOGETHER = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;
+constexpr int STEPS_TOGETHER = STEPS % (2 * MOST_TOGETHER) == 0 ? MOST_TOGETHER : STEPS % 4 == 0 && MOST_TOGETHER > 1 ? 2 : 1;
+constexpr int BATCHES = STEPS / STEPS_TOGETHER;
+
+/// The multiplies of one warp. While some steps are multiplied, the words of the next are read.
 __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], int warp, int lane, int stages) {
   const WordPlaces places(warp, lane);
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
     for (float& sum : block) sum = 0.f;
-  Words even, odd;
+  Words even[STEPS_TOGETHER], odd[STEPS_TOGETHER];
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.full(), ring.parity);
     const ptx::u64 cols = ptx::swizzled_descriptor<BOX * 4>(ring.data(), 16, 8 * BOX * 4);
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      Words& words = step % 2 ? odd : even;
-      places.load(words, ring.data(), step);
+    for (int batch = 0; batch < BATCHES; ++batch) {
+      auto& words = batch % 2 ? odd : even;
+#pragma unroll
+      for (int i = 0; i < STEPS_TOGETHER; ++i) places.load(words[i], ring.data(), batch * STEPS_TOGETHER + i);
       ptx::fence_sums();
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b)
-        ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
+      for (int i = 0; i < STEPS_TOGETHER; ++i) {
+        const int pixel = (batch * STEPS_TOGETHER + i) * 8;
+#pragma unroll
+        for (int b = 0; b < BLOCKS; ++b)
+          ptx::multiply_from_registers<TILE_COLS>(sums[b], words[i][b], cols + (pixel / BOX * BOX_BYTES + pixel % BOX * 4) / 16);
+      }
       ptx::commit_multiplies();
-      // The step before is multiplied: its words may go, and with the first step its stage.
+      // The batch before is multiplied: its words may go, and with a stage's first batch the stage before.
       ptx::wait_multiplies<1>();
-      if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
+      if (batch == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
-    if constexpr (STEPS % 2 != 0) ptx::wait_multiplies<0>();
+    if constexpr (BATCHES % 2 != 0) ptx::wait_multiplies<0>();
     ring.advance();
   }
   ptx::wait_multiplies<0>();

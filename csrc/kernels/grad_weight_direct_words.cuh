@@ -99,10 +99,11 @@ struct WordPlaces {
                                          first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= OUT_WIDTH);
       // Pinned, or the compiler keeps what it makes of them for all steps, in memory.
       const u32 packed = EVEN_QUADS ? 0 : ptx::pinned(pixels[step][quad]);
+      constexpr bool MANY = STEPS >= 8 && WITH_BIAS;
       const u32 row = stage + (EVEN_QUADS ? pixel / COLS * ROW_BYTES : packed & ~511u);
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
-        const u32 x = col[b] + (EVEN_QUADS ? first : packed & 511u);
+        const u32 x = (MANY ? ptx::pinned(col[b]) : col[b]) + (EVEN_QUADS ? first : packed & 511u);
         const u32 from = row + (CHANNELS_LAST ? x * 128 : x / OUT_BLOCK * BLOCK_BYTES + (EVEN_QUADS ? 0 : (x & 3) * 4));
         const u32 sixteen = CHANNELS_LAST ? x % 8 : x / 4 % (OUT_BLOCK / 4);
         const bool inside = !leaves || x < OUT_WIDTH;
