@@ -29,7 +29,10 @@ static_assert(WHOLE_ROWS || (LEFT >= PADDING_W && COLUMNS >= LEFT - PADDING_W + 
 static_assert(!WHOLE_ROWS || (LEFT == 0 && STAGES_ACROSS == 1 && COLUMNS >= OUT_WIDTH));
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1), BIAS_WARPS = 2;
-constexpr int FILL_REGISTERS = 56, MULTIPLY_REGISTERS = WARPGROUPS == 2 ? 224 : 152;
+/// Those that fill need more where they turn.
+constexpr int FILL_REGISTERS = !CHANNELS_LAST ? 56 : WARPGROUPS == 2 ? 72 : 80;
+constexpr int MULTIPLY_REGISTERS = ((WARPGROUPS == 2 ? 504 : 512) - FILL_REGISTERS) / WARPGROUPS;
+static_assert(MULTIPLY_REGISTERS % 8 == 0);
 static_assert(WARPGROUPS * BLOCKS * 64 >= KERNEL_W * CHUNK && CHUNK % 16 == 0);
 
 /// In channels_last the input lies here before it is turned: [block of 32 channels][pixel][channel], swizzled.
