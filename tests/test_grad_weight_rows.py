@@ -108,7 +108,7 @@ def test_boxes_of_grad_output_as_it_lies(geometry: Geometry) -> None:
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)
 def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometry) -> None:
     g = geometry
-    for pixels in pixels_of(g, channels_last=False):
+    for pixels in pixels_of(g):
         below = -(-g.height // pixels.rows) * pixels.rows > g.height
         right = -(-g.width // pixels.cols) * pixels.cols > g.width
         assert not below or g.height * g.stride[0] - g.padding[0] >= g.out_height

@@ -1,13 +1,12 @@
-// Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a) in TF32, grad_output as it lies.
+// Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a) in TF32, grad_output as it lies in NCHW.
 //
 //   M = KERNEL_W taps of a row of the kernel x CHUNK output channels, N = TILE_COLS input channels, K = pixels
 //
-// In TF32 the multiplier takes from shared memory only what lies along k, and k are pixels. Of grad_output k goes by the
-// stride, so it comes from registers: the copy engine brings boxes of it as it lies, and a lane reads its words of them. A
-// tap is an address (grad_weight_direct_words.cuh). In NCHW the input lies along k; in channels_last warps turn it on the
-// way (grad_weight_direct_fill.cuh).
+// In TF32 the multiplier takes from shared memory only what lies along k, and k are pixels. The input lies so. Of
+// grad_output k goes by the stride, so it comes from registers: the copy engine brings boxes of it as it lies, and a lane
+// reads its words of them. A tap is an address (grad_weight_direct_words.cuh).
 //
-// Covers: float32 (TF32), both layouts; what plan_grad_weight_direct.py claims. Warpgroup 0 fills, the others multiply,
+// Covers: float32 (TF32), NCHW; what plan_grad_weight_direct.py claims. Warpgroup 0 asks for boxes, the others multiply,
 // BLOCKS times 64 rows each. Pixels are split in `slices`; a slice's sums are gradient[slice][ci][tap][co], which
 // grad_weight_rows_reduce.cu adds up (IN_WEIGHT_ORDER: [ci][co][tap], for a single slice). WITH_BIAS: two warps of
 // warpgroup 0 add up grad_output where a row of taps has its offset in [0, STRIDE_H), for the first input channels:
@@ -22,41 +21,31 @@
 #include "grad_weight_direct_words.cuh"
 #include "grad_weight_direct_fill.cuh"
 
-/// Steps whose multiplies are begun together: an even number of times in a stage, if a thread has registers for their words.
-constexpr int MOST_TOGETHER = BLOCKS == 1 ? 4 : BLOCKS == 2 ? 2 : 1;
-constexpr int STEPS_TOGETHER = STEPS % (2 * MOST_TOGETHER) == 0 ? MOST_TOGETHER : STEPS % 4 == 0 && MOST_TOGETHER > 1 ? 2 : 1;
-constexpr int BATCHES = STEPS / STEPS_TOGETHER;
-
-/// The multiplies of one warp. While some steps are multiplied, the words of the next are read.
+/// The multiplies of one warp. While a step is multiplied, the words of the next are read.
 __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], int warp, int lane, int stages) {
   const WordPlaces places(warp, lane);
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
     for (float& sum : block) sum = 0.f;
-  Words even[STEPS_TOGETHER], odd[STEPS_TOGETHER];
+  Words even, odd;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.full(), ring.parity);
     const ptx::u64 cols = ptx::swizzled_descriptor<BOX * 4>(ring.data(), 16, 8 * BOX * 4);
 #pragma unroll
-    for (int batch = 0; batch < BATCHES; ++batch) {
-      auto& words = batch % 2 ? odd : even;
-#pragma unroll
-      for (int i = 0; i < STEPS_TOGETHER; ++i) places.load(words[i], ring.data(), batch * STEPS_TOGETHER + i);
+    for (int step = 0; step < STEPS; ++step) {
+      Words& words = step % 2 ? odd : even;
+      places.load(words, ring.data(), step);
       ptx::fence_sums();
 #pragma unroll
-      for (int i = 0; i < STEPS_TOGETHER; ++i) {
-        const int pixel = (batch * STEPS_TOGETHER + i) * 8;
-#pragma unroll
-        for (int b = 0; b < BLOCKS; ++b)
-          ptx::multiply_from_registers<TILE_COLS>(sums[b], words[i][b], cols + (pixel / BOX * BOX_BYTES + pixel % BOX * 4) / 16);
-      }
+      for (int b = 0; b < BLOCKS; ++b)
+        ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
       ptx::commit_multiplies();
-      // The batch before is multiplied: its words may go, and with a stage's first batch the stage before.
+      // The step before is multiplied: its words may go, and with the first step its stage.
       ptx::wait_multiplies<1>();
-      if (batch == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
+      if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
-    if constexpr (BATCHES % 2 != 0) ptx::wait_multiplies<0>();
+    if constexpr (STEPS % 2 != 0) ptx::wait_multiplies<0>();
     ring.advance();
   }
   ptx::wait_multiplies<0>();
@@ -86,25 +75,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grad_weight_direct(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                        float* __restrict__ gradient, float* __restrict__ bias_partial, long long batch, long long slices) {
   extern __shared__ __align__(1024) u32 shared[];
-  const u32 base = (ptx::shared_address(shared) + 1023) & ~1023u;
-  const Ring ring(base);
-  const RawRing raw(base);
+  const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
-  // Warp 0 asks; of the others of its warpgroup two add up for the bias, and the rest turn.
-  const int turners = !CHANNELS_LAST ? 0 : place.counts() ? 3 - BIAS_WARPS : 3;
   if (threadIdx.x == 0) {
     ptx::prefetch_map(input);
     ptx::prefetch_map(grad_output);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1 + turners);
+      ptx::set_up_barrier(each.full(), 1);
       ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + (place.counts() ? BIAS_WARPS : 0));
-    }
-    RawRing each_raw = raw;
-    for (each_raw.stage = 0; each_raw.stage < RAW_STAGES; ++each_raw.stage) {
-      ptx::set_up_barrier(each_raw.full(), 1);
-      ptx::set_up_barrier(each_raw.empty(), turners);
     }
     ptx::publish_barriers();
   }
@@ -116,8 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   ptx::let_next_launch_start();
   if (warp < 4) {
     ptx::shrink_registers<FILL_REGISTERS>();
-    if (threadIdx.x == 0) fill(ring, raw, input, grad_output, place, first_stage, stages);
-    if (CHANNELS_LAST && warp > 0 && warp <= turners) turn(ring, raw, warp - 1, turners, lane, stages);
+    if (threadIdx.x == 0) fill(ring, input, grad_output, place, first_stage, stages);
     if (warp >= 4 - BIAS_WARPS && place.counts()) add_bias(ring, place, warp - (4 - BIAS_WARPS), lane, stages, bias_partial);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();

@@ -1,10 +1,9 @@
 // Of grad_weight_direct.cu: which of the gradient's entries a block holds, and how a stage lies.
 //
-// A stage is IMAGES x ROWS x COLS pixels of the input, for the multiplier: [box of BOX pixels][channel][pixel], swizzled as a
-// box of the copy engine is; then grad_output. In NCHW rows of the input are LINE pixels apart in memory, and
-// grad_output is [block of columns][image][row][channel][OUT_BLOCK columns]; in channels_last it is [block of 32 channels]
-// [image][row][OUT_BLOCK columns][channel]. What lies beyond WIDTH or HEIGHT are zeros. WHOLE_ROWS: a stage has whole rows, and
-// its boxes hold grad_output's columns from the first to the last, else from LEFT columns before the first pixel's.
+// A stage is IMAGES x ROWS x COLS pixels of the input, in boxes of BOX pixels, [box][channel][BOX pixels], then grad_output,
+// [block of columns][image][row][channel][OUT_BLOCK columns], all swizzled as boxes are. Rows of the input are LINE pixels apart
+// in memory; what lies beyond WIDTH or HEIGHT are zeros. WHOLE_ROWS: a stage has whole rows, and its boxes hold
+// grad_output's columns from the first to the last, else from LEFT columns before the first pixel's.
 #pragma once
 
 using ptx::u32;
@@ -16,31 +15,20 @@ constexpr int INPUT_TILES = ceil_div(CI_GROUP, TILE_COLS), CHUNKS = ceil_div(CO_
 
 constexpr int STAGE_PIXELS = IMAGES * ROWS * COLS, STEPS = STAGE_PIXELS / 8;
 constexpr int STAGES_DOWN = ceil_div(HEIGHT, ROWS), STAGES_ACROSS = ceil_div(WIDTH, COLS), STAGES_OF_IMAGES = STAGES_DOWN * STAGES_ACROSS;
-constexpr int BOXES_OF_IMAGE = ceil_div(ROWS * COLS, BOX), BOXES = CHANNELS_LAST ? ceil_div(STAGE_PIXELS, BOX) : IMAGES * BOXES_OF_IMAGE;
-constexpr int BOX_BYTES = TILE_COLS * BOX * 4, INPUT_BYTES = BOXES * BOX_BYTES;
-/// Of grad_output: from a row of it to the next, all of a block, and columns that are there.
-constexpr int ROW_BYTES = (CHANNELS_LAST ? 32 : CHUNK) * OUT_BLOCK * 4, BLOCK_BYTES = IMAGES * ROWS * ROW_BYTES;
-constexpr int OUTPUT_BYTES = OUT_BLOCKS * BLOCK_BYTES, COLUMNS = CHANNELS_LAST ? OUT_BLOCK : OUT_BLOCKS * OUT_BLOCK;
+constexpr int BOXES_OF_IMAGE = ceil_div(ROWS * COLS, BOX), BOX_BYTES = TILE_COLS * BOX * 4, INPUT_BYTES = IMAGES * BOXES_OF_IMAGE * BOX_BYTES;
+constexpr int ROW_BYTES = CHUNK * OUT_BLOCK * 4, BLOCK_BYTES = IMAGES * ROWS * ROW_BYTES, OUTPUT_BYTES = OUT_BLOCKS * BLOCK_BYTES;
 constexpr int STAGE_BYTES = INPUT_BYTES + OUTPUT_BYTES;
-static_assert(STAGE_PIXELS % 8 == 0 && (IMAGES == 1 || STAGES_OF_IMAGES == 1));
-static_assert(CHANNELS_LAST || IMAGES == 1 || ROWS * COLS % BOX == 0);
-static_assert(INPUT_BYTES % 1024 == 0 && BLOCK_BYTES % 1024 == 0 && (!CHANNELS_LAST || CHUNK == 32 * OUT_BLOCKS));
-static_assert(WHOLE_ROWS || (LEFT >= PADDING_W && COLUMNS >= LEFT - PADDING_W + (COLS - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1));
-static_assert(!WHOLE_ROWS || (LEFT == 0 && STAGES_ACROSS == 1 && COLUMNS >= OUT_WIDTH));
+static_assert(STAGE_PIXELS % 8 == 0 && (IMAGES == 1 || (STAGES_OF_IMAGES == 1 && ROWS * COLS % BOX == 0)));
+static_assert(INPUT_BYTES % 1024 == 0 && BLOCK_BYTES % 1024 == 0);
+static_assert(WHOLE_ROWS || (LEFT >= PADDING_W && OUT_BLOCKS * OUT_BLOCK >= LEFT - PADDING_W + (COLS - 1) * STRIDE_W +
+                                                                                (KERNEL_W - 1) * DILATION_W + 1));
+static_assert(!WHOLE_ROWS || (LEFT == 0 && STAGES_ACROSS == 1 && OUT_BLOCKS * OUT_BLOCK >= OUT_WIDTH));
 
 constexpr int THREADS = 128 * (WARPGROUPS + 1), BIAS_WARPS = 2;
-/// Those that fill need more where they turn.
-constexpr int FILL_REGISTERS = !CHANNELS_LAST ? 56 : WARPGROUPS == 2 ? 72 : 80;
-constexpr int MULTIPLY_REGISTERS = ((WARPGROUPS == 2 ? 504 : 512) - FILL_REGISTERS) / WARPGROUPS;
-static_assert(MULTIPLY_REGISTERS % 8 == 0);
+constexpr int FILL_REGISTERS = 56, MULTIPLY_REGISTERS = WARPGROUPS == 2 ? 224 : 152;
 static_assert(WARPGROUPS * BLOCKS * 64 >= KERNEL_W * CHUNK && CHUNK % 16 == 0);
 
-/// In channels_last the input lies here before it is turned: [block of 32 channels][pixel][channel], swizzled.
-constexpr int RAW_BLOCK_BYTES = STAGE_PIXELS * 128, RAW_BYTES = TILE_COLS / 32 * RAW_BLOCK_BYTES;
-constexpr int BARRIERS = RAW_STAGES * RAW_BYTES + STAGES * STAGE_BYTES;
-using Ring = StageRing<STAGES, RAW_STAGES * RAW_BYTES, STAGE_BYTES, BARRIERS>;
-using RawRing = StageRing<RAW_STAGES, 0, RAW_BYTES, BARRIERS + 16 * STAGES>;
-static_assert(CHANNELS_LAST == (RAW_STAGES > 0));
+using Ring = StageRing<STAGES, 0, STAGE_BYTES, STAGES * STAGE_BYTES>;
 
 /// What a block computes.
 struct Place {

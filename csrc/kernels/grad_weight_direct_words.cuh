@@ -1,8 +1,8 @@
 // Of grad_weight_direct.cu: a lane's words of grad_output, from boxes of it as it lies.
 //
-// In NCHW a warp's 16 rows are TAPS_TOGETHER neighbouring taps of 16 / TAPS_TOGETHER channels each: with a stride that is a
-// multiple of TAPS_TOGETHER, and channels that the swizzle keeps apart, all lanes read from different banks. Taps that are
-// left over are alone in their rows. In channels_last rows are 16 channels of a tap. Rows may be left over.
+// A warp's 16 rows are TAPS_TOGETHER neighbouring taps of 16 / TAPS_TOGETHER channels each: with a stride that is a multiple
+// of TAPS_TOGETHER, and channels that the swizzle keeps apart, all lanes read from different banks. Taps that are left over
+// are alone in their rows, and rows may be.
 #pragma once
 
 /// Bits of a channel's number: those by which TAPS_TOGETHER x 4 words of 8 / TAPS_TOGETHER channels lie in different banks
@@ -50,7 +50,7 @@ constexpr bool EVEN_QUADS = COLS % 4 == 0;
 /// One step's words of grad_output, as multiply_from_registers takes them.
 using Words = u32[BLOCKS][4];
 
-/// What the swizzle flips in the number of a channel's 16 bytes (NCHW).
+/// What the swizzle flips in the number of a channel's 16 bytes.
 __device__ __forceinline__ constexpr u32 flips(int channel) { return (channel * (OUT_BLOCK * 4) >> 7) & (OUT_BLOCK / 4 - 1); }
 
 /// Rounded to nearest once the multiplier has cut off what TF32 does not have.
@@ -73,10 +73,8 @@ struct WordPlaces {
       col[b] = LEFT + kw * DILATION_W - PADDING_W + (EVEN_QUADS ? lane % 4 * STRIDE_W : 0);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int c = rows.channel[half];
-        channel[b][half] = INPUT_BYTES + (CHANNELS_LAST ? c / 32 * BLOCK_BYTES + c % 4 * 4
-                                                        : c * (OUT_BLOCK * 4) + (EVEN_QUADS ? (col[b] & 3) * 4 : 0));
-        flip[b][half] = CHANNELS_LAST ? c % 32 / 4 : flips(c);
+        channel[b][half] = INPUT_BYTES + rows.channel[half] * (OUT_BLOCK * 4) + (EVEN_QUADS ? (col[b] & 3) * 4 : 0);
+        flip[b][half] = flips(rows.channel[half]);
       }
     }
     if constexpr (!EVEN_QUADS) {
@@ -99,17 +97,15 @@ struct WordPlaces {
                                          first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= OUT_WIDTH);
       // Pinned, or the compiler keeps what it makes of them for all steps, in memory.
       const u32 packed = EVEN_QUADS ? 0 : ptx::pinned(pixels[step][quad]);
-      constexpr bool MANY = STEPS >= 8 && WITH_BIAS;
       const u32 row = stage + (EVEN_QUADS ? pixel / COLS * ROW_BYTES : packed & ~511u);
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
-        const u32 x = (MANY ? ptx::pinned(col[b]) : col[b]) + (EVEN_QUADS ? first : packed & 511u);
-        const u32 from = row + (CHANNELS_LAST ? x * 128 : x / OUT_BLOCK * BLOCK_BYTES + (EVEN_QUADS ? 0 : (x & 3) * 4));
-        const u32 sixteen = CHANNELS_LAST ? x % 8 : x / 4 % (OUT_BLOCK / 4);
+        const u32 x = col[b] + (EVEN_QUADS ? first : packed & 511u);
+        const u32 from = row + (x / OUT_BLOCK) * BLOCK_BYTES + (EVEN_QUADS ? 0 : (x & 3) * 4);
         const bool inside = !leaves || x < OUT_WIDTH;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const u32 at = from + channel[b][half] + (sixteen ^ flip[b][half]) * 16;
+          const u32 at = from + channel[b][half] + ((x / 4 & (OUT_BLOCK / 4 - 1)) ^ flip[b][half]) * 16;
           const u32 word = ptx::load_shared(inside ? at : stage);
           words[b][quad * 2 + half] = inside ? word : 0;
         }

@@ -1,4 +1,4 @@
-// The last step of grad_weight_rows.cu: adds up the slices' sums [slice][ci][tap][co] of the weight's gradient in a fixed
+// The last step of grad_weight_{direct,rows,turned}.cu: adds up the slices' sums [slice][ci][tap][co] of the weight's gradient in a fixed
 // order, and brings them to the order of the weight. SHARERS threads share the slices of a sum.
 //
 // With few slices a block makes COLUMNS output channels of all taps of one input channel, and writes them in whole lines.

@@ -7,8 +7,6 @@ import dataclasses
 import torch
 
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
-    RAW_STAGES,
-    Pixels,
     Tile,
     candidates,
     columns_of,
@@ -71,9 +69,9 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     """All that can compute it."""
     g = problem.geometry
-    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(problem)):
+    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
-    return list(candidates(g, problem.channels_last, device))
+    return list(candidates(g, device))
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -81,20 +79,18 @@ def claims(problem: Problem, device: Device) -> bool:
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
         return False
-    if g.batch == 0:
-        return False
-    if problem.channels_last and (g.in_channels_per_group % 4 or g.out_channels_per_group % 4):
+    if problem.channels_last or g.batch == 0:
         return False
     image = max(g.in_channels * g.height * (g.width + 64), g.out_channels * g.out_height * (g.out_width + 3))
     pixels = g.batch * g.height * (g.width + 64)
     return 4 * image < _INT32_LIMIT and pixels < _INT32_LIMIT and weight_bytes(g) < _INT32_LIMIT
 
 
-def _adds_all_of_grad_output(problem: Problem) -> bool:
+def _adds_all_of_grad_output(geometry: Geometry) -> bool:
     """Whether the rows of taps whose offset lies in [0, stride) read every row of grad_output, and each once; of a row
     everything is added up that lies over the input. A copy adds up everything."""
-    g = problem.geometry
-    if not problem.channels_last and out_line(g) != g.out_width:
+    g = geometry
+    if out_line(g) != g.out_width:
         return True
     offsets = {k * g.dilation[0] - g.padding[0] for k in range(g.kernel[0])}
     over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
@@ -123,7 +119,7 @@ def plan_with_tile(
         input_(0),
         2 * tile.slices * g.stride[0],
     )
-    copies_output = not problem.channels_last and out_line(g) != g.out_width
+    copies_output = out_line(g) != g.out_width
     if copies_output:
         out_at = room.take(out.bytes(g.batch))
         out_base, bias_rows = workspace(out_at), bias_rows_of(problem, out)
@@ -154,11 +150,9 @@ def plan_with_tile(
                     ("CHUNK", tile.chunk(g)),
                     ("LEFT", columns.left),
                     ("OUT_BLOCK", columns.block),
-                    ("OUT_BLOCKS", tile.chunk(g) // 32 if problem.channels_last else columns.blocks),
+                    ("OUT_BLOCKS", columns.blocks),
                     ("WHOLE_ROWS", columns.whole),
-                    ("TAPS_TOGETHER", taps_together(g, problem.channels_last)),
-                    ("CHANNELS_LAST", problem.channels_last),
-                    ("RAW_STAGES", RAW_STAGES if problem.channels_last else 0),
+                    ("TAPS_TOGETHER", taps_together(g)),
                     ("WARPGROUPS", tile.warpgroups),
                     ("BLOCKS", tile.blocks),
                     ("TILE_COLS", tile.cols),
@@ -177,12 +171,10 @@ def plan_with_tile(
                 int64(g.batch),
                 int64(tile.slices),
             ),
-            shared_bytes=ring * tile.stage_bytes(g) + tile.raw_bytes + EXTRA_BYTES,
+            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
             overlaps_previous=bool(launches),
             tensor_maps=(
-                _input_map(g, pixels)
-                if problem.channels_last
-                else into.map(in_base, pixels.box, tile.cols, g.batch, ElementKind.TFLOAT32),
+                into.map(in_base, pixels.box, tile.cols, g.batch, ElementKind.TFLOAT32),
                 _grad_output_map(g, tile, out_base, 4 * out.pitch, adds_bias),
             ),
         )
@@ -195,44 +187,18 @@ def plan_with_tile(
     return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), room.bytes)
 
 
-def _input_map(geometry: Geometry, pixels: Pixels) -> TensorMap:
-    """In channels_last: pixels of 32 channels."""
-    g = geometry
-    pixel = 4 * g.in_channels
-    return TensorMap(
-        input_(1),
-        ElementKind.TFLOAT32,
-        sizes=(g.in_channels, g.width, g.height, g.batch),
-        strides=(pixel, pixel * g.width, pixel * g.width * g.height),
-        box=(32, pixels.cols, pixels.rows, pixels.images),
-        steps=(1, 1, 1, 1),
-    )
-
-
 def _grad_output_map(
     geometry: Geometry, tile: Tile, base: Argument, plane: int, adds_bias: bool
 ) -> TensorMap:
-    """Every ``stride``-th row; not rounded where it is added up. ``plane``: bytes of a channel of an image (NCHW)."""
+    """Every ``stride``-th row; not rounded where it is added up. ``plane``: bytes of a channel of an image."""
     g, pixels, columns = geometry, tile.pixels, columns_of(geometry, tile.pixels)
     step = g.stride[0] if pixels.rows > 1 else 1
-    rows = (pixels.rows - 1) * step + 1
-    element = ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32
-    if pixels.channels_last:
-        pixel = 4 * g.out_channels
-        return TensorMap(
-            base,
-            element,
-            sizes=(g.out_channels, g.out_width, g.out_height, g.batch),
-            strides=(pixel, pixel * g.out_width, pixel * g.out_width * g.out_height),
-            box=(32, columns.block, rows, pixels.images),
-            steps=(1, 1, step, 1),
-        )
     return TensorMap(
         base,
-        element,
+        ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32,
         sizes=(g.out_width, g.out_channels, g.out_height, g.batch),
         strides=(plane, 4 * out_line(g), plane * g.out_channels),
-        box=(columns.block, tile.chunk(g), rows, pixels.images),
+        box=(columns.block, tile.chunk(g), (pixels.rows - 1) * step + 1, pixels.images),
         steps=(1, 1, step, 1),
         swizzle_bytes=4 * columns.block,
     )
