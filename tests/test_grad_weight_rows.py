@@ -38,7 +38,9 @@ STRIDED = (
     Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4)),
 )
 #: As in test_cuda_op.py.
-TF32_TOLERANCE, BIAS_TOLERANCE = 1e-3, 1e-6
+TF32_TOLERANCE = 1e-3
+#: Of sums that keep what rounding takes: hardly more than that of the result, and less than plain sums are off.
+BIAS_TOLERANCE = 1e-7
 
 
 def problem(geometry: Geometry, channels_last: bool = False) -> plan.Problem:
@@ -248,5 +250,5 @@ def test_forced_on_random_geometries(seed: int, with_bias: bool) -> None:
     error = (got[0].double() - expected).norm() / expected.norm().clamp_min(1e-30)
     assert error <= TF32_TOLERANCE, f"{g} {made.why}"
     if with_bias:
-        sums, scale = (one.double().sum((0, 2, 3)) for one in (grad_output, grad_output.abs()))
-        assert (got[1].double() - sums).norm() <= BIAS_TOLERANCE * scale.norm(), f"{g} {made.why}"
+        sums = grad_output.double().sum((0, 2, 3))
+        assert (got[1].double() - sums).norm() <= BIAS_TOLERANCE * sums.norm(), f"{g} {made.why}"

@@ -97,9 +97,7 @@ def _adds_all_of_grad_output(geometry: Geometry) -> bool:
     return over_input and set(range(g.stride[0])) <= offsets
 
 
-def plan_with_tile(
-    problem: Problem, tile: Tile, device: Device, with_bias: bool, by_reduce: bool = False
-) -> Part:
+def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """The plan that computes the problem with this tile."""
     g, pixels = problem.geometry, tile.pixels
     columns = columns_of(g, pixels)
@@ -114,11 +112,8 @@ def plan_with_tile(
             part_phases(problem, input_(1), in_at, into, (g.height, g.width), unparted(g.height), None)
         )
     # Copied, grad_output is added up on the way.
-    out, out_base, bias_rows = (
-        planes_of(1, g.out_channels, (g.out_height, out_line(g))),
-        input_(0),
-        2 * tile.slices * g.stride[0],
-    )
+    out = planes_of(1, g.out_channels, (g.out_height, out_line(g)))
+    out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
     copies_output = out_line(g) != g.out_width
     if copies_output:
         out_at = room.take(out.bytes(g.batch))
@@ -132,7 +127,7 @@ def plan_with_tile(
             )
         )
     adds_bias = with_bias and not copies_output
-    direct = tile.slices == 1 and not by_reduce
+    direct = tile.slices == 1
     partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
     ring = tile.ring(g, device)
     launches.append(
@@ -160,6 +155,8 @@ def plan_with_tile(
                     ("IN_WEIGHT_ORDER", direct and not problem.weight_channels_last),
                     ("WITH_BIAS", adds_bias),
                 ),
+                # A few words.
+                spills=tile.blocks * tile.cols >= 256 and pixels.count > 32,
             ),
             grid=tiles_of(g, tile) * tile.slices,
             block=128 * (tile.warpgroups + 1),
