@@ -10,6 +10,7 @@
 // fills, the other two multiply, 64 rows each. Sums as in grad_weight_rows.cu. WITH_BIAS: blocks of the first
 // input channels also add up grad_output where a tap's offset lies in [0, stride) (with its like it reads every pixel
 // once), by slice, eight pixels of a stage and tap: bias_partial[slice][which eight][tap][co], zeros for other taps.
+#include "compensated_sum.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -111,7 +112,8 @@ __device__ __forceinline__ void fill(Ring ring, const float* __restrict__ input,
   const int input_channel = place.group * CI_GROUP + place.ci + lane, input_channels = IN_CHANNELS - input_channel;
   const float* input_from = input + input_channel;
   asm volatile("" : "+l"(input_from));
-  float in[INPUT_GROUPS][LANE_PIXELS], out[OUTPUT_GROUPS][LANE_PIXELS], bias[OUTPUT_GROUPS] = {};
+  float in[INPUT_GROUPS][LANE_PIXELS], out[OUTPUT_GROUPS][LANE_PIXELS];
+  CompensatedSum<float> bias[OUTPUT_GROUPS] = {};
 
   // Neighbouring groups read the same pixels.
   constexpr int INPUT_UNIT = 2, OUTPUT_UNIT = RUN_GROUPS < 4 ? RUN_GROUPS : 4;
@@ -143,7 +145,7 @@ __device__ __forceinline__ void fill(Ring ring, const float* __restrict__ input,
 #pragma unroll
     for (int g = 0; g < OUTPUT_GROUPS; ++g) {
       const float sum = store_row(to_output, g * 32 + lane, warp, out[g]);
-      if constexpr (WITH_BIAS) bias[g] += sum;
+      if constexpr (WITH_BIAS) bias[g].add(sum);
       if (g % OUTPUT_UNIT == OUTPUT_UNIT - 1) load_output(g - (OUTPUT_UNIT - 1), next);
     }
     ptx::publish_to_multiplies();
@@ -158,7 +160,7 @@ __device__ __forceinline__ void fill(Ring ring, const float* __restrict__ input,
       const int co = (place.first_chunk + g / RUN_GROUPS) % CHANNEL_CHUNKS * CHUNK + g % RUN_GROUPS * 32 + lane;
       const long long row = (static_cast<long long>(place.slice) * FILLING_WARPS + warp) * TAPS + run.tap;
       if (run.tap < TAPS && co < CO_GROUP)
-        bias_partial[row * OUT_CHANNELS + place.group * CO_GROUP + co] = run.counts ? bias[g] : 0.f;
+        bias_partial[row * OUT_CHANNELS + place.group * CO_GROUP + co] = run.counts ? bias[g].value() : 0.f;
     }
   }
 }

@@ -8,8 +8,9 @@
 // are zero.
 //
 // Covers: float32, NCHW; any kernel, stride, padding, dilation. A warp makes all planes of SEGMENT positions of one channel
-// of an image. WITH_BIAS: it also adds up the pixels it reads, bias_partial[n * SEGMENTS + segment][channel], where the
-// planes whose offsets lie in [0, stride) hold every pixel once.
+// of an image. WITH_BIAS: it also adds up the pixels it reads, bias_partial[n * SEGMENTS + segment][2][channel] (the sum, and
+// what rounding left of it), where the planes whose offsets lie in [0, stride) hold every pixel once.
+#include "compensated_sum.cuh"
 #include "mma.cuh"
 
 constexpr int WARPS = THREADS / 32;
@@ -54,9 +55,9 @@ __device__ __forceinline__ int pixel(int row, int col, int plane) {
 __device__ __forceinline__ float rounded(float value) { return __uint_as_float(ptx::round_to_tf32(__float_as_uint(value))); }
 
 /// Returns this lane's part of the sum of the channel.
-__device__ __forceinline__ float part_channel(const float* __restrict__ from, float* __restrict__ to, long long plane_pitch,
-                                              int begin, int end, int lane) {
-  float sum = 0.f;
+__device__ __forceinline__ CompensatedSum<float> part_channel(const float* __restrict__ from, float* __restrict__ to, long long plane_pitch,
+                                                              int begin, int end, int lane) {
+  CompensatedSum<float> sum{};
   for (int first = begin + lane; first < end; first += 32 * UNROLL) {
     float values[UNROLL][PLANES];
 #pragma unroll
@@ -74,7 +75,7 @@ __device__ __forceinline__ float part_channel(const float* __restrict__ from, fl
       if (position >= end) break;
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
-        if (WITH_BIAS && counts(plane)) sum += values[u][plane];
+        if (WITH_BIAS && counts(plane)) sum.add(values[u][plane]);
         to[plane * plane_pitch + position] = reached(row, plane) ? rounded(values[u][plane]) : 0.f;
       }
     }
@@ -93,11 +94,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const long long image = work / SEGMENTS;  // n and channel
   if (image >= batch * CHANNELS) return;
   const int begin = segment * SEGMENT, end = begin + SEGMENT < POSITIONS ? begin + SEGMENT : POSITIONS;
-  float sum = part_channel(source + image * (static_cast<long long>(SOURCE_H) * SOURCE_W), planes + image * CHANNEL_PITCH,
-                           plane_pitch, begin, end, lane);
+  CompensatedSum<float> sum = part_channel(source + image * (static_cast<long long>(SOURCE_H) * SOURCE_W),
+                                           planes + image * CHANNEL_PITCH, plane_pitch, begin, end, lane);
   if constexpr (WITH_BIAS) {
 #pragma unroll
-    for (int other = 16; other > 0; other /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, other);
-    if (lane == 0) bias_partial[(image / CHANNELS * SEGMENTS + segment) * CHANNELS + image % CHANNELS] = sum;
+    for (int other = 16; other > 0; other /= 2) sum.add_lane(other);
+    if (lane == 0) {
+      float* const to = bias_partial + (image / CHANNELS * SEGMENTS + segment) * (2 * CHANNELS) + image % CHANNELS;
+      to[0] = sum.sum;
+      to[CHANNELS] = sum.remainder();
+    }
   }
 }

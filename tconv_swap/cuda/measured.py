@@ -38,7 +38,7 @@ BOXES_TF32_CHANNELS = 256
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 HALO_FAMILY = "halo tile"
 WIDE_FAMILIES = (HALO_FAMILY, "weight tile")
-#: Strided layers with many channels in TF32 (plan_grad_weight_{rows,turned}.py), on sm_90a alone.
+#: Strided layers with many channels in TF32 (plan_grad_weight_{direct,rows,turned}.py), on sm_90a alone.
 PIXELS_FAMILY = "weight rows"
 #: What boxes of the copy engine fill (plan_grad_input_boxes.py), on sm_90a alone.
 BOX_FAMILY = "box tile"

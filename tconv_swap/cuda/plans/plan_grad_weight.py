@@ -1,7 +1,7 @@
 """Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
 
 What the copy engine can bring is planned by plan_grad_weight_boxes, strided layers with many channels in TF32 by
-plan_grad_weight_{rows,turned}.
+plan_grad_weight_{direct,rows,turned}.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 
 from tconv_swap.cuda.plans import (
     plan_grad_weight_boxes,
+    plan_grad_weight_direct,
     plan_grad_weight_rows,
     plan_grad_weight_turned,
 )
@@ -49,6 +50,8 @@ INT32_LIMIT = 2**31
 MANY_CHANNELS = 64
 LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
 LEAST_MULTIPLIES_OF_A_PIXEL = 200
+#: The same from which parting grad_output first is the faster.
+MOST_MULTIPLIES_OF_A_PIXEL = 4096
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
 
@@ -66,12 +69,17 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
-    preferred = _along_pixels(problem)
+    as_it_lies, along_lines = _as_it_lies(problem), _along_pixels(problem)
+    preferred = as_it_lies or along_lines
     along_pixels: list[Part] = []
-    if preferred or count > 1:
+    if as_it_lies or count > 1:
+        along_pixels += plan_grad_weight_direct.part_candidates(problem, device, with_bias, (count + 1) // 2)
+    if along_lines or count > 1:
         # Each claims one layout.
-        along_pixels += plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
-        along_pixels += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
+        lines = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
+        lines += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
+        along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
+        along_pixels = along_pixels[:count]
     if not along_pixels:
         return _across_pixels(problem, device, with_bias, count)
     if count == 1:
@@ -113,6 +121,18 @@ def _along_pixels(problem: Problem) -> bool:
         return g.macs >= LEAST_MACS_CHANNELS_LAST
     enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
     return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps >= enough
+
+
+def _as_it_lies(problem: Problem) -> bool:
+    """Strides in NCHW where grad_output's words straight from memory were the faster in TF32: rows of it that boxes can
+    bring, and not so many multiplies for each of its elements that parting it costs next to nothing."""
+    g = problem.geometry
+    if problem.channels_last or max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
+        return False
+    if g.in_channels_per_group < MANY_CHANNELS or g.out_channels_per_group < MANY_CHANNELS // 2:
+        return False
+    many = MOST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
+    return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps <= many
 
 
 def _claims(problem: Problem, device: Device) -> bool:

@@ -138,7 +138,7 @@ class Planes:
         )
 
 
-def _planes(planes: int, channels: int, cells: Pair) -> Planes:
+def planes_of(planes: int, channels: int, cells: Pair) -> Planes:
     return Planes(planes, channels, cells, ceil_div(cells[0] * cells[1], 4) * 4)
 
 
@@ -147,12 +147,12 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     g = problem.geometry
     phases = _phases(g, lines)
     cells = g.height if lines.unfold_rows else ceil_div(g.out_height, g.stride[0]) + lines.lead
-    out = _planes(phases[0] * phases[1], g.out_channels, (cells, g.width))
-    into = _planes(1, g.in_channels, (g.height, g.width))
+    out = planes_of(phases[0] * phases[1], g.out_channels, (cells, g.width))
+    into = planes_of(1, g.in_channels, (g.height, g.width))
     lies_as_lines = into.pitch == g.height * g.width
     room = Room()
     out_at = room.take(out.bytes(g.batch))
-    bias_rows = g.batch * ceil_div(cells * g.width, _segment(problem, out))
+    bias_rows = bias_rows_of(problem, out)
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
@@ -160,7 +160,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
-            _part_phases(problem, input_(1), in_at, into, (g.height, g.width), _unparted(g), None)
+            part_phases(problem, input_(1), in_at, into, (g.height, g.width), unparted(g.height), None)
         )
     parting = (
         ("PIXELS_H", g.height),
@@ -178,7 +178,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
-        _part_phases(problem, input_(0), out_at, out, out_size, parting, bias_at if with_bias else None)
+        part_phases(problem, input_(0), out_at, out, out_size, parting, bias_at if with_bias else None)
     )
     direct = tile.slices == 1 and problem.weight_channels_last
     partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
@@ -219,7 +219,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         )
     )
     if not direct:
-        launches.append(reduce(problem, tile, partial_at))
+        launches.append(reduce(problem, tile.slices, partial_at))
     if with_bias:
         launches.append(reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1))
     return Part(_FAMILY, f"wgmma, {tile}, boxes of {lines.box} pixels", tuple(launches), room.bytes)
@@ -237,10 +237,10 @@ class Room:
         return at
 
 
-def _unparted(geometry: Geometry) -> tuple[tuple[str, Constant], ...]:
-    """How part_phases.cu leaves the input's pixels where they are."""
+def unparted(height: int) -> tuple[tuple[str, Constant], ...]:
+    """How part_phases.cu leaves pixels where they are, of images of so many rows."""
     return (
-        ("PIXELS_H", geometry.height),
+        ("PIXELS_H", height),
         ("ROW_PHASES", 1),
         ("COL_PHASES", 1),
         *((f"{name}_{axis}", 1) for name in ("STRIDE", "DILATION") for axis in "HW"),
@@ -259,7 +259,13 @@ def _segment(problem: Problem, planes: Planes) -> int:
     return min(positions, 1024 if most >= 1024 else 256)
 
 
-def _part_phases(
+def bias_rows_of(problem: Problem, planes: Planes) -> int:
+    """What the parting leaves of each channel's sum: of every segment a sum, and what rounding left of it."""
+    segments = ceil_div(planes.cells[0] * planes.cells[1], _segment(problem, planes))
+    return 2 * problem.geometry.batch * segments
+
+
+def part_phases(
     problem: Problem,
     source: Argument,
     to: int,
@@ -296,12 +302,16 @@ def _part_phases(
     )
 
 
-def reduce(problem: Problem, tile: Tile, partial_at: int) -> Launch:
+def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
     """The slices' sums, added up, in the order of the weight."""
     g = problem.geometry
-    sharers = min(8, 1 << max(0, (tile.slices // 4).bit_length() - 1)) if tile.slices > 4 else 1
-    columns = 32 if sharers > 1 else max(32, min(256, 2048 // g.taps // 32 * 32))
+    sharers = next(sharers for sharers in (1, 2, 4, 8) if slices <= 4 * sharers or sharers == 8)
+    columns = max(32, min(256, 2048 // g.taps // 32 * 32))
     columns = min(columns, ceil_div(g.out_channels_per_group, 8) * 8)
+    if sharers == 1:
+        grid = g.in_channels * ceil_div(g.out_channels_per_group, columns)
+    else:
+        grid = ceil_div(weight_bytes(g) // 4 * sharers, _REDUCE_THREADS)
     kernel = Kernel(
         "grad_weight_rows_reduce.cu",
         "grad_weight_rows_reduce",
@@ -315,8 +325,8 @@ def reduce(problem: Problem, tile: Tile, partial_at: int) -> Launch:
     )
     return Launch(
         kernel,
-        grid=g.in_channels * ceil_div(g.out_channels_per_group, columns),
+        grid=grid,
         block=_REDUCE_THREADS,
-        arguments=(workspace(partial_at), output(0), int64(tile.slices)),
+        arguments=(workspace(partial_at), output(0), int64(slices)),
         overlaps_previous=True,
     )

@@ -124,7 +124,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         )
     ]
     if not direct:
-        launches.append(reduce(problem, tile, partial_at))
+        launches.append(reduce(problem, tile.slices, partial_at))
     if with_bias:
         launches.append(reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1))
     return Part(_FAMILY, f"wgmma, {tile}, turned on the way", tuple(launches), room.bytes)

@@ -1,0 +1,201 @@
+"""Plans of csrc/kernels/grad_weight_direct.cu: the gradient of the weight in TF32, straight from NCHW (sm_90a)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tconv_swap.cuda.plans.grad_weight_direct_tile import (
+    Tile,
+    candidates,
+    columns_of,
+    expected_clocks,
+    lies_as_lines,
+    out_line,
+    taps_together,
+    tiles_of,
+)
+from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.cuda.plans.plan_general import reduce_slices
+from tconv_swap.cuda.plans.plan_grad_weight_rows import (
+    Room,
+    bias_rows_of,
+    part_phases,
+    planes_of,
+    reduce,
+    unparted,
+)
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    Argument,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    int64,
+    output,
+    tensor_map,
+    workspace,
+)
+from tconv_swap.geometry import Geometry
+
+_FAMILY = "weight rows"
+#: Stages and the coordinates of boxes are counted in 32 bits.
+_INT32_LIMIT = 2**31
+
+
+def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
+    """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. None for what this family does not claim.
+
+    Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
+    multiple of 16 bytes; at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the
+    bias 8 bytes for each slice, row of a stride and output channel, or segment of a copied image.
+    """
+    parts = part_candidates(problem, device, with_bias, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
+    g = problem.geometry
+    tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
+
+
+def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
+    """All that can compute it."""
+    g = problem.geometry
+    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+        return []
+    return list(candidates(g, device))
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it, if there is a tile."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
+        return False
+    if problem.channels_last or g.batch == 0:
+        return False
+    image = max(g.in_channels * g.height * (g.width + 64), g.out_channels * g.out_height * (g.out_width + 3))
+    pixels = g.batch * g.height * (g.width + 64)
+    return 4 * image < _INT32_LIMIT and pixels < _INT32_LIMIT and weight_bytes(g) < _INT32_LIMIT
+
+
+def _adds_all_of_grad_output(geometry: Geometry) -> bool:
+    """Whether the rows of taps whose offset lies in [0, stride) read every row of grad_output, and each once; of a row
+    everything is added up that lies over the input. A copy adds up everything."""
+    g = geometry
+    if out_line(g) != g.out_width:
+        return True
+    offsets = {k * g.dilation[0] - g.padding[0] for k in range(g.kernel[0])}
+    over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
+    return over_input and set(range(g.stride[0])) <= offsets
+
+
+def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+    """The plan that computes the problem with this tile."""
+    g, pixels = problem.geometry, tile.pixels
+    columns = columns_of(g, pixels)
+    room = Room()
+    launches = []
+    into = planes_of(1, g.in_channels, (g.height, pixels.line))
+    in_base = input_(1)
+    if not lies_as_lines(g, pixels):
+        in_at = room.take(into.bytes(g.batch))
+        in_base = workspace(in_at)
+        launches.append(
+            part_phases(problem, input_(1), in_at, into, (g.height, g.width), unparted(g.height), None)
+        )
+    # Copied, grad_output is added up on the way.
+    out = planes_of(1, g.out_channels, (g.out_height, out_line(g)))
+    out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
+    copies_output = out_line(g) != g.out_width
+    if copies_output:
+        out_at = room.take(out.bytes(g.batch))
+        out_base, bias_rows = workspace(out_at), bias_rows_of(problem, out)
+    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    if copies_output:
+        size = (g.out_height, g.out_width)
+        launches.append(
+            part_phases(
+                problem, input_(0), out_at, out, size, unparted(g.out_height), bias_at if with_bias else None
+            )
+        )
+    adds_bias = with_bias and not copies_output
+    direct = tile.slices == 1
+    partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
+    ring = tile.ring(g, device)
+    launches.append(
+        Launch(
+            Kernel(
+                "grad_weight_direct.cu",
+                "grad_weight_direct",
+                (
+                    *g.constants,
+                    ("IMAGES", pixels.images),
+                    ("ROWS", pixels.rows),
+                    ("COLS", pixels.cols),
+                    ("LINE", pixels.line),
+                    ("BOX", pixels.box),
+                    ("CHUNK", tile.chunk(g)),
+                    ("LEFT", columns.left),
+                    ("OUT_BLOCK", columns.block),
+                    ("OUT_BLOCKS", columns.blocks),
+                    ("WHOLE_ROWS", columns.whole),
+                    ("TAPS_TOGETHER", taps_together(g)),
+                    ("WARPGROUPS", tile.warpgroups),
+                    ("BLOCKS", tile.blocks),
+                    ("TILE_COLS", tile.cols),
+                    ("STAGES", ring),
+                    ("IN_WEIGHT_ORDER", direct and not problem.weight_channels_last),
+                    ("WITH_BIAS", adds_bias),
+                ),
+                # A few words.
+                spills=tile.blocks * tile.cols >= 256 and pixels.count > 32,
+            ),
+            grid=tiles_of(g, tile) * tile.slices,
+            block=128 * (tile.warpgroups + 1),
+            arguments=(
+                tensor_map(0),
+                tensor_map(1),
+                output(0) if direct else workspace(partial_at),
+                workspace(bias_at),
+                int64(g.batch),
+                int64(tile.slices),
+            ),
+            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
+            overlaps_previous=bool(launches),
+            tensor_maps=(
+                into.map(in_base, pixels.box, tile.cols, g.batch, ElementKind.TFLOAT32),
+                _grad_output_map(g, tile, out_base, 4 * out.pitch, adds_bias),
+            ),
+        )
+    )
+    if not direct:
+        launches.append(reduce(problem, tile.slices, partial_at))
+    if with_bias:
+        last = reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1)
+        launches.append(dataclasses.replace(last, overlaps_previous=True))
+    return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), room.bytes)
+
+
+def _grad_output_map(
+    geometry: Geometry, tile: Tile, base: Argument, plane: int, adds_bias: bool
+) -> TensorMap:
+    """Every ``stride``-th row; not rounded where it is added up. ``plane``: bytes of a channel of an image."""
+    g, pixels, columns = geometry, tile.pixels, columns_of(geometry, tile.pixels)
+    step = g.stride[0] if pixels.rows > 1 else 1
+    return TensorMap(
+        base,
+        ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32,
+        sizes=(g.out_width, g.out_channels, g.out_height, g.batch),
+        strides=(plane, 4 * out_line(g), plane * g.out_channels),
+        box=(columns.block, tile.chunk(g), (pixels.rows - 1) * step + 1, pixels.images),
+        steps=(1, 1, step, 1),
+        swizzle_bytes=4 * columns.block,
+    )
