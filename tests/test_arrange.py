@@ -122,7 +122,7 @@ def test_not_every_problem_pays(geometry: Geometry) -> None:
             replace(WIDE, in_channels=128, out_channels=128, kernel=(2, 2), padding=(0, 0)),
             "halo tile, weight tile",
         ),
-        (replace(WIDE, out_channels=64), "unfolded tile, weight tile"),
+        (replace(WIDE, out_channels=64), "halo tile, weight tile"),
     ],
     ids=str,
 )

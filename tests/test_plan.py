@@ -114,7 +114,7 @@ LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
     [
         (STRIDE_1, torch.float16, H200, "forward_tile"),
         (DCGAN, torch.float32, H200, "grad_input_unfolded"),
-        (DCGAN, torch.bfloat16, H200, "grad_input_unfolded"),
+        (DCGAN, torch.bfloat16, H200, "grad_input_wgmma"),
         (DCGAN, torch.bfloat16, AMPERE, "grad_input_tile"),
         (GROUPED, torch.float32, H200, "grad_input_tile"),
         (LATENT, torch.float16, AMPERE, "grad_input_tile"),
@@ -129,7 +129,7 @@ def test_the_kernel_chosen_for_grad_input(
 ) -> None:
     problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
     made = plan.plan_backward(problem, (True, False, False), device)
-    if channels_last and entry == "grad_input_unfolded":
+    if channels_last and entry in ("grad_input_unfolded", "grad_input_wgmma"):
         entry = "grad_input_boxes"
     families = {"grad_input_boxes": "box tile", "grad_input_unfolded": "unfolded tile"}
     general = entry in (None, "general_grad_input")

@@ -28,8 +28,9 @@ STORE_BYTES = 14
 #: multiply counts for more than the filling.
 FEW_STEPS = 24
 SMALL = 128 * 128
-#: Two teams: up to so many steps to a tile, where the last round of tiles leaves few multiprocessors idle.
-TEAM_STEPS = 36
+#: Two teams: up to so many steps to a tile for each byte of an output (they hide its stores), where the last round of
+#: tiles leaves few multiprocessors idle.
+TEAM_STEPS = 9
 TEAM_SHARE = 0.9
 #: Bytes a clock of the memory, and clocks that a launch costs.
 MEMORY_BYTES = 2300
@@ -188,7 +189,7 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
     turns = -(-works // device.multiprocessors)
     return (
         tile.m_tiles == 2
-        and problem.geometry.taps * chunks(problem) <= TEAM_STEPS
+        and problem.geometry.taps * chunks(problem) <= TEAM_STEPS * problem.item
         and turns > 1
         and works >= TEAM_SHARE * turns * device.multiprocessors
     )

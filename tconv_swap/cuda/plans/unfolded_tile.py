@@ -39,7 +39,11 @@ MEMORY_BYTES = 2300
 TILE_CLOCKS = 1500
 LAUNCH_CLOCKS = 5000
 #: How much longer than its multiplies a problem may be expected to take: beyond it grad_input_wgmma.cu was as fast.
-MOST_CLOCKS = 2.9
+MOST_CLOCKS = 3.3
+#: Words in halves pay where so many products are summed up for an element, or where there are so many elements of
+#: grad_input for each multiprocessor (what was slower had fewer of both).
+HALVES_SUMMED = 2048
+HALVES_ELEMENTS = 3 * 128 * 128
 #: Of those expected to be the fastest, how many the banks of shared memory are looked at for.
 LOOKED_AT = 24
 
@@ -252,7 +256,18 @@ def ranked(problem: StridedProblem, device: Device) -> list[UnfoldedTile]:
     most = MOST_CLOCKS * macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
     best = islice(sorted(tiles(problem, device), key=expected), LOOKED_AT)
     found = sorted((expected(tile, conflicts(problem, tile)), i, tile) for i, tile in enumerate(best))
-    return [tile for clocks, _, tile in found if clocks <= most]
+    return [
+        tile
+        for clocks, _, tile in found
+        if clocks <= most and (not halves(problem, tile) or _halves_pay(problem, device.multiprocessors))
+    ]
+
+
+def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
+    geometry, (rows, cols) = problem.geometry, problem.cells
+    elements = geometry.batch * rows * cols * geometry.out_channels
+    summed = geometry.in_channels_per_group * geometry.taps
+    return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[UnfoldedTile]:
