@@ -12,6 +12,7 @@ from tconv_swap.cuda.plans import plan_tile, unfolded_tile
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.plan_grad_input_boxes import ELEMENT_KINDS
+from tconv_swap.cuda.plans.plan_grad_weight_rows import unparted
 from tconv_swap.cuda.plans.unfolded_tile import UnfoldedTile
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
@@ -174,14 +175,7 @@ def _pad_rows(problem: StridedProblem, to: Argument) -> Launch:
             ("CELL_ROWS", geometry.height),
             ("CELL_COLS", width),
             ("CHANNEL_PITCH", positions),
-            ("PIXELS_H", geometry.height),
-            *((f"{axis}_PHASES", 1) for axis in ("ROW", "COL")),
-            *((f"{name}_{axis}", 1) for name in ("STRIDE", "DILATION") for axis in "HW"),
-            ("KERNEL_H", 1),
-            ("PADDING_H", 0),
-            ("PADDING_W", 0),
-            ("UNFOLD_ROWS", False),
-            ("LEAD", 0),
+            *unparted(geometry.height),
             ("SEGMENT", segment),
             ("WITH_BIAS", False),
             ("THREADS", _PAD_THREADS),
