@@ -74,6 +74,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
                     tile.multiplies_along,
                     tile.dense,
                     tile.warpgroups,
+                    tile.teams,
                     tile.splits > 1,
                 )
                 kinds.setdefault(kind, []).append(tile)

@@ -8,7 +8,8 @@
 // TILE_N images with the rows and columns that the taps of the phase reach. There, cells that are neighbours find
 // neighbouring pixels, a row of 128 bytes each, so a tap is a start address. Where a map is narrower than 8 cells (TILE_W
 // below 8), whole rows of it are neighbours, and each shift by columns is a slice of its own. A stage of the weights holds
-// one tap of a chunk. The two rings turn independently: one thread asks for each, and the others multiply and store.
+// one tap of a chunk. The two rings turn independently: one thread asks for each, and the others multiply and store; with two
+// TEAMS of WARPGROUPS each has every other tile, and one multiplies while the other stores.
 //
 // The constants of the tile (plans/boxes_tile.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
 // input's stage and GROUP_PLACES in the tile, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT (kernel
@@ -82,11 +83,13 @@ constexpr int WARPGROUP_CELLS = 64 * M_TILES, TILE_CELLS = WARPGROUPS * WARPGROU
 constexpr int STAGED_BYTES = 16 * ROW;
 constexpr int WEIGHTS = INPUT_STAGES * INPUT_PITCH;
 constexpr int STAGED = WEIGHTS + WEIGHT_STAGES * WEIGHT_BYTES;
-constexpr int INPUT_BARRIERS = STAGED + 4 * WARPGROUPS * STAGED_BYTES;
+constexpr int INPUT_BARRIERS = STAGED + 4 * TEAMS * WARPGROUPS * STAGED_BYTES;
 constexpr int WEIGHT_BARRIERS = INPUT_BARRIERS + 2 * INPUT_STAGES * 8;
-static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "the plan and the kernel must agree");
+constexpr int TURN_BARRIERS = WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8;
+static_assert(SHARED_BYTES == 1024 + TURN_BARRIERS + TEAMS * 8, "the plan and the kernel must agree");
 
-constexpr int MULTIPLYING = 128 * WARPGROUPS, ASKING = 64;
+constexpr int TEAM_WARPS = 4 * WARPGROUPS, MULTIPLYING = 32 * TEAM_WARPS * TEAMS, ASKING = 64;
+static_assert(TEAMS == 1 || SPLITS == 1);
 
 using InputRing = StageRing<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = StageRing<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
@@ -117,12 +120,7 @@ struct Work {
   __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
 };
 
-/// Work of this block: body(work) for each.
-template <class Body>
-__device__ __forceinline__ void each_work(int works, const Body& body) {
-  for (int index = blockIdx.x; index < works; index += gridDim.x) body(Work(index));
-}
-
+#include "teams.cuh"
 #include "grad_input_boxes_store.cuh"
 
 // ---- those that ask ----------------------------------------------------------------------------------------------
@@ -169,7 +167,7 @@ __device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
 }
 
 __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int batch, int works) {
-  const int warpgroup = threadIdx.x / 128;
+  const int warpgroup = threadIdx.x / 128 % WARPGROUPS;
   const int warpgroup_pixel =
       DENSE ? warpgroup * WARPGROUP_CELLS
             : (warpgroup / WARPGROUPS_H * (TILE_N * WARPGROUPS_H / WARPGROUPS) * BOX_H + warpgroup % WARPGROUPS_H * (TILE_H / WARPGROUPS_H)) * BOX_W;
@@ -177,7 +175,14 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
 
   InputRing input(shared);
   WeightRing weights(shared);
-  each_work(works, [&](const Work& work) {
+  const int team = threadIdx.x / (32 * TEAM_WARPS);
+  const auto skip_work = [&] {
+    input.skip<CHUNKS * SLICES>();
+    weights.skip<CHUNKS * TAPS>();
+  };
+  if (TEAMS > 1 && team > 0) skip_work();
+  Turns<TEAMS> turns(shared + TURN_BARRIERS, team);
+  const auto compute = [&](const Work& work) {
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
     Sums sums;
 #pragma unroll
@@ -187,6 +192,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
     bool first = true;
     // One chunk at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
     u32 chunks = ptx::pinned(work.end_chunk() - work.first_chunk());
+    turns.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
@@ -215,6 +221,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
         input.advance();
       }
     } while (--chunks > 0);
+    turns.pass();
     ptx::wait_multiplies<0>();
     // Else the compiler reads them as bits before.
 #pragma unroll
@@ -223,6 +230,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) asm volatile("" : "+f"(sums.of[m][i]));
     release(weights.empty_before());
     release(input.empty_before());
+    if constexpr (TEAMS > 1) skip_work();
 
     Out* to = output;
     if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
@@ -231,7 +239,8 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
     } else {
       store_nchw(sums, to, work, batch);
     }
-  });
+  };
+  each_work(works, compute, team, TEAMS);
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
@@ -243,13 +252,14 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     InputRing input(shared);
     for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
       ptx::set_up_barrier(input.full(), 1);
-      ptx::set_up_barrier(input.empty(), MULTIPLYING / 32);
+      ptx::set_up_barrier(input.empty(), TEAM_WARPS);
     }
     WeightRing weights(shared);
     for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
       ptx::set_up_barrier(weights.full(), 1);
-      ptx::set_up_barrier(weights.empty(), MULTIPLYING / 32);
+      ptx::set_up_barrier(weights.empty(), TEAM_WARPS);
     }
+    Turns<TEAMS>::set_up(shared + TURN_BARRIERS, TEAM_WARPS);
     ptx::publish_barriers();
   }
   __syncthreads();

@@ -18,7 +18,7 @@ struct Cell {
 };
 __device__ __forceinline__ Cell cell_of_row(const Work& work, int batch, int m, int row) {
   constexpr int WARPGROUP_H = TILE_H / WARPGROUPS_H, WARPGROUP_N = TILE_N / (WARPGROUPS / WARPGROUPS_H);
-  const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128;
+  const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 % WARPGROUPS;
   const int place = m * MULTIPLY_PLACES + (warp * 2 + row / 8) * GROUP_PLACES + row % 8;
   if constexpr (DENSE) {
     const int cell = work.row * OUT_WIDTH + work.col + warpgroup * WARPGROUP_CELLS + place;

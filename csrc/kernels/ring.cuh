@@ -24,4 +24,14 @@ struct StageRing {
       parity ^= 1;
     }
   }
+  /// Past so many stages that are somebody else's.
+  template <int COUNT>
+  __device__ __forceinline__ void skip() {
+    stage += COUNT % STAGES;
+    parity ^= COUNT / STAGES % 2;
+    if (stage >= STAGES) {
+      stage -= STAGES;
+      parity ^= 1;
+    }
+  }
 };

@@ -19,30 +19,22 @@ MOST_INPUT_STAGES = 8
 MOST_WEIGHT_STAGES = 12
 #: Of a block, beside those that multiply.
 ASKING_THREADS = 64
-#: Fitted to what was measured (benchmarks/NOTES.md): clocks that 64 cells take to be multiplied by 256 channels, one
-#: tap of one chunk; bytes a clock from the L2 to each multiprocessor, and of its outputs to the memory.
-MULTIPLY_CLOCKS = 560
+#: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk; bytes a clock from the L2 to each
+#: multiprocessor (measured, benchmarks/NOTES.md), and of its outputs to the memory (fitted).
+MULTIPLY_CLOCKS = 512
 FILL_BYTES = 38
 STORE_BYTES = 14
 #: With so few steps (a tap of a chunk) to a tile it should be small: what is left to store when nothing is left to
 #: multiply counts for more than the filling.
 FEW_STEPS = 24
 SMALL = 128 * 128
+#: Two teams: up to so many steps to a tile for each byte of an output (they hide its stores), where the last round of
+#: tiles leaves few multiprocessors idle.
+TEAM_STEPS = 9
+TEAM_SHARE = 0.9
 #: Bytes a clock of the memory, and clocks that a launch costs.
 MEMORY_BYTES = 2300
 LAUNCH_CLOCKS = 5000
-MOST_INPUT_STAGES = 8
-MOST_WEIGHT_STAGES = 12
-#: Of a block, beside those that multiply.
-ASKING_THREADS = 64
-#: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk; and bytes a clock from the L2 to
-#: each multiprocessor (measured, benchmarks/NOTES.md).
-MULTIPLY_CLOCKS = 512
-FILL_BYTES = 38
-#: Of the memory, of the whole GPU; clocks that a launch costs, and a tile beside its multiplies.
-MEMORY_BYTES = 2300
-LAUNCH_CLOCKS = 5000
-TILE_CLOCKS = 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +58,8 @@ class BoxTile:
     weight_stages: int = 3
     splits: int = 1
     dense: bool = False
+    #: Of so many warpgroups, each with tiles of its own.
+    teams: int = 1
 
     @property
     def cells(self) -> int:
@@ -78,11 +72,12 @@ class BoxTile:
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + ASKING_THREADS
+        return 128 * self.warpgroups * self.teams + ASKING_THREADS
 
     def __str__(self) -> str:
         cells = self.cells if self.dense else f"{self.images}x{self.rows}x{self.cols}"
         text = f"{cells} cells x {self.channels} channels, {self.warpgroups} warpgroups"
+        text += f", {self.teams} teams" if self.teams > 1 else ""
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -133,7 +128,7 @@ def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
         1024
         + tile.input_stages * (-(-input_bytes(problem, tile) // 1024) * 1024 + 16)
         + tile.weight_stages * (tile.channels * ROW_BYTES + 16)
-        + tile.warpgroups * 64 * ROW_BYTES
+        + tile.teams * (tile.warpgroups * 64 * ROW_BYTES + 8)
     )
 
 
@@ -176,18 +171,36 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
 def ranked(problem: StridedProblem, device: Device) -> list[BoxTile]:
     """All tiles, the one expected to be the fastest first."""
 
-    def rank(tile: BoxTile) -> tuple[bool, float]:
+    def rank(tile: BoxTile) -> tuple[bool, bool, bool, float]:
         few = problem.geometry.taps * chunks(problem) // tile.splits <= FEW_STEPS
-        return few and tile.cells * tile.channels > SMALL, clocks(problem, tile, device.multiprocessors)
+        large = few and tile.cells * tile.channels > SMALL
+        # Rows of a flat map that are cut into tiles, and the others: what was measured with teams is in this order.
+        cut = tile.teams > 1 and not tile.dense
+        return tile.teams == 1, cut, large, clocks(problem, tile, device.multiprocessors)
 
-    return sorted(tiles(problem, device), key=rank)
+    return sorted((tile for tile in tiles(problem, device) if _teams_pay(problem, tile, device)), key=rank)
+
+
+def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
+    """Whether a tile has one team, or two that were measured to be the faster."""
+    if tile.teams == 1:
+        return True
+    works = work_count(problem, tile)
+    turns = -(-works // device.multiprocessors)
+    return (
+        tile.m_tiles == 2
+        and problem.geometry.taps * chunks(problem) <= TEAM_STEPS * problem.item
+        and turns > 1
+        and works >= TEAM_SHARE * turns * device.multiprocessors
+    )
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
     """Tiles that the kernel can compute the problem with, in no order."""
     for shape in dict.fromkeys(_shapes(problem)):
         for splits in (1, 2, 4):
-            if splits > 1 and (problem.geometry.groups > 1 or splits > chunks(problem)):
+            one = problem.geometry.groups == 1 and shape.teams == 1
+            if splits > 1 and (not one or splits > chunks(problem)):
                 continue
             staged = _with_stages(problem, replace(shape, splits=splits), device)
             if staged is not None:
@@ -226,6 +239,8 @@ def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
                 made = replace(shape, channels=width)
                 if _fits_engine(problem, made):
                     yield made
+                    if warpgroups == 1 and m_tiles * width == 256:
+                        yield replace(made, teams=2)
 
 
 def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:

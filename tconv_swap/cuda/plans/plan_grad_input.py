@@ -1,6 +1,6 @@
 """Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
-kernels, else from channels_last by plan_grad_input_boxes.py, and by csrc/kernels/grad_input_wgmma.cu and
-grad_input_tile.cu. Pure functions of data."""
+kernels, else what the copy engine can bring by plan_grad_input_boxes.py (channels_last) and plan_grad_input_unfolded.py
+(NCHW), and the rest by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu. Pure functions of data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product
 
-from tconv_swap.cuda.plans import plan_grad_input_boxes, plan_tile, tile_choice
+from tconv_swap.cuda.plans import (
+    plan_grad_input_boxes,
+    plan_grad_input_unfolded,
+    plan_tile,
+    tile_choice,
+)
 from tconv_swap.cuda.plans.grad_input_layout import (
     StridedProblem,
     as_convolution,
@@ -80,15 +85,16 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         return [
             Part(one.family, one.why, _reading_backward(one.launches), one.workspace_bytes) for one in made
         ]
-    boxes = []
+    copied = []
     # Not measured for a map of one pixel, which has no stride.
     if problem.geometry.stride != (1, 1):
-        boxes = plan_grad_input_boxes.part_candidates(convolution, device, max(1, count // 2))
-    count -= len(boxes)
+        for family in (plan_grad_input_boxes, plan_grad_input_unfolded):
+            copied += family.part_candidates(convolution, device, max(1, count // 2))
+    count -= len(copied)
     if not claims(convolution, device):
-        return boxes
+        return copied
     tiles = islice(dict.fromkeys(candidates(convolution, device)), count)
-    return [*boxes, *(part_with_tile(convolution, tile, device.multiprocessors) for tile in tiles)]
+    return [*copied, *(part_with_tile(convolution, tile, device.multiprocessors) for tile in tiles)]
 
 
 def as_forward(problem: Problem) -> TileProblem:

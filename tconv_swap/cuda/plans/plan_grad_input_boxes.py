@@ -33,7 +33,7 @@ FAMILY = "box tile"
 MOST_TAPS = 64
 #: Of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply is padding.
 LEAST_CHANNELS = 32
-_ELEMENT_KINDS = {
+ELEMENT_KINDS = {
     "TF32": ElementKind.TFLOAT32,
     "FP16": ElementKind.FLOAT16,
     "BF16": ElementKind.BFLOAT16,
@@ -47,7 +47,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     geometry = problem.geometry
     if device.architecture != "sm_90a" or geometry.batch == 0:
         return False
-    if problem.dtype == torch.float64 or problem.precision not in _ELEMENT_KINDS:
+    if problem.dtype == torch.float64 or problem.precision not in ELEMENT_KINDS:
         return False
     if not (problem.input_channels_last and problem.weight_channels_last):
         return False
@@ -113,6 +113,7 @@ def part_with_tile(
         ("TILES_W", tiles_w),
         ("M_TILES", tile.m_tiles),
         ("WARPGROUPS", tile.warpgroups),
+        ("TEAMS", tile.teams),
         ("WARPGROUPS_H", tile.warpgroups_h),
         ("BLOCK_CHANNELS", tile.channels),
         *boxes_tile.pitches(problem, tile).items(),
@@ -175,7 +176,7 @@ def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> 
     steps = (1, 1, step_w, step_h, 1)
     return TensorMap(
         base,
-        _ELEMENT_KINDS[problem.precision],
+        ELEMENT_KINDS[problem.precision],
         sizes if grouped else _without_groups(sizes),
         strides if grouped else strides[1:],
         box if grouped else _without_groups(box),
@@ -194,7 +195,7 @@ def _weight_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> Tenso
     channels = geometry.out_channels_per_group
     return TensorMap(
         base,
-        _ELEMENT_KINDS[problem.precision],
+        ELEMENT_KINDS[problem.precision],
         (geometry.in_channels_per_group, geometry.taps, channels, geometry.groups),
         (group, geometry.taps * group, channels * geometry.taps * group),
         (boxes_tile.ROW_BYTES // problem.item, 1, tile.channels, 1),
