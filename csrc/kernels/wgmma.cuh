@@ -129,27 +129,37 @@ __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
   }
 }
 
-/// The same for TF32 with A in registers: a[0..3] = rows (g, g + 8, g, g + 8) of k (t, t, t + 4, t + 4) of warp w's 16.
-template <int N>
+/// The same, along k, with A in registers: a[0..3] = rows (g, g + 8, g, g + 8) of words (t, t, t + 4, t + 4) of k of warp
+/// w's 16.
+template <int N, int PRECISION = TF32>
 __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)[4], u64 b) {
   static_assert(N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256);
-#define TCONV_WGMMA_REGISTERS(N, OPERANDS, REGISTERS, A, B)                                                        \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k8.f32.tf32.tf32 {" OPERANDS "}, {" A "}, " B ", 1, 1, 1;"   \
-               : REGISTERS : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#define TCONV_WGMMA_REGISTERS_OF(N, TYPES, OPERANDS, A, B, MAJOR, ...)                                             \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" OPERANDS "}, {" A "}, " B ", 1, 1, 1" MAJOR ";"    \
+               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+#define TCONV_WGMMA_REGISTERS(N, OPERANDS, A, B, ...)                                                              \
+  if constexpr (PRECISION == FP16) {                                                                               \
+    TCONV_WGMMA_REGISTERS_OF(N, "k16.f32.f16.f16", OPERANDS, A, B, ", 0", __VA_ARGS__);                          \
+  } else if constexpr (PRECISION == BF16) {                                                                        \
+    TCONV_WGMMA_REGISTERS_OF(N, "k16.f32.bf16.bf16", OPERANDS, A, B, ", 0", __VA_ARGS__);                        \
+  } else {                                                                                                         \
+    TCONV_WGMMA_REGISTERS_OF(N, "k8.f32.tf32.tf32", OPERANDS, A, B, "", __VA_ARGS__);                            \
+  }
   if constexpr (N == 32) {
-    TCONV_WGMMA_REGISTERS(32, TCONV_O16, TCONV_R16(0), "%16, %17, %18, %19", "%20")
+    TCONV_WGMMA_REGISTERS(32, TCONV_O16, "%16, %17, %18, %19", "%20", TCONV_R16(0))
   } else if constexpr (N == 64) {
-    TCONV_WGMMA_REGISTERS(64, TCONV_O32, TCONV_R32, "%32, %33, %34, %35", "%36")
+    TCONV_WGMMA_REGISTERS(64, TCONV_O32, "%32, %33, %34, %35", "%36", TCONV_R32)
   } else if constexpr (N == 96) {
-    TCONV_WGMMA_REGISTERS(96, TCONV_O48, TCONV_R48, "%48, %49, %50, %51", "%52")
+    TCONV_WGMMA_REGISTERS(96, TCONV_O48, "%48, %49, %50, %51", "%52", TCONV_R48)
   } else if constexpr (N == 192) {
-    TCONV_WGMMA_REGISTERS(192, TCONV_O96, TCONV_R96, "%96, %97, %98, %99", "%100")
+    TCONV_WGMMA_REGISTERS(192, TCONV_O96, "%96, %97, %98, %99", "%100", TCONV_R96)
   } else if constexpr (N == 128) {
-    TCONV_WGMMA_REGISTERS(128, TCONV_O64, TCONV_R64, "%64, %65, %66, %67", "%68")
+    TCONV_WGMMA_REGISTERS(128, TCONV_O64, "%64, %65, %66, %67", "%68", TCONV_R64)
   } else {
-    TCONV_WGMMA_REGISTERS(256, TCONV_O128, TCONV_R128, "%128, %129, %130, %131", "%132")
+    TCONV_WGMMA_REGISTERS(256, TCONV_O128, "%128, %129, %130, %131", "%132", TCONV_R128)
   }
 #undef TCONV_WGMMA_REGISTERS
+#undef TCONV_WGMMA_REGISTERS_OF
 }
 
 #undef TCONV_WGMMAS
