@@ -88,6 +88,15 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return value;
 }
 
+/// Zero without the condition, and nothing is read.
+__device__ __forceinline__ u32 load_shared_if(bool condition, u32 address) {
+  u32 value;
+  asm volatile("{\n .reg .pred there;\n setp.ne.u32 there, %2, 0;\n mov.b32 %0, 0;\n @there ld.shared.u32 %0, [%1];\n}"
+               : "=&r"(value)
+               : "r"(address), "r"(static_cast<u32>(condition)));
+  return value;
+}
+
 __device__ __forceinline__ uint4 load_shared_vector(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

@@ -22,6 +22,7 @@ from tconv_swap.cuda.plans import (
     plan_narrow_grad_input,
     plan_narrow_grad_weight,
     plan_pixel,
+    plan_strips,
     plan_tile,
 )
 from tconv_swap.cuda.problem import Device, Problem
@@ -51,14 +52,15 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
 
     Maps of one pixel are a plain product. Of the rest the narrow kernels take what memory bounds or what has few
     channels in a group, on tensor cores where these can be filled (with few output channels as a product that is
-    then folded); the halo-tile kernels what has channels enough to fill a tile of the tensor cores; the general
-    kernels what remains, and all of float64.
+    then folded); strips large images of stride 1 in NCHW; the halo-tile kernels what has channels enough to fill a
+    tile of the tensor cores; the general kernels what remains, and all of float64.
     """
     families = (
         plan_pixel.plan_forward,
         plan_fold.plan_forward,
         plan_cells.plan_forward,
         plan_narrow.plan_forward,
+        plan_strips.plan_forward,
         plan_tile.plan_forward,
     )
     for family in families:
@@ -72,6 +74,7 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
     """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
     families = (
         plan_tile.plan_candidates(problem, has_bias, device, count),
+        plan_strips.plan_candidates(problem, has_bias, device, count),
         plan_fold.plan_candidates(problem, has_bias, device, count),
         plan_cells.plan_candidates(problem, has_bias, device, count),
         plan_narrow.plan_candidates(problem, has_bias, device, count),

@@ -1,16 +1,18 @@
 """Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
-kernels, else what the copy engine can bring by plan_grad_input_boxes.py (channels_last) and plan_grad_input_unfolded.py
-(NCHW), and the rest by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu. Pure functions of data."""
+kernels (plan_strips.py, plan_tile.py), else what the copy engine can bring by plan_grad_input_boxes.py (channels_last)
+and plan_grad_input_unfolded.py (NCHW), and the rest by csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu. Pure
+functions of data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice, product
+from itertools import islice, product, zip_longest
 
 from tconv_swap.cuda.plans import (
     plan_grad_input_boxes,
     plan_grad_input_unfolded,
+    plan_strips,
     plan_tile,
     tile_choice,
 )
@@ -32,6 +34,7 @@ from tconv_swap.cuda.program import (
     Kernel,
     Launch,
     Part,
+    Plan,
     input_,
     int64,
     output,
@@ -76,14 +79,17 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     convolution = as_convolution(problem)
     if convolution.step == (1, 1):
         posed = as_forward(problem)
-        if not plan_tile.claims(posed, device):
-            return []
-        made = (
-            plan_tile.plan_with_tile(*tile, device.multiprocessors)
-            for tile in islice(dict.fromkeys(tile_choice.candidates(posed, device)), count)
-        )
+        first: list[Plan | Part] = [*plan_strips.part_candidates(posed, device, count)]
+        second: list[Plan | Part] = []
+        if plan_tile.claims(posed, device):
+            found = islice(dict.fromkeys(tile_choice.candidates(posed, device)), count)
+            second = [plan_tile.plan_with_tile(*tile, device.multiprocessors) for tile in found]
+        if not plan_strips.preferred(posed, device):
+            first, second = second, first
+        made = [one for both in zip_longest(first, second) for one in both if one is not None]
         return [
-            Part(one.family, one.why, _reading_backward(one.launches), one.workspace_bytes) for one in made
+            Part(one.family, one.why, reading_backward(one.launches), one.workspace_bytes)
+            for one in made[:count]
         ]
     copied = []
     # Not measured for a map of one pixel, which has no stride.
@@ -128,7 +134,7 @@ def as_forward(problem: Problem) -> TileProblem:
     return replace(posed, of_grad_input=True)
 
 
-def _reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
     """Launches that read (input, weight, bias), made to read (grad_output, input, weight)."""
 
     def placed(argument: Argument) -> Argument:
@@ -332,7 +338,7 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
     return Part(
         FAMILY,
         f"{problem.precision} tensor cores, {tile}",
-        _reading_backward(tuple(launches)),
+        reading_backward(tuple(launches)),
         packed_bytes + (count * 4 * tile.splits if tile.splits > 1 else 0),
     )
 

@@ -1,7 +1,7 @@
 """Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
 
 What the copy engine can bring is planned by plan_grad_weight_boxes, strided layers with many channels in TF32 by
-plan_grad_weight_{direct,rows,turned}.
+plan_grad_weight_{direct,rows,turned}, those of stride 1 by plan_grad_weight_strips.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from tconv_swap.cuda.plans import (
     plan_grad_weight_boxes,
     plan_grad_weight_direct,
     plan_grad_weight_rows,
+    plan_grad_weight_strips,
     plan_grad_weight_turned,
 )
 from tconv_swap.cuda.plans.grad_weight_candidates import best_tile, candidates, registers
@@ -52,6 +53,8 @@ LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
 LEAST_MULTIPLIES_OF_A_PIXEL = 200
 #: The same from which parting grad_output first is the faster.
 MOST_MULTIPLIES_OF_A_PIXEL = 4096
+#: At stride 1: channels on either side of a group, and work, from which strips were measured to be the faster.
+STRIPS_CHANNELS, STRIPS_MACS = 32, 1 << 35
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
 
@@ -69,6 +72,8 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
+    if strips := _down_strips(problem, device, with_bias, count):
+        return strips
     as_it_lies, along_lines = _as_it_lies(problem), _along_pixels(problem)
     preferred = as_it_lies or along_lines
     along_pixels: list[Part] = []
@@ -89,6 +94,19 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     if preferred:
         return along_pixels[: count - len(others)] + others
     return others + along_pixels[: count - len(others)]
+
+
+def _down_strips(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Those of plan_grad_weight_strips, where they were measured to be the faster, and some others for whoever
+    measures; else none. The bias they leave to a pass of its own, which may take what they gain."""
+    g = problem.geometry
+    channels = min(g.in_channels_per_group, g.out_channels_per_group)
+    if with_bias or channels < STRIPS_CHANNELS or g.macs < STRIPS_MACS:
+        return []
+    strips = plan_grad_weight_strips.part_candidates(problem, device, count)
+    if not strips or not plan_grad_weight_strips.preferred(problem, device):
+        return []
+    return strips[: count - count // 2] + _across_pixels(problem, device, False, count // 2)
 
 
 def _across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:

@@ -21,6 +21,7 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
 from tconv_swap.cuda.plans.plan_general import reduce_slices
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
+    ELEMENT_TYPES,
     Argument,
     Constant,
     ElementKind,
@@ -316,6 +317,7 @@ def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
         "grad_weight_rows_reduce.cu",
         "grad_weight_rows_reduce",
         (
+            ("Element", ELEMENT_TYPES[problem.dtype]),
             *g.layer_constants,
             ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
             ("SHARERS", sharers),

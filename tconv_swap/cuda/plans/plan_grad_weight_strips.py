@@ -1,0 +1,185 @@
+"""Plans of csrc/kernels/grad_weight_strips.cu: the gradient of the weight at stride 1 (sm_90a)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from tconv_swap.cuda.plans.grad_weight_rows_tile import weight_bytes
+from tconv_swap.cuda.plans.grad_weight_strips_tile import (
+    BOX_BYTES,
+    BOX_CHANNELS,
+    StripTile,
+    alignment,
+    candidates,
+    expected_clocks,
+    in_lines,
+    output_channels,
+    output_pixels,
+    planes_of,
+    raw_slots,
+    shared_bytes,
+    tiles_of,
+)
+from tconv_swap.cuda.plans.plan_grad_weight_rows import reduce
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    ELEMENT_TYPES,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    int64,
+    output,
+    tensor_map,
+    workspace,
+)
+
+_FAMILY = "weight strips"
+#: Threads that ask for rows: as many as share registers.
+_FILL_THREADS = 128
+_KINDS = {
+    torch.float32: ElementKind.TFLOAT32,
+    torch.float16: ElementKind.FLOAT16,
+    torch.bfloat16: ElementKind.BFLOAT16,
+}
+#: As the kernel counts them.
+_PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+#: Pixels are counted in 32 bits.
+_INT32_LIMIT = 2**31
+
+
+def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first. Inputs: grad_output, input (16-byte
+    aligned). Output: the gradient of the weight.
+
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more.
+    """
+    if not claims(problem, device):
+        return []
+    tiles = sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
+    return [plan_with_tile(problem, tile) for tile in tiles[:count]]
+
+
+def preferred(problem: Problem, device: Device) -> bool:
+    """Whether large problems that are claimed were measured to be faster so: of 16 bits only where the best tile holds
+    all input channels, so that grad_output comes once."""
+    tiles = candidates(problem, device)
+    best = min(tiles, key=lambda tile: expected_clocks(problem, tile, device))
+    return problem.dtype == torch.float32 or best.channels >= problem.geometry.in_channels_per_group
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or problem.dtype not in _KINDS:
+        return False
+    if problem.dtype == torch.float32 and problem.precision != "tf32":
+        return False
+    if g.batch == 0 or g.stride != (1, 1) or g.dilation != (1, 1):
+        return False
+    unit, planes = alignment(problem), planes_of(problem)
+    if problem.channels_last:
+        if (
+            problem.dtype != torch.float32
+            or g.in_channels_per_group % unit
+            or g.out_channels_per_group % unit
+        ):
+            return False
+    elif g.width % unit or (in_lines(problem) and (g.padding[1] > 0 or g.out_channels_per_group % planes)):
+        return False
+    pixels = max(g.height * g.width, g.out_height * g.out_width)
+    return max(pixels * planes, g.batch * (g.out_height + 8) * g.width) < _INT32_LIMIT
+
+
+def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
+    """Of the input and of grad_output. NCHW: [n][channel][row][pixel], or for grad_output in lines
+    [n][channel of a plane][pixel of all rows and planes]; channels_last: [n][row][pixel][channel]."""
+    g = problem.geometry
+    channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
+    item, planes = problem.dtype.itemsize, planes_of(problem)
+    one = (1, 1, 1, 1)
+
+    def mapped(index: int, sizes: Sequence[int], box: Sequence[int], swizzle_bytes: int) -> TensorMap:
+        strides = tuple(accumulate((item * sizes[0], *sizes[1:-1]), operator.mul))
+        return TensorMap(
+            input_(index),
+            _KINDS[problem.dtype],
+            tuple(sizes),
+            strides,
+            tuple(box),
+            one[: len(sizes)],
+            swizzle_bytes,
+        )
+
+    if problem.channels_last:
+        return (
+            mapped(1, (g.in_channels, g.width, g.height, g.batch), (BOX_CHANNELS, tile.strip, 1, 1), 0),
+            mapped(
+                0, (g.out_channels, g.out_width, g.out_height, g.batch), (BOX_CHANNELS, pixels, 1, 1), 128
+            ),
+        )
+    into = mapped(
+        1,
+        (g.width, g.height, g.in_channels, g.batch),
+        (BOX_BYTES // item, 1, tile.channels, 1),
+        BOX_BYTES,
+    )
+    if in_lines(problem):
+        size = planes * g.out_height * g.out_width
+        return into, mapped(0, (size, g.out_channels // planes, g.batch), (pixels, channels // planes, 1), 0)
+    return into, mapped(0, (g.out_width, g.out_height, g.out_channels, g.batch), (pixels, 1, channels, 1), 0)
+
+
+def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
+    """The plan that computes the problem with this tile."""
+    g = problem.geometry
+    direct = tile.slices == 1 and problem.weight_channels_last and problem.dtype == torch.float32
+    shared = shared_bytes(problem, tile)
+    kernel = Kernel(
+        "grad_weight_strips.cu",
+        "grad_weight_strips",
+        (
+            ("Element", ELEMENT_TYPES[problem.dtype]),
+            ("PRECISION", _PRECISIONS[problem.dtype]),
+            *g.constants,
+            ("CHANNELS_LAST", problem.channels_last),
+            ("LINES", in_lines(problem)),
+            ("PLANES", planes_of(problem)),
+            ("TILE_TAP_ROWS", tile.tap_rows),
+            ("TILE_CI", tile.channels),
+            ("WARPGROUPS", tile.warpgroups),
+            ("UNITS", tile.units),
+            ("STRIP", tile.strip),
+            ("SEGMENT", tile.segment),
+            ("FLUSH", tile.flush),
+            ("SLOTS", tile.slots),
+            ("OUTPUT_CHANNELS", output_channels(problem, tile)),
+            ("OUTPUT_PITCH", output_pixels(problem, tile)),
+            ("RAW_SLOTS", raw_slots(problem)),
+            ("SHARED_BYTES", shared),
+        ),
+    )
+    main = Launch(
+        kernel,
+        grid=tiles_of(g, tile) * tile.slices,
+        block=128 * tile.warpgroups + _FILL_THREADS,
+        arguments=(
+            tensor_map(0),
+            tensor_map(1),
+            output(0) if direct else workspace(0),
+            int64(g.batch),
+            int64(tile.slices),
+        ),
+        shared_bytes=shared,
+        tensor_maps=_maps(problem, tile),
+    )
+    if direct:
+        return Part(_FAMILY, f"wgmma, {tile}", (main,), 0)
+    launches = (main, reduce(problem, tile.slices, 0))
+    return Part(_FAMILY, f"wgmma, {tile}", launches, tile.slices * weight_bytes(g))
