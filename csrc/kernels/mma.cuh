@@ -30,6 +30,13 @@ __device__ __forceinline__ u32 round_to_tf32(u32 bits) {
   return result;
 }
 
+/// The same, ties to even, in one instruction (sm_90).
+__device__ __forceinline__ u32 round_to_nearest_tf32(u32 bits) {
+  u32 result;
+  asm("cvt.rn.tf32.f32 %0, %1;" : "=r"(result) : "f"(__uint_as_float(bits)));
+  return result;
+}
+
 /// What rounding `value` to `high` left over, itself rounded to TF32.
 __device__ __forceinline__ u32 low_part(float value, u32 high) {
   return round_to_tf32(__float_as_uint(value - __uint_as_float(high)));

@@ -46,6 +46,20 @@ __device__ __forceinline__ void arrive_in_cluster(u32 barrier, u32 block) {
       "r"(block)
       : "memory");
 }
+/// Four floats at the same address of a block of the cluster.
+__device__ __forceinline__ float4 load_of_cluster(u32 address, u32 block) {
+  float4 v;
+  asm volatile(
+      "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n"
+      " ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [there];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(address), "r"(block)
+      : "memory");
+  return v;
+}
+/// The two halves of meeting all threads of all blocks of the cluster.
+__device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 /// By all threads of all blocks of the cluster.
 __device__ __forceinline__ void meet_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");

@@ -22,6 +22,7 @@ from tconv_swap.cuda.plans import (
     plan_narrow_grad_input,
     plan_narrow_grad_weight,
     plan_pixel,
+    plan_pixel_gradients,
     plan_strips,
     plan_tile,
 )
@@ -124,10 +125,11 @@ def _in_turn(*families: list[_T]) -> list[_T]:
 @lru_cache(maxsize=256)
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
-    arranged = plan_arrange.plan_backward(problem, output_mask, device)
-    return (
-        arranged or _depthwise(problem, output_mask, device) or _direct_backward(problem, output_mask, device)
-    )
+    for family in (plan_pixel_gradients.plan_backward, plan_arrange.plan_backward, _depthwise):
+        made = family(problem, output_mask, device)
+        if made is not None:
+            return made
+    return _direct_backward(problem, output_mask, device)
 
 
 def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
