@@ -144,6 +144,60 @@ def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
         assert not made.launches[0].overlaps_previous
 
 
+CROP = Geometry(16, 256, 14, 14, 256, (2, 2), (2, 2))
+DECODER = Geometry(8, 256, 64, 64, 128, (3, 3), (2, 2), (1, 1), (1, 1))
+FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "launched", "pixels"),
+    [
+        (CROP, torch.float16, ["pack_weights", "arrange", "forward_boxes"], False),
+        (DECODER, torch.float32, ["pack_weights", "arrange", "forward_boxes"], False),
+        (replace(DECODER, width=63), torch.bfloat16, ["pack_weights", "arrange", "forward_boxes"], False),
+        (replace(CROP, height=16, width=16), torch.float16, ["pack_weights", "forward_boxes"], True),
+        (
+            replace(CROP, height=16, width=16),
+            torch.float32,
+            ["pack_weights", "arrange", "forward_boxes"],
+            False,
+        ),
+        (FEW, torch.float32, ["pack_weights", "forward_wgmma"], False),  # each input is read once anyhow
+        (
+            replace(DECODER, stride=(1, 1), output_padding=(0, 0)),
+            torch.float32,
+            ["pack_weights", "forward_wgmma"],
+            False,
+        ),
+        (DECODER.with_batch(1024), torch.float32, ["pack_weights", "forward_wgmma"], False),  # 4 GiB
+    ],
+    ids=str,
+)
+def test_which_nchw_inputs_boxes_bring(
+    geometry: Geometry, dtype: torch.dtype, launched: list[str], pixels: bool
+) -> None:
+    made = plan.plan_forward(plan.Problem(geometry, dtype, "tf32", False, False), True, H200)
+    assert [one.kernel.entry for one in made.launches] == launched
+    assert dict(made.launches[-1].kernel.constants)["PIXEL_BOXES"] == pixels
+    assert not made.launches[0].overlaps_previous
+    assert all(one.overlaps_previous for one in made.launches[1:])
+
+
+def test_the_copy_of_the_input_lies_behind_the_weights() -> None:
+    made = plan.plan_forward(plan.Problem(DECODER, torch.float32, "tf32", False, False), True, H200)
+    _, copying, forward = made.launches
+    place = copying.arguments[1]
+    assert forward.tensor_maps[0].base == place
+    weights = 4 * 256 * 128 * 9
+    assert place.kind is ArgumentKind.WORKSPACE
+    assert place.value >= weights
+    assert place.value % 16 == 0
+    assert made.workspace_bytes == place.value + 4 * 8 * 256 * 64 * 64
+    _, frozen = made.without_packing(4) or pytest.fail("the weight cannot be kept")
+    assert [one.overlaps_previous for one in frozen.launches] == [False, True]
+    assert frozen.workspace_bytes == 4 * 8 * 256 * 64 * 64
+
+
 def test_ieee_has_no_boxes() -> None:
     geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
     made = plan.plan_forward(plan.Problem(geometry, torch.float32, "ieee", True, True), True, H200)

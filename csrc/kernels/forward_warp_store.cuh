@@ -1,12 +1,15 @@
 // One warp's sums to output, with no other warp: bias added, in runs that fill sectors of 32 bytes.
 //
 // channels_last: straight from the registers; eight lanes hold 16 neighbouring channels of a pixel. NCHW: by way of
-// shared memory of the warp's own, a part of its cells at a time, so that whole pieces of rows leave together.
+// shared memory of the warp's own, a part of its cells and channels at a time, so that whole pieces of rows leave together.
+//
+// BY_ROWS (NCHW): a part is whole rows of cells, and what leaves at once fills whole sectors of memory, wherever rows begin.
 #pragma once
 
 constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
 
-// ---- what one part is: PART_COLS fragments of PART_LINES lines, of 8 channels; a line is a row of fragments of one image
+// ---- what one part is: PART_COLS fragments of PART_LINES lines of PART_CHANNELS channels (8 or 16); a line is a row of
+// fragments of one image
 
 constexpr int OUT_PER_WORD = 4 / sizeof(Out);
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }

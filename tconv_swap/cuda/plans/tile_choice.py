@@ -24,13 +24,17 @@ REGISTERS = 65536
 #: way there. A thread that multiplies gets what the others leave, and needs 168 for 128 sums.
 FILL_REGISTERS = 96
 FILL_BUDGET = 40
+#: What threads that fill by loads leave of a multiprocessor's memory to its cache: a stage more was slower without.
+LOADS_BYTES = 6144
 #: Outputs for each weight from which packed weights are the faster in 16 bits, although packing takes time.
 PACKING_PAYS = 8
 #: Registers of a thread that turns boxes; stages of turned and of raw chunks, as many as fit.
 TURN_REGISTERS = 72
 TURNED_STAGES = ((4, 4), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2))
-#: Fragments of one multiply along a row of cells, of tiles of whole rows; bytes of a warp's part of their outputs.
+#: Fragments of one multiply along a row of cells, of tiles of whole rows; the stages they must have room for; bytes of
+#: a warp's part of their outputs.
 ROW_FRAGMENTS = (9, 8, 7)
+ROW_STAGES = 3
 ROW_PART_BYTES = 16384
 #: The latter where tiles of narrow maps want all the memory there is.
 NARROW_PART_BYTES = 2048
@@ -77,10 +81,13 @@ def fits_device(problem: TileProblem, tile: Tile, device: Device) -> bool:
     """Whether the tile finds room for its stages, its boxes and its registers."""
     if tile.boxes and max(box_shape(problem, tile)) > BOX_MOST:
         return False
-    if tile.wgmma and not tile.boxes and fill_registers(problem, tile) > FILL_BUDGET:
-        return False
-    taken = tile.blocks_per_multiprocessor * (shared_bytes(problem, tile) + 1024)
-    return taken <= device.shared_memory_per_block + 1024
+    room = device.shared_memory_per_block + 1024
+    if tile.wgmma and not tile.boxes:
+        if fill_registers(problem, tile) > FILL_BUDGET:
+            return False
+        if tile.raw_stages == 0:
+            room -= LOADS_BYTES
+    return tile.blocks_per_multiprocessor * (shared_bytes(problem, tile) + 1024) <= room
 
 
 def _stacked(problem: TileProblem) -> TileProblem:
@@ -196,7 +203,7 @@ def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
         if not problem.output_channels_last:
             tile = replace(tile, part_bytes=ROW_PART_BYTES, by_rows=True)
         deep = deepest_stages(problem, tile, device)
-        if deep is not None:
+        if deep is not None and deep.stages >= ROW_STAGES:
             yield deep
 
 
