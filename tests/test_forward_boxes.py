@@ -4,6 +4,7 @@ what its plans say."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from forced import check_forced_forward
 
 from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_tile, tile_choice, tile_layout, tile_memory
+from tconv_swap.cuda.plans import nchw_boxes, plan_tile, tile_choice, tile_layout, tile_memory
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
 from tconv_swap.cuda.program import ArgumentKind
 from tconv_swap.geometry import Geometry
@@ -56,7 +57,8 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             return geometry
 
 
-def random_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
+def random_case(rng: random.Random, dtype: torch.dtype, arranged: bool = False) -> tuple[TileProblem, Tile]:
+    """With ``arranged`` from NCHW to NCHW, by way of a copy of the input in channels_last."""
     while True:
         posed = tile_layout.make_problem(
             random_geometry(rng, dtype.itemsize),
@@ -66,6 +68,8 @@ def random_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Ti
             rng.random() < 0.5,
             rng.random() < 0.5,
         )
+        if arranged:
+            posed = replace(posed, output_channels_last=False, arranged=True)
         if plan_tile.claims(posed, H200):
             found = [entry for entry in tile_choice.candidates(posed, H200) if entry[1].boxes]
             if found:
@@ -90,7 +94,7 @@ def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for _ in range(60):
         posed, tile = random_case(rng, dtype)
-        made = plan_tile.plan_with_tile(posed, tile)
+        made = plan_tile.plan_with_tile(posed, tile, H200)
         forward = next(one for one in made.launches if one.kernel.entry == "forward_boxes")
         assert tile.blocks_per_multiprocessor * (forward.shared_bytes + 1024) <= 228 << 10
         for box in forward.tensor_maps:
@@ -140,31 +144,150 @@ def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
         assert not made.launches[0].overlaps_previous
 
 
+CROP = Geometry(16, 256, 14, 14, 256, (2, 2), (2, 2))
+DECODER = Geometry(8, 256, 64, 64, 128, (3, 3), (2, 2), (1, 1), (1, 1))
+FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "launched", "pixels"),
+    [
+        (CROP, torch.float16, ["pack_weights", "arrange", "forward_boxes"], False),
+        (DECODER, torch.float32, ["pack_weights", "arrange", "forward_boxes"], False),
+        (replace(DECODER, width=63), torch.bfloat16, ["pack_weights", "arrange", "forward_boxes"], False),
+        (replace(CROP, height=16, width=16), torch.float16, ["pack_weights", "forward_boxes"], True),
+        (
+            replace(CROP, height=16, width=16),
+            torch.float32,
+            ["pack_weights", "arrange", "forward_boxes"],
+            False,
+        ),
+        (FEW, torch.float32, ["pack_weights", "forward_wgmma"], False),  # each input is read once anyhow
+        (
+            replace(DECODER, stride=(1, 1), output_padding=(0, 0)),
+            torch.float32,
+            ["pack_weights", "forward_wgmma"],
+            False,
+        ),
+        (DECODER.with_batch(1024), torch.float32, ["pack_weights", "forward_wgmma"], False),  # 4 GiB
+    ],
+    ids=str,
+)
+def test_which_nchw_inputs_boxes_bring(
+    geometry: Geometry, dtype: torch.dtype, launched: list[str], pixels: bool
+) -> None:
+    made = plan.plan_forward(plan.Problem(geometry, dtype, "tf32", False, False), True, H200)
+    assert [one.kernel.entry for one in made.launches] == launched
+    assert dict(made.launches[-1].kernel.constants)["PIXEL_BOXES"] == pixels
+    assert not made.launches[0].overlaps_previous
+    assert all(one.overlaps_previous for one in made.launches[1:])
+
+
+def test_the_copy_of_the_input_lies_behind_the_weights() -> None:
+    made = plan.plan_forward(plan.Problem(DECODER, torch.float32, "tf32", False, False), True, H200)
+    _, copying, forward = made.launches
+    place = copying.arguments[1]
+    assert forward.tensor_maps[0].base == place
+    weights = 4 * 256 * 128 * 9
+    assert place.kind is ArgumentKind.WORKSPACE
+    assert place.value >= weights
+    assert place.value % 16 == 0
+    assert made.workspace_bytes == place.value + 4 * 8 * 256 * 64 * 64
+    _, frozen = made.without_packing(4) or pytest.fail("the weight cannot be kept")
+    assert [one.overlaps_previous for one in frozen.launches] == [False, True]
+    assert frozen.workspace_bytes == 4 * 8 * 256 * 64 * 64
+
+
 def test_ieee_has_no_boxes() -> None:
     geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
     made = plan.plan_forward(plan.Problem(geometry, torch.float32, "ieee", True, True), True, H200)
     assert all(one.kernel.entry != "forward_boxes" for one in made.launches)
 
 
+def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
+    """The same as ``arranged``, with tiles of whole rows: of any width and alignment, of images that end in a tile."""
+    while True:
+        groups, kernel = rng.choice((1, 1, 2)), rng.choice((2, 2, 3, 4))
+        height, width = rng.randint(1, 9), rng.choice((2, 4, 8, 14, 28, 56) if kernel == 2 else range(45, 73))
+        geometry = Geometry(
+            rng.randint(1, 7),
+            groups * 16 // dtype.itemsize * rng.randint(2, 9),
+            height,
+            width,
+            groups * rng.choice((40, 64, 100)),
+            (kernel, kernel),
+            (2, 2),
+            (0, 0) if kernel == 2 else (rng.randint(0, 1), rng.randint(0, 1)),
+            (0, 0) if kernel == 2 else (rng.randint(0, 1), rng.randint(0, 1)),
+            groups=groups,
+        )
+        posed = tile_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        posed = replace(posed, input_channels_last=True, arranged=True)
+        found = [entry for entry in tile_choice.box_tiles(posed, H200) if entry[1].by_rows]
+        if found:
+            return rng.choice(found)
+
+
+def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
+    """From NCHW as it lies: kernel = stride, 16 bits, maps that tiles divide."""
+    while True:
+        groups, kernel = rng.choice((1, 1, 2)), rng.choice(((2, 2), (1, 3), (2, 4), (3, 1)))
+        geometry = Geometry(
+            rng.randint(1, 5),
+            groups * rng.choice((32, 64, 96) if groups > 1 else (9, 40, 72, 100)),
+            *rng.choice(((16, 16), (8, 32), (12, 64), (3, 256), (1, 128))),
+            groups * rng.choice((40, 64, 96, 150)),
+            kernel,
+            kernel,
+            groups=groups,
+        )
+        posed = tile_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        found = [entry for entry in nchw_boxes.candidates(posed, H200) if entry[1].pixel_boxes]
+        if found:
+            return rng.choice(found)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(48))
-def test_forced_on_random_geometries(seed: int) -> None:
+@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("seed", range(24))
+def test_forced_on_random_geometries(seed: int, arranged: bool) -> None:
     """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again,
     and neighbours' channels that are not numbers do no harm."""
-    rng = random.Random(seed)
+    rng = random.Random(2 * seed + arranged)
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("the kernel is for sm_90a")
     dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
-    posed, tile = random_case(rng, dtype)
+    posed, tile = random_case(rng, dtype, arranged)
     tile = vary(rng, posed, tile)
     geometry = posed.geometry
-    made = plan_tile.plan_with_tile(posed, tile)
-    layouts = (True, posed.weight_channels_last)
+    made = plan_tile.plan_with_tile(posed, tile, H200)
+    layouts = (not arranged, posed.weight_channels_last)
     x, run = check_forced_forward(made, geometry, dtype, layouts, posed.has_bias, TOLERANCE[dtype])
     if geometry.groups > 1:
         y = run()
         x[:, -geometry.in_channels_per_group :] = float("nan")
         clean = geometry.out_channels - geometry.out_channels_per_group
         assert torch.equal(run()[:, :clean], y[:, :clean])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [row_case, pixel_case])
+@pytest.mark.parametrize("seed", range(12))
+def test_ways_from_nchw_on_random_geometries(
+    seed: int, case: Callable[..., tuple[TileProblem, Tile]]
+) -> None:
+    """The same of outputs that leave in whole rows, and of boxes that the multiplier reads across k."""
+    torch.manual_seed(seed)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the kernel is for sm_90a")
+    dtypes = (
+        (torch.float16, torch.bfloat16, torch.float32)
+        if case is row_case
+        else (torch.float16, torch.bfloat16)
+    )
+    dtype = dtypes[seed % len(dtypes)]
+    posed, tile = case(random.Random(seed), dtype)
+    made = plan_tile.plan_with_tile(posed, tile, H200)
+    check_forced_forward(made, posed.geometry, dtype, (False, False), posed.has_bias, TOLERANCE[dtype])

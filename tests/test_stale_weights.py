@@ -314,7 +314,7 @@ def test_a_plan_without_its_packing(dtype: torch.dtype) -> None:
         assert packing.workspace_bytes == 0
         assert packing.launches[0].arguments == (input_(1), output(0))
         first = going_on.launches[0]
-        assert first.arguments[1] == input_(1)
+        assert any(input_(1) in one.arguments for one in going_on.launches)
         # It may not begin before what computes its input has ended.
         assert not first.overlaps_previous
         for one in going_on.launches:

@@ -20,6 +20,7 @@ H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 64, 128, 64, (3, 3))
 FEW_CHANNELS = Geometry(8, 32, 64, 128, 32, (3, 7), padding=(1, 3))
 DECODER = Geometry(32, 128, 64, 64, 64, (4, 4), (2, 2), (1, 1))
+UPSAMPLING = Geometry(64, 128, 32, 32, 64, (2, 2), (2, 2))
 #: As in test_cuda_op.py.
 TOLERANCE = {torch.float32: 6e-4, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
@@ -38,6 +39,7 @@ def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
         (SQUARE, torch.float32),
         (FEW_CHANNELS, torch.float16),
         (FEW_CHANNELS, torch.float32),
+        (UPSAMPLING, torch.float32),
         (DECODER, torch.float16),
         (DECODER, torch.bfloat16),
     ],
@@ -46,7 +48,7 @@ def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
 def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
     problem, tile = first_tile(posed(geometry, dtype))
     assert tile.raw_stages >= 2
-    made = plan_tile.plan_with_tile(problem, tile)
+    made = plan_tile.plan_with_tile(problem, tile, H200)
     assert made.launches[1].kernel.source == "forward_turned.cu"
     (map_,) = made.launches[1].tensor_maps
     assert all(stride % 16 == 0 for stride in map_.strides)
@@ -59,8 +61,8 @@ def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
     "geometry",
     [
         replace(SQUARE, width=126),
-        Geometry(8, 128, 32, 32, 64, (2, 2), (2, 2)),
-    ],  # rows of 504 bytes; one long row
+        Geometry(64, 128, 14, 14, 64, (2, 2), (2, 2)),
+    ],  # rows of 504 bytes; images that tiles do not divide
     ids=str,
 )
 def test_what_is_not_turned(geometry: Geometry) -> None:
@@ -119,19 +121,21 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             ((3, 7), (1, 1), (1, 1)),
             ((2, 3), (1, 2), (1, 1)),
             ((3, 2), (3, 2), (1, 2)),
+            ((2, 2), (2, 2), (1, 1)),
             ((5, 1), (2, 1), (2, 1)),
         ]
     )
+    one_row = kernel == stride == (2, 2)  # of cells, as no tap is shifted
     return Geometry(
         rng.randint(1, 5),
         groups * rng.choice((16, 24, 32, 33, 64, 72)),
-        rng.randint(5, 40),
-        16 // item * rng.randint(2, 12),
+        rng.choice((4, 8, 16)) if one_row else rng.randint(5, 40),
+        rng.choice((16, 32, 48)) if one_row else 16 // item * rng.randint(2, 12),
         groups * rng.choice((40, 64, 96)),
         kernel,
         stride,
-        (rng.randint(0, 2), rng.randint(0, 2)),
-        (rng.randint(0, stride[0] - 1), rng.randint(0, stride[1] - 1)),
+        (0, 0) if one_row else (rng.randint(0, 2), rng.randint(0, 2)),
+        (0, 0) if one_row else (rng.randint(0, stride[0] - 1), rng.randint(0, stride[1] - 1)),
         dilation,
         groups,
     )
@@ -171,5 +175,5 @@ def test_forced_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     problem, tile = forced(seed)
     geometry, dtype = problem.geometry, problem.dtype
-    made = plan_tile.plan_with_tile(problem, tile, facts.multiprocessors)
+    made = plan_tile.plan_with_tile(problem, tile, facts)
     check_forced_forward(made, geometry, dtype, (False, False), problem.has_bias, TOLERANCE[dtype])

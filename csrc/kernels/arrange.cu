@@ -3,15 +3,13 @@
 // grad_output, the gradient of the bias. ROWS or COLUMNS are whole pieces of 16 bytes, ROWS are with sums.
 //
 // A block turns BLOCK_ROWS rows (128 bytes of them, if there are as many) by BLOCK_COLUMNS columns of BLOCK_MATRICES
-// matrices. Rows come by copies of 16 bytes and lie in shared memory as in memory; they leave by vectors, in lines of 128
+// matrices. Rows come by 16 bytes through registers (faster than copies past them) and lie in shared memory as in memory; they leave by vectors, in lines of 128
 // bytes. Where a row begins between two pieces of 16 bytes, what lies before it in the first is the end of another row, and
 // comes with it.
 //
 // partial[blocks of columns and matrices][ROWS] takes the sums, added up by pairs; reduce_slices.cu does the rest.
 #include "mma.cuh"
 #include "tile_index.cuh"
-
-using ptx::u32;
 
 constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
 
@@ -34,12 +32,25 @@ constexpr int most_lead() {
   return most;
 }
 constexpr int ROW_PIECES = ceil_div(most_lead() + BLOCK_COLUMNS, PIECE);
-constexpr int PIECES = BLOCK_MATRICES * BLOCK_ROWS * ROW_PIECES;
+constexpr int SLOTS = ceil_div(BLOCK_MATRICES * BLOCK_ROWS * ROW_PIECES, THREADS);
 /// 16 bytes more after every PIECE rows: a warp's reads meet all banks.
 constexpr int ROW_PITCH = ROW_PIECES * PIECE, MATRIX_PITCH = BLOCK_ROWS * ROW_PITCH + BLOCK_ROWS;
-static_assert(BLOCK_MATRICES * MATRIX_PITCH * ITEM == SHARED_BYTES, "the plan counts otherwise");
+static_assert(BLOCK_MATRICES * MATRIX_PITCH * ITEM == SHARED_BYTES && MATRIX_PITCH * ITEM % 16 == 0, "the plan counts otherwise");
 
 constexpr int row_place(int row) { return row * ROW_PITCH + row / PIECE * PIECE; }
+
+using Vector = uint4;
+
+/// Which piece of a block the thread brings as its `slot`-th.
+struct Place {
+  int piece, row, matrix;
+  __device__ __forceinline__ explicit Place(int slot) {
+    Digits digits{slot * THREADS + threadIdx.x};
+    piece = digits.next(ROW_PIECES);
+    row = digits.next(BLOCK_ROWS);
+    matrix = static_cast<int>(digits.rest);
+  }
+};
 
 /// Where a block begins; `slice` counts the blocks of the same rows.
 struct Block {
@@ -77,19 +88,21 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     arrange(const Element* __restrict__ from, Element* __restrict__ to, float* __restrict__ partial, long long batch) {
   extern __shared__ __align__(128) char memory[];
   ptx::let_next_launch_start();
-  const u32 shared = ptx::shared_address(memory);
   const Block block;
+  Vector pieces[SLOTS];
 #pragma unroll
-  for (int first = 0; first < PIECES; first += THREADS) {
-    Digits digits{first + threadIdx.x};
-    const int piece = digits.next(ROW_PIECES), row = digits.next(BLOCK_ROWS), matrix = static_cast<int>(digits.rest);
-    const int column = block.column - lead(row) + piece * PIECE;
-    if (matrix < BLOCK_MATRICES && block.matrix + matrix < batch && block.row + row < ROWS && column < COLUMNS)
-      ptx::copy_async<16>(shared + (matrix * MATRIX_PITCH + row_place(row) + piece * PIECE) * ITEM,
-                          from + ((block.matrix + matrix) * ROWS + block.row + row) * COLUMNS + column);
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    const Place at(slot);
+    const int row = block.row + at.row, column = block.column - lead(at.row) + at.piece * PIECE;
+    if (at.matrix < BLOCK_MATRICES && block.matrix + at.matrix < batch && row < ROWS && column < COLUMNS)
+      pieces[slot] = *reinterpret_cast<const Vector*>(from + ((block.matrix + at.matrix) * ROWS + row) * COLUMNS + column);
   }
-  ptx::commit_copies();
-  ptx::wait_copies<0>();
+#pragma unroll
+  for (int slot = 0; slot < SLOTS; ++slot) {
+    const Place at(slot);
+    if (at.matrix < BLOCK_MATRICES)
+      *reinterpret_cast<Vector*>(memory + (at.matrix * MATRIX_PITCH + row_place(at.row) + at.piece * PIECE) * ITEM) = pieces[slot];
+  }
   __syncthreads();
 
   const Element* rows = reinterpret_cast<const Element*>(memory);

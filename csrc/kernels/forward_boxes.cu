@@ -1,13 +1,17 @@
-// Transposed convolution, forward, on Hopper's warpgroup multiply (sm_90a), of inputs in channels_last: forward_wgmma.cu with
-// the input brought by the copy engine, as rows [pixel][CHUNK_WORDS words] with a swizzle (tma.cuh). A tap's shift by one
-// pixel is a start address one row further on. One thread asks for everything, so that those that multiply have nearly
-// all registers.
+// Transposed convolution, forward, on Hopper's warpgroup multiply (sm_90a), of inputs in channels_last (outputs in either
+// layout): forward_wgmma.cu with the input brought by the copy engine, as rows [pixel][CHUNK_WORDS words] with a swizzle
+// (tma.cuh). A tap's shift by one pixel is a start address one row further on. One thread asks for everything, so that
+// those that multiply have nearly all registers.
 //
 // The weights are packed (one run of them is a chunk's), or with WEIGHT_BOXES (16 bits, channels_last) come as they lie, rows
 // of 64 output channels that the multiplier reads across k: nothing has to run before then. With WEIGHTS_STAY all of them
 // stay in shared memory while a block works on its tiles.
 //
 // NARROW maps come once for each shift by columns, [shift][image][row][column]: cells of one image are neighbours then.
+//
+// ARRANGED: the input is a copy that the launch before this one makes (arrange.cu, of an NCHW input).
+//
+// PIXEL_BOXES (16 bits, FLAT): the input is NCHW and comes as it lies, [channel][64 pixels]; the multiplier reads it across k.
 //
 // Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; channels_last with 16-byte multiples of channels of
 // a group; any kernel, stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
@@ -107,14 +111,16 @@ struct Filler {
   }
 
   __device__ __forceinline__ void run(const TensorMap& input) {
-    // The first chunks of input are asked for before the launch that packs the weights is over.
+    // The first chunks of input are asked for before the launch that packs the weights is over, unless one before this
+    // kernel writes the input, too.
+    if constexpr (ARRANGED) ptx::wait_for_previous_launch();
     Filler early = *this;
 #pragma unroll 1
     for (int i = 0; i < STAGES && !early.walk.done(); ++i) {
       early.copy_input(input);
       early.advance();
     }
-    ptx::wait_for_previous_launch();
+    if constexpr (!ARRANGED) ptx::wait_for_previous_launch();
 #pragma unroll 1
     for (int i = 0; !walk.done(); ++i) {
       if (i >= STAGES) {

@@ -1,7 +1,8 @@
 // Copies of one chunk of k of a tile's input by the copy engine, for forward_boxes.cu: boxes of rows of CHUNK_WORDS words,
 // [pixel][k] with a swizzle as long as a row. Outside the image, and past the last channel of a group, are zeros.
 //
-// The tensor, innermost first: channel of the group, column, row, image, group; with FLAT channel, pixel, group.
+// The tensor, innermost first: channel of the group, column, row, image, group; with FLAT channel, pixel, group; with
+// PIXEL_BOXES pixel, channel, image.
 #pragma once
 
 /// At most 256 of a dimension come at once.
@@ -18,12 +19,21 @@ struct BoxFill {
     row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H;
     image = origin.image;
     this->group = group;
+    if constexpr (PIXEL_BOXES) {
+      channel += group * CI_GROUP;
+      image = origin.image / PIXELS;
+      col = origin.image % PIXELS;
+    }
   }
   __device__ __forceinline__ void advance() { channel += CHUNK_WORDS * CHANNELS_PER_WORD; }
 
   __device__ __forceinline__ void copy(u32 to, const TensorMap& input, u32 barrier) const {
     constexpr u32 PIXEL = CHUNK_WORDS * 4;
-    if constexpr (FLAT) {
+    if constexpr (PIXEL_BOXES) {
+#pragma unroll
+      for (int first = 0; first < TILE_W; first += BOX_ROW_PIXELS)
+        ptx::copy_box(to + first * PIXEL, input, col + first, channel, image, barrier);
+    } else if constexpr (FLAT) {
 #pragma unroll
       for (int first = 0; first < TILE_W; first += FLAT_BOX)
         ptx::copy_box(to + first * PIXEL, input, channel, image + first, group, barrier);

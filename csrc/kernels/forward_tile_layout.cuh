@@ -42,6 +42,8 @@ constexpr int K_PITCH = aligned_to(HALO_PIXELS, 8, 32, 8);
 constexpr int PIXEL_PITCH = CHUNK_WORDS + 4;
 constexpr int CHUNK_PLANES = CHUNK_WORDS / 4;
 constexpr int PLANE_PITCH = aligned_to(HALO_PIXELS, 1, 8, CHUNK_PLANES > 2 ? 1 : 2);
+// PIXEL_BOXES: rows of so many pixels of a channel, CHUNK_CHANNELS of them in a box; no box lies in two images.
+constexpr int BOX_ROW_PIXELS = 64, BOX_ROW_BYTES = 128;
 constexpr int INPUT_WORDS = BOXES                 ? round_up(HALO_PIXELS * CHUNK_WORDS, 256)
                             : PLANES                ? CHUNK_WORDS * PLANE_PITCH
                             : INPUT_CHANNELS_LAST ? HALO_PIXELS * PIXEL_PITCH

@@ -5,8 +5,9 @@
 // Brought, RAW_STAGES chunks ahead: [row][channel][pixel] of the tile with its halo. Turned: planes of 4 words,
 // [k / 4][pixel][4], STAGES of them.
 //
-// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; inputs with rows of 16-byte multiples, and
-// with several groups also chunks that end where a group does; otherwise what forward_wgmma.cu does but FLAT and NARROW.
+// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; inputs with rows of 16-byte multiples (FLAT: one
+// row for each image, which tiles divide), and with several groups also chunks that end where a group does; otherwise what
+// forward_wgmma.cu does but NARROW.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"

@@ -6,6 +6,8 @@
 /// Of raw chunks.
 using RawRing = StageRing<RAW_STAGES, RAW_AT, RAW_BYTES, RAW_BARRIERS>;
 
+static_assert(!FLAT || PIXELS % TILE_W == 0, "no box lies in two images");
+
 /// Asks for one chunk after another.
 struct BoxFill {
   RawRing raw;
@@ -19,10 +21,14 @@ struct BoxFill {
   __device__ __forceinline__ void copy(const TensorMap& input) {
     const Origin& origin = walk.work.origin;
     ptx::arrive_expecting(raw.full(), RAW_BYTES);
+    if constexpr (FLAT) {
+      ptx::copy_box(raw.data(), input, origin.image % PIXELS, channel, 0, origin.image / PIXELS, raw.full());
+    } else {
 #pragma unroll
-    for (int image = 0; image < TILE_N; ++image)
-      ptx::copy_box(raw.data() + image * (RAW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEAD, channel,
-                    origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H, origin.image + image, raw.full());
+      for (int image = 0; image < TILE_N; ++image)
+        ptx::copy_box(raw.data() + image * (RAW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEAD, channel,
+                      origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H, origin.image + image, raw.full());
+    }
     raw.advance();
     channel += CHUNK_CHANNELS;
     if (walk.next()) aim();

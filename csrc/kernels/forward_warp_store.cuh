@@ -1,16 +1,19 @@
 // One warp's sums to output, with no other warp: bias added, in runs that fill sectors of 32 bytes.
 //
 // channels_last: straight from the registers; eight lanes hold 16 neighbouring channels of a pixel. NCHW: by way of
-// shared memory of the warp's own, a part of its cells at a time, so that whole pieces of rows leave together.
+// shared memory of the warp's own, a part of its cells and channels at a time, so that whole pieces of rows leave together.
+//
+// BY_ROWS (NCHW): a part is whole rows of cells, and what leaves at once fills whole sectors of memory, wherever rows begin.
 #pragma once
 
 constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
 
-// ---- what one part is: PART_COLS fragments of PART_LINES lines; a line is a row of fragments of one image ---------
+// ---- what one part is: PART_COLS fragments of PART_LINES lines of PART_CHANNELS channels (8 or 16); a line is a row of
+// fragments of one image
 
 constexpr int OUT_PER_WORD = 4 / sizeof(Out);
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
-constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (16 * 8 * PHASES * static_cast<int>(sizeof(Out))));
+constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (PART_CHANNELS * 8 * PHASES * static_cast<int>(sizeof(Out))));
 constexpr int LINES = WARP_IMAGES * WARP_ROWS;
 constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_dividing(WARP_COLS, PART_FRAGMENTS);
 constexpr int PART_LINES = power_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
@@ -24,7 +27,7 @@ constexpr int PART_PIXELS = PART_ROW * PART_ROWS;
 // neighbouring runs (t).
 constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
 constexpr int CHANNEL_PITCH = aligned_to(ceil_div(PART_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
-constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : 16 * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
+constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : PART_CHANNELS * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
 
 __device__ __forceinline__ float with_bias(float sum, float bias) { return HAS_BIAS && SPLITS == 1 ? sum + bias : sum; }
 
@@ -145,7 +148,7 @@ constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(PART_ROW, STOR
                                                  : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
 constexpr int STORE = power_dividing(OUT_WIDTH, STORE_ROW);
 constexpr int CHANNEL_STORES = PART_PIXELS / STORE;
-constexpr int STORES = 16 * CHANNEL_STORES;
+constexpr int STORES = PART_CHANNELS * CHANNEL_STORES;
 
 __device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
 /// With powers of two throughout, the place of store lane + pass * 32 is the sum of two places, of which one is a
@@ -165,6 +168,54 @@ struct StorePlace {
   }
 };
 
+/// Long rows of any length and alignment, one after another: a warp's stores begin where sectors of memory do.
+constexpr bool ROW_BY_ROW = BY_ROWS && !FLAT && FRAGMENT_W == 8 && PHASE_COLS == STRIDE_W && (STORE == 1 || !PLACES_ADD);
+constexpr int SECTOR = 32 / static_cast<int>(sizeof(Out));
+constexpr int ROW_PASSES = ceil_div(PART_ROW + SECTOR - STORE, 32 * STORE);
+
+/// `to`: of the part's first output of its first channel; `rows`, `cols`: of output from there to the edge.
+__device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols) {
+  const int lane = threadIdx.x % 32;
+  cols = least(PART_ROW, cols);
+#pragma unroll 1
+  for (int channel = 0; channel < least(PART_CHANNELS, channels); ++channel, to += OUT_PIXELS, staged += CHANNEL_PITCH)
+#pragma unroll
+    for (int row = 0; row < PART_ROWS; ++row) {
+      const int line = row / PHASE_ROWS, out_row = line % WARP_ROWS * CELL_ROWS + row % PHASE_ROWS, image = line / WARP_ROWS;
+      if (out_row >= rows || image >= images) continue;
+      Out* start = to + image * static_cast<long long>(OUT_CHANNELS) * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH;
+      const int early = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(Out) % SECTOR);
+#pragma unroll
+      for (int pass = 0; pass < ROW_PASSES; ++pass) {
+        const int x = (pass * 32 + lane) * STORE - early;
+        if (x >= 0 && x < cols) copy_vector<STORE>(start + x, staged + row * PART_ROW + x);
+      }
+    }
+}
+
+/// A part is whole rows of cells of maps that follow each other: of each channel as many outputs in one run.
+constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && PART_COLS == WARP_COLS && WARP_COLS * 8 % CELLS_W == 0 && CELLS_W % 2 == 0 &&
+                            PHASE_ROWS == CELL_ROWS && PHASE_COLS == STRIDE_W;
+constexpr int CELL_ROW_OUTPUTS = PHASE_ROWS * OUT_WIDTH;
+
+/// Where in a part's channel the outputs of a cell begin, of its phase row `a`.
+__device__ __forceinline__ int in_whole_rows(int cell, int a) {
+  return (cell / CELLS_W * PHASE_ROWS + a) * OUT_WIDTH + cell % CELLS_W * PHASE_COLS;
+}
+
+/// `to`: of image 0's first output of the part's first channel; `cell_row`: the first one, of all images' rows.
+__device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int cell_row, int batch) {
+  constexpr int RUN = power_dividing(CELL_ROW_OUTPUTS, STORE_MOST), RUNS = PART_PIXELS / RUN;
+  const int lane = threadIdx.x % 32, rows = batch * CELLS_H - cell_row;
+#pragma unroll
+  for (int pass = 0; pass < ceil_div(PART_CHANNELS * RUNS, 32); ++pass) {
+    const int i = pass * 32 + lane, channel = i / RUNS, output = i % RUNS * RUN, row = output / CELL_ROW_OUTPUTS;
+    const int image = (cell_row + row) / CELLS_H;
+    const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * OUT_PIXELS + (cell_row - image * CELLS_H) * CELL_ROW_OUTPUTS + output;
+    if (channel < least(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
+  }
+}
+
 __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at, Out* staged) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const OutCell first = out_cell(at, 0, 0, 0);
@@ -173,8 +224,9 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
   output += at.out_channel * OUT_PIXELS;
   Out* base = output + (at.origin.image + at.image) * image_distance + (first.pixel - (at.origin.image + at.image) * OUT_PIXELS);
 #pragma unroll
-  for (int part = 0; part < LINES / PART_LINES * (WARP_COLS / PART_COLS); ++part) {
-    const int part_line = part / (WARP_COLS / PART_COLS) * PART_LINES, part_col = part % (WARP_COLS / PART_COLS) * PART_COLS;
+  for (int part = 0; part < LINES / PART_LINES * (WARP_COLS / PART_COLS) * (16 / PART_CHANNELS); ++part) {
+    const int first_half = part % (16 / PART_CHANNELS), part_of_half = part / (16 / PART_CHANNELS);
+    const int part_line = part_of_half / (WARP_COLS / PART_COLS) * PART_LINES, part_col = part_of_half % (WARP_COLS / PART_COLS) * PART_COLS;
     // The part before this one, which may be the last tile's, has been read.
     __syncwarp();
 #pragma unroll
@@ -183,12 +235,13 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       for (int col = 0; col < PART_COLS; ++col)
 #pragma unroll
         for (int a = 0; a < PHASE_ROWS; ++a) {
-          const int pixel = ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * PART_ROW +
-                            (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
+          const int pixel = WHOLE_ROWS ? in_whole_rows(col * 8 + 2 * t, a)
+                                       : ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * PART_ROW +
+                                             (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
           constexpr int RUN = 2 * PHASE_COLS;
           constexpr int VECTOR = power_dividing(RUN, STORE_MOST);
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
+          for (int half = first_half; half < first_half + PART_CHANNELS / 8; ++half) {
             float run[RUN];
 #pragma unroll
             for (int r = 0; r < RUN; ++r)
@@ -197,15 +250,27 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
                                  biases[half]);
 #pragma unroll
             for (int r = 0; r < RUN; r += VECTOR)
-              put_vector<VECTOR>(staged + (g + half * 8) * CHANNEL_PITCH + pixel + r, run + r);
+              put_vector<VECTOR>(staged + (g + (half - first_half) * 8) * CHANNEL_PITCH + pixel + r, run + r);
           }
         }
     __syncwarp();
+    if constexpr (ROW_BY_ROW) {
+      static_assert(WARP_ROWS % PART_LINES == 0 || PART_LINES % WARP_ROWS == 0);
+      const int image = part_line / WARP_ROWS, out_row = part_line % WARP_ROWS * CELL_ROWS, out_col = part_col * FRAGMENT_W * STRIDE_W;
+      store_rows(staged, base + image * image_distance + first_half * PART_CHANNELS * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH + out_col,
+                 at.channels_left - first_half * PART_CHANNELS, images - image, first.rows - out_row, first.cols - out_col);
+      continue;
+    }
+    if constexpr (WHOLE_ROWS) {
+      store_whole_rows(staged, output + first_half * PART_CHANNELS * OUT_PIXELS, at.channels_left - first_half * PART_CHANNELS,
+                       (at.origin.image + at.col) / CELLS_W, at.batch);
+      continue;
+    }
     const StorePlace mine(lane);
 #pragma unroll
     for (int pass = 0; pass < ceil_div(STORES, 32); ++pass) {
       const StorePlace place(pass * 32 + (PLACES_ADD ? 0 : lane));
-      const int channel = place.channel + (PLACES_ADD ? mine.channel : 0);
+      const int channel = first_half * PART_CHANNELS + place.channel + (PLACES_ADD ? mine.channel : 0);
       const int from = place.from + (PLACES_ADD ? mine.from : 0);
       const int out_col = part_col * FRAGMENT_W * STRIDE_W + place.col + (PLACES_ADD ? mine.col : 0);
       const int cell_row = place.row + (PLACES_ADD ? mine.row : 0);

@@ -5,7 +5,7 @@
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx::u64 input) {
   constexpr int STEP = WEIGHT_BOXES ? BOXED_STEP_WEIGHTS : group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS / 4;
-  constexpr int STEP_INPUT = BOXES ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
+  constexpr int STEP_INPUT = PIXEL_BOXES ? 16 * BOX_ROW_BYTES / 16 : BOXES ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
     repeat<0, TAPS>([&](auto index) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
         for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
           for (int i = 0; i < MULTIPLIES; ++i)
-            ptx::multiply<PRECISION, MULTIPLY_CELLS, true, WEIGHT_BOXES, false>(
+            ptx::multiply<PRECISION, MULTIPLY_CELLS, true, WEIGHT_BOXES, PIXEL_BOXES>(
                 NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i * MULTIPLY_COLS, 0), weights + step * STEP + RANK * TAP_WEIGHTS,
                 input + step * STEP_INPUT + (SHIFT + image * IMAGE_PITCH + i * (8 * MULTIPLY_COLS)) * (PIXEL_BYTES / 16));
       }

@@ -34,8 +34,13 @@ __device__ __forceinline__ ptx::u64 weights_descriptor(u32 address) {
   }
 }
 
+static_assert(!PIXEL_BOXES || (BOXES && FLAT && IS_16_BIT && PIXELS % TILE_W == 0 && WARP_COLS * 8 % BOX_ROW_PIXELS == 0 &&
+                               MULTIPLIES == 1 && (GROUPS == 1 || CI_GROUP % CHUNK_CHANNELS == 0)));
+
 __device__ __forceinline__ ptx::u64 input_descriptor(u32 address) {
-  if constexpr (BOXES) {
+  if constexpr (PIXEL_BOXES) {
+    return ptx::swizzled_descriptor(address, CHUNK_CHANNELS * BOX_ROW_BYTES, 8 * BOX_ROW_BYTES);
+  } else if constexpr (BOXES) {
     return ptx::swizzled_descriptor<PIXEL_BYTES>(address, 16, GROUP_PITCH * PIXEL_BYTES);
   } else {
     return ptx::matrix_descriptor(address, PLANE_PITCH * 16, GROUP_PITCH * 16);

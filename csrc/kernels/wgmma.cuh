@@ -38,6 +38,7 @@ __device__ __forceinline__ void publish_to_multiplies() {
 
 #define TCONV_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TCONV_R16(i) TCONV_R4(i), TCONV_R4(i + 4), TCONV_R4(i + 8), TCONV_R4(i + 12)
+#define TCONV_R28 TCONV_R16(0), TCONV_R4(16), TCONV_R4(20), TCONV_R4(24)
 #define TCONV_R32 TCONV_R16(0), TCONV_R16(16)
 #define TCONV_R36 TCONV_R32, TCONV_R4(32)
 #define TCONV_R40 TCONV_R36, TCONV_R4(36)
@@ -50,6 +51,7 @@ __device__ __forceinline__ void publish_to_multiplies() {
 #define TCONV_R96 TCONV_R64, TCONV_R16(64), TCONV_R16(80)
 #define TCONV_R128 TCONV_R96, TCONV_R16(96), TCONV_R16(112)
 #define TCONV_O16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define TCONV_O28 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
 #define TCONV_O32 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define TCONV_O36 TCONV_O32 ", %32, %33, %34, %35"
 #define TCONV_O40 TCONV_O36 ", %36, %37, %38, %39"
@@ -75,10 +77,14 @@ __device__ __forceinline__ void publish_to_multiplies() {
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "1, 0", __VA_ARGS__);                                  \
   } else if constexpr (PRECISION == FP16 && ACROSS_K) {                                                                   \
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "1, 1", __VA_ARGS__);                                    \
+  } else if constexpr (PRECISION == FP16 && B_ACROSS_K) {                                                          \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "0, 1", __VA_ARGS__);                                    \
   } else if constexpr (PRECISION == FP16) {                                                                        \
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "f16.f16", "0, 0", __VA_ARGS__);                                    \
   } else if constexpr (PRECISION == BF16 && ACROSS_K) {                                                            \
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "1, 1", __VA_ARGS__);                                  \
+  } else if constexpr (PRECISION == BF16 && B_ACROSS_K) {                                                          \
+    TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "0, 1", __VA_ARGS__);                                  \
   } else if constexpr (PRECISION == BF16) {                                                                        \
     TCONV_WGMMA_16_BIT(N, OPERANDS, A, B, ADD, "bf16.bf16", "0, 0", __VA_ARGS__);                                  \
   } else {                                                                                                         \
@@ -89,6 +95,8 @@ __device__ __forceinline__ void publish_to_multiplies() {
 #define TCONV_WGMMAS(ADD)                                                                                          \
   if constexpr (N == 32) {                                                                                         \
     TCONV_WGMMA(32, TCONV_O16, "%16", "%17", ADD, TCONV_R16(0))                                                    \
+  } else if constexpr (N == 56) {                                                                                  \
+    TCONV_WGMMA(56, TCONV_O28, "%28", "%29", ADD, TCONV_R28)                                                       \
   } else if constexpr (N == 64) {                                                                                  \
     TCONV_WGMMA(64, TCONV_O32, "%32", "%33", ADD, TCONV_R32)                                                       \
   } else if constexpr (N == 72) {                                                                                  \
@@ -117,11 +125,11 @@ __device__ __forceinline__ void publish_to_multiplies() {
 ///
 /// ACROSS_K (16 bits only): both operands lie as planes of 8 rows (of m, of n), [plane][k][16 bytes]; of a descriptor,
 /// `plane_bytes` is then from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an address.
-/// Without B_ACROSS_K only A lies so.
+/// Without B_ACROSS_K only A lies so, with it alone only B.
 template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false, bool B_ACROSS_K = ACROSS_K>
 __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
-  static_assert(!ACROSS_K || PRECISION == FP16 || PRECISION == BF16);
-  static_assert(N == 32 || (N >= 64 && N <= 128 && N % 8 == 0) || N == 192 || N == 256);
+  static_assert(!(ACROSS_K || B_ACROSS_K) || PRECISION == FP16 || PRECISION == BF16);
+  static_assert(N == 32 || (N >= 56 && N <= 128 && N % 8 == 0) || N == 192 || N == 256);
   if constexpr (ADD) {
     TCONV_WGMMAS("1")
   } else {
@@ -166,6 +174,7 @@ __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)
 #undef TCONV_WGMMA_16_BIT
 #undef TCONV_WGMMA
 #undef TCONV_O16
+#undef TCONV_O28
 #undef TCONV_O32
 #undef TCONV_O36
 #undef TCONV_O40
@@ -179,6 +188,7 @@ __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)
 #undef TCONV_O128
 #undef TCONV_R4
 #undef TCONV_R16
+#undef TCONV_R28
 #undef TCONV_R32
 #undef TCONV_R36
 #undef TCONV_R40

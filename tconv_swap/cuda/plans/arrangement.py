@@ -117,7 +117,7 @@ def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: i
         kernel,
         grid=block.slices(of) * block.row_blocks(of),
         block=_THREADS,
-        arguments=(from_, to, workspace(sums or 0), int64(of.batch)),
+        arguments=(from_, to, to if sums is None else workspace(sums), int64(of.batch)),
         shared_bytes=block.shared_bytes(of),
         overlaps_previous=True,
     )

@@ -83,7 +83,7 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         second: list[Plan | Part] = []
         if plan_tile.claims(posed, device):
             found = islice(dict.fromkeys(tile_choice.candidates(posed, device)), count)
-            second = [plan_tile.plan_with_tile(*tile, device.multiprocessors) for tile in found]
+            second = [plan_tile.plan_with_tile(*tile, device) for tile in found]
         if not plan_strips.preferred(posed, device):
             first, second = second, first
         made = [one for both in zip_longest(first, second) for one in both if one is not None]
@@ -265,7 +265,17 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         if run < 4:
             continue
         for chunk_words, stages in product((16, 8), (8, 6, 4, 3, 2)):
-            tile = Tile(4 * groups_m, 1, *arranged, chunk_words, stages, 1, wgmma=True, m_parts=m_parts)
+            tile = Tile(
+                4 * groups_m,
+                1,
+                *arranged,
+                chunk_words,
+                stages,
+                1,
+                wgmma=True,
+                m_parts=m_parts,
+                part_channels=16,
+            )
             # Longer runs of channels pay only where two slices can be on their way, and hardly with three products.
             worth = problem.input_channels_last and problem.flat if problem.precision == "IEEE" else True
             if chunk_words == 8 or (

@@ -3,10 +3,14 @@ claim, what they launch. Pure functions of data."""
 
 from __future__ import annotations
 
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice, zip_longest
 
 import torch
 
+from tconv_swap.cuda.plans import nchw_boxes
+from tconv_swap.cuda.plans.arrangement import activation, arrange
 from tconv_swap.cuda.plans.tile_choice import (
     BOX_REGISTERS,
     FILL_BUDGET,
@@ -26,6 +30,7 @@ from tconv_swap.cuda.plans.tile_memory import (
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
+    Argument,
     Constant,
     ElementKind,
     Kernel,
@@ -69,8 +74,17 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     )
     if not claims(posed, device):
         return []
-    tiles = islice(dict.fromkeys(candidates(posed, device)), count)
-    return [plan_with_tile(*tile, device.multiprocessors) for tile in tiles]
+    tiles = islice(dict.fromkeys(_candidates(posed, device)), count)
+    return [plan_with_tile(*tile, device) for tile in tiles]
+
+
+def _candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
+    """Those for inputs as they are given and those of forward_boxes.cu for NCHW in turn, the better kind first."""
+    boxes = list(nchw_boxes.candidates(problem, device))
+    ways: list[Iterable[tuple[TileProblem, Tile]]] = [candidates(problem, device), boxes]
+    if boxes and nchw_boxes.pays(*boxes[0]):
+        ways.reverse()
+    return (entry for entries in zip_longest(*ways) for entry in entries if entry is not None)
 
 
 def claims(problem: TileProblem, device: Device) -> bool:
@@ -177,16 +191,27 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
         ("STAGES", tile.stages),
         ("SPLITS", tile.splits),
         ("PART_BYTES", tile.part_bytes),
+        ("PART_CHANNELS", tile.part_channels),
+        ("BY_ROWS", tile.by_rows),
         ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
     )
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132) -> Plan:
-    """The plan that computes the problem with this tile."""
+def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
+    """The plan that computes the problem with this tile. The workspace: packed weights, the input as it is arranged,
+    partial sums of splits."""
     geometry = problem.geometry
-    pack, packed_bytes = pack_launch(problem, tile)
-    if tile.weight_boxes:
-        packed_bytes = 0
+    launches: list[Launch] = []
+    used = 0
+    if not tile.weight_boxes:
+        pack, used = pack_launch(problem, tile)
+        launches.append(pack)
+    source = input_(0)
+    if problem.arranged:
+        given = activation(geometry.input_shape, problem.dtype)
+        source, used = workspace(used), used + -(-given.bytes // 16) * 16
+        arranging = arrange(given, input_(0), source, device)
+        launches.append(replace(arranging, overlaps_previous=bool(launches)))
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     shared = shared_bytes(problem, tile)
     entry = "forward_boxes" if tile.boxes else "forward_wgmma" if tile.wgmma else "forward_tile"
@@ -207,7 +232,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             ("FILL_REGISTERS", FILL_REGISTERS),
             ("FILL_BUDGET", FILL_BUDGET),
         )
-    maps: tuple[TensorMap, ...] = (_input_map(problem, tile),) if tile.boxes else ()
+    maps: tuple[TensorMap, ...] = (_input_map(problem, tile, source),) if tile.boxes else ()
     if tile.raw_stages:
         maps = (_raw_map(problem, tile),)
     if tile.weight_boxes:
@@ -219,6 +244,8 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             (
                 *tile_constants(problem, tile),
                 ("BOXES", tile.boxes),
+                ("ARRANGED", problem.arranged),
+                ("PIXEL_BOXES", tile.pixel_boxes),
                 ("RAW_STAGES", tile.raw_stages),
                 ("WEIGHTS_STAY", tile.weights_stay),
                 ("WEIGHT_BOXES", tile.weight_boxes),
@@ -230,41 +257,46 @@ def plan_with_tile(problem: TileProblem, tile: Tile, multiprocessors: int = 132)
             # images stand in a row, that is in some geometries a few words too little to store them by.
             spills=problem.precision == "IEEE" or (tile.wgmma and (not tile.boxes or problem.flat)),
         ),
-        grid=_grid(problem, tile, multiprocessors),
+        grid=_grid(problem, tile, device.multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0) if maps else input_(0),
             tensor_map(1) if tile.weight_boxes else workspace(0),
             input_(2),
-            output(0) if tile.splits == 1 else workspace(packed_bytes),
+            output(0) if tile.splits == 1 else workspace(used),
             int64(geometry.batch),
         ),
         shared_bytes=shared,
-        overlaps_previous=not tile.weight_boxes,
+        overlaps_previous=bool(launches),
         tensor_maps=maps,
     )
-    launches = [forward] if tile.weight_boxes else [pack, forward]
+    launches.append(forward)
     if tile.splits > 1:
-        launches.append(reduce_launch(problem, tile.splits, packed_bytes, outputs))
+        launches.append(reduce_launch(problem, tile.splits, used, outputs))
     return Plan(
         "halo tile",
-        f"{problem.precision} tensor cores, {tile}",
+        f"{problem.precision} tensor cores, {tile}" + (", input arranged" if problem.arranged else ""),
         outputs=(Output(geometry.output_shape, problem.output_channels_last),),
         launches=tuple(launches),
-        workspace_bytes=packed_bytes + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
+        workspace_bytes=used + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
     )
 
 
-def _input_map(problem: TileProblem, tile: Tile) -> TensorMap:
+def _input_map(problem: TileProblem, tile: Tile, source: Argument) -> TensorMap:
     """The input as forward_boxes_fill.cuh names its elements."""
     geometry, item = problem.geometry, problem.item
     channels, pixel = geometry.in_channels_per_group, geometry.in_channels * item
     chunk = tile.chunk_words * 4 // item
+    if tile.pixel_boxes:
+        image = geometry.height * geometry.width
+        sizes: tuple[int, ...] = (image, geometry.in_channels, geometry.batch)
+        strides: tuple[int, ...] = (image * item, geometry.in_channels * image * item)
+        return TensorMap(source, _element(problem), sizes, strides, (64, chunk, 1), (1, 1, 1))
     cols, rows, images = box_shape(problem, tile)
     if problem.flat:
         pixels = geometry.batch * geometry.height * geometry.width
-        sizes: tuple[int, ...] = (channels, pixels, geometry.groups)
-        strides: tuple[int, ...] = (pixel, channels * item)
+        sizes = (channels, pixels, geometry.groups)
+        strides = (pixel, channels * item)
         box: tuple[int, ...] = (chunk, cols, 1)
     else:
         row = geometry.width * pixel
@@ -272,19 +304,22 @@ def _input_map(problem: TileProblem, tile: Tile) -> TensorMap:
         strides = (pixel, row, geometry.height * row, channels * item)
         box = (chunk, cols, rows, images, 1)
     return TensorMap(
-        input_(0), _element(problem), sizes, strides, box, (1,) * len(box), swizzle_bytes=4 * tile.chunk_words
+        source, _element(problem), sizes, strides, box, (1,) * len(box), swizzle_bytes=4 * tile.chunk_words
     )
 
 
 def _raw_map(problem: TileProblem, tile: Tile) -> TensorMap:
     """The NCHW input as forward_turned_fill.cuh names its elements: column, channel, row, image."""
     geometry, item = problem.geometry, problem.item
-    row = geometry.width * item
-    plane = geometry.height * row
+    height, width = geometry.height, geometry.width
+    if problem.flat:
+        height, width = 1, height * width
+    row = width * item
+    plane = height * row
     return TensorMap(
         input_(0),
         _element(problem),
-        sizes=(geometry.width, geometry.in_channels, geometry.height, geometry.batch),
+        sizes=(width, geometry.in_channels, height, geometry.batch),
         strides=(plane, row, geometry.in_channels * plane),
         box=(*raw_box(problem, tile), 1),
         steps=(1, 1, 1, 1),

@@ -3,10 +3,8 @@ first: a short rule out of what was measured (benchmarks/NOTES.md). Pure functio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from itertools import islice
 
 from tconv_swap.cuda.plans.tile_layout import (
     Tile,
@@ -26,11 +24,20 @@ REGISTERS = 65536
 #: way there. A thread that multiplies gets what the others leave, and needs 168 for 128 sums.
 FILL_REGISTERS = 96
 FILL_BUDGET = 40
+#: What threads that fill by loads leave of a multiprocessor's memory to its cache: a stage more was slower without.
+LOADS_BYTES = 6144
 #: Outputs for each weight from which packed weights are the faster in 16 bits, although packing takes time.
 PACKING_PAYS = 8
 #: Registers of a thread that turns boxes; stages of turned and of raw chunks, as many as fit.
 TURN_REGISTERS = 72
 TURNED_STAGES = ((4, 4), (3, 4), (3, 3), (2, 4), (2, 3), (2, 2))
+#: Fragments of one multiply along a row of cells, of tiles of whole rows; the stages they must have room for; bytes of
+#: a warp's part of their outputs.
+ROW_FRAGMENTS = (9, 8, 7)
+ROW_STAGES = 3
+ROW_PART_BYTES = 16384
+#: The latter where tiles of narrow maps want all the memory there is.
+NARROW_PART_BYTES = 2048
 #: Registers of a thread where one of them asks for boxes.
 BOX_REGISTERS = 56
 
@@ -39,18 +46,13 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
 
     def fits(posed: TileProblem, tile: Tile) -> bool:
-        blocks = tile.blocks_per_multiprocessor
-        if tile.boxes and max(box_shape(posed, tile)) > BOX_MOST:
-            return False
-        if tile.wgmma and not tile.boxes and fill_registers(posed, tile) > FILL_BUDGET:
-            return False
-        return blocks * (shared_bytes(posed, tile) + 1024) <= device.shared_memory_per_block + 1024
+        return fits_device(posed, tile, device)
 
     ranked: list[tuple[TileProblem, Tile]] = []
     if device.architecture == "sm_90a" and problem.precision != "IEEE":
         posed = _stacked(problem)
         if problem.input_channels_last:
-            ranked += _box_tiles(posed, fits, device.multiprocessors)
+            ranked += box_tiles(posed, device)
         else:
             deepest: dict[Tile, Tile] = {}
             for tile in (*_turned_tiles(posed), *_wgmma_tiles(posed)):
@@ -73,6 +75,19 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     # A tile that leaves device.multiprocessors idle comes last, however good it is when there is work for all.
     ranked.sort(key=lambda entry: 4 * block_count(*entry) < 3 * device.multiprocessors)
     yield from (deepened(*entry) for entry in ranked)
+
+
+def fits_device(problem: TileProblem, tile: Tile, device: Device) -> bool:
+    """Whether the tile finds room for its stages, its boxes and its registers."""
+    if tile.boxes and max(box_shape(problem, tile)) > BOX_MOST:
+        return False
+    room = device.shared_memory_per_block + 1024
+    if tile.wgmma and not tile.boxes:
+        if fill_registers(problem, tile) > FILL_BUDGET:
+            return False
+        if tile.raw_stages == 0:
+            room -= LOADS_BYTES
+    return tile.blocks_per_multiprocessor * (shared_bytes(problem, tile) + 1024) <= room
 
 
 def _stacked(problem: TileProblem) -> TileProblem:
@@ -127,10 +142,9 @@ def arrange(
     )
 
 
-def _box_tiles(
-    problem: TileProblem, fits: Callable[[TileProblem, Tile], bool], multiprocessors: int
-) -> list[tuple[TileProblem, Tile]]:
+def box_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, Tile]]:
     """Tiles of forward_boxes.cu (inputs in channels_last), those whose sum over channels is not split first."""
+    multiprocessors = device.multiprocessors
     geometry = problem.geometry
     channels = geometry.out_channels_per_group * problem.stack
     if channels <= 32 or geometry.in_channels_per_group * problem.item % 16:
@@ -146,7 +160,7 @@ def _box_tiles(
         posings.append(replace(problem, block_phases=(1, 2)))
     wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
     stride_1 = problem.phases == (1, 1)
-    found: list[tuple[TileProblem, Tile]] = []
+    found = [(problem, _split(problem, tile, multiprocessors)) for tile in _row_tiles(problem, device)]
     for groups_m, groups_n, blocks in (wide, narrow, single) if stride_1 else (narrow, wide, single):
         if groups_m == 2 and channels <= 64:
             continue
@@ -161,11 +175,42 @@ def _box_tiles(
                     continue
                 tile = Tile(4 * groups_m, 1, *arranged, 8, 2, blocks, wgmma=True, boxes=True)
                 for fitted in _fit_rows(posed, tile):
-                    for deep in islice(
-                        filter(partial(fits, posed), _box_stages(posed, fitted, multiprocessors)), 1
-                    ):
+                    deep = deepest_stages(posed, fitted, device)
+                    if deep is not None:
                         found.append((posed, _split(posed, deep, multiprocessors)))
     return sorted(found, key=lambda entry: entry[1].splits)
+
+
+def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
+    """A tile of whole rows of cells: in NCHW, whose outputs leave in long runs then, where it covers the map as well as
+    others, else where it covers it better."""
+    height, width = problem.cells
+    if problem.phases != (2, 2):
+        return
+    if problem.flat:
+        # Several rows of a narrow map for each warp.
+        fragments = next((n for n in (8, 7) if 8 * n % width == 0), 0)
+        rows, cols = 1, 16 * fragments
+        pays = not problem.output_channels_last and width % 2 == 0 and (width < 16 or fragments == 7)
+    else:
+        fragments = min(ROW_FRAGMENTS, key=lambda n: -(-width // (8 * n)) * n)
+        rows, cols = 2, 8 * fragments
+        covered = -(-height // rows) * rows * -(-width // cols) * cols
+        others = -(-height // 8) * 8 * -(-width // 16) * 16
+        pays = 20 * covered <= 19 * others if problem.output_channels_last else covered <= others
+    if fragments and pays:
+        tile = Tile(4, 1, 1, rows, cols, 1, 1, fragments, 8, 2, 1, wgmma=True, boxes=True)
+        if not problem.output_channels_last:
+            tile = replace(tile, part_bytes=ROW_PART_BYTES, by_rows=True)
+        deep = deepest_stages(problem, tile, device)
+        if deep is not None and deep.stages >= ROW_STAGES:
+            yield deep
+
+
+def deepest_stages(problem: TileProblem, tile: Tile, device: Device) -> Tile | None:
+    """A tile of forward_boxes.cu with the stages that are worth most among those it has room for, or None."""
+    staged = _box_stages(problem, tile, device.multiprocessors)
+    return next((deep for deep in staged if fits_device(problem, deep, device)), None)
 
 
 def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Iterator[Tile]:
@@ -181,7 +226,10 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
     one_weight = m_blocks * geometry.groups * len(group_taps(problem)) == 1
     many_turns = blocks >= 2 * multiprocessors * tile.blocks_per_multiprocessor
     # Narrow maps come once for each shift: in longer rows, though fewer at a time.
-    for words, least in ((16, 3 if not problem.flat and tile.cols < 8 else 4), (8, 2)):
+    narrow = not problem.flat and tile.cols < 8
+    if narrow:
+        tile = replace(tile, part_bytes=NARROW_PART_BYTES)
+    for words, least in ((16, 3 if narrow else 4), (8, 2)):
         for stages in range(6, least - 1, -1) if words <= max(8, problem.words) else ():
             # Weights that stay are worth less than a stage.
             for stays in (True, False) if one_weight and many_turns else (False,):
@@ -200,10 +248,16 @@ def _turned_tiles(problem: TileProblem) -> Iterator[Tile]:
     geometry = problem.geometry
     channels, phases = geometry.out_channels_per_group * problem.stack, problem.phases[0] * problem.phases[1]
     narrow, wide_kernel = problem.item == 2, geometry.kernel[1] > 3
-    if channels <= 32 or problem.flat:
+    if channels <= 32:
         return
     chunk_words = 8
-    if phases > 1:
+    if problem.flat:
+        # In 16 bits the multiplier reads NCHW as it lies (nchw_boxes.py).
+        if narrow or phases == 1:
+            return
+        arranged, chunk_words = arrange(problem, 1 << (32 // phases).bit_length() - 1, 2, 1), 16
+        fill_warps = 8
+    elif phases > 1:
         # Whole rows of cells: their outputs leave in runs of 128 and more.
         arranged = arrange(problem, 1 << (32 // phases).bit_length() - 1, 2, 1)
         covered = -(-problem.cells[1] // arranged[2]) * arranged[2]

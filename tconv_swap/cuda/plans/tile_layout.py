@@ -38,12 +38,19 @@ class Tile:
     whole_lines: bool = False
     #: The weights come by boxes too, as they lie: nothing is packed (boxes, 16 bits, channels_last weights).
     weight_boxes: bool = False
+    #: Boxes bring an NCHW input as it lies, 64 pixels of a channel in a row, and the multiplier reads it across k
+    #: (boxes, 16 bits, flat).
+    pixel_boxes: bool = False
     #: Chunks of an NCHW input that boxes bring as they lie, for the filling warps to turn (wgmma): forward_turned.cu.
     raw_stages: int = 0
     #: Warps that bring the input (wgmma).
     fill_warps: int = 4
     #: Bytes of each warp's part of the outputs, before they leave in whole rows (wgmma).
     part_bytes: int = 4096
+    #: Channels of such a part, 8 or 16 (wgmma): of fewer it has longer rows.
+    part_channels: int = 8
+    #: NCHW outputs leave in runs as long as can be, that begin where sectors of memory do (boxes, whole rows of cells).
+    by_rows: bool = False
     #: Of ``warps_m``, those that are one warp (grad_input_wgmma.cu): it keeps the sums of each.
     m_parts: int = 1
 
@@ -101,6 +108,8 @@ class TileProblem:
     block_phases: Pair | None = None
     #: Computes a gradient of an input: the weight is read with channels exchanged and taps backwards.
     of_grad_input: bool = False
+    #: ``input_channels_last`` is a copy in the workspace, which a launch of its own makes of an NCHW input.
+    arranged: bool = False
 
     @property
     def item(self) -> int:

@@ -92,11 +92,13 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
 def turns(problem: TileProblem, tile: Tile) -> bool:
     """Whether forward_turned.cu computes the problem with this tile."""
     geometry = problem.geometry
+    # Where all cells stand in a row, so do the pixels of an image; no tile lies in two.
+    row = geometry.width * geometry.height if problem.flat else geometry.width
     return (
         not problem.input_channels_last
-        and not problem.flat
         and tile.cols >= 8
-        and geometry.width * problem.item % 16 == 0
+        and row * problem.item % 16 == 0
+        and (not problem.flat or row % tile.cols == 0)
         and (geometry.groups == 1 or problem.words % tile.chunk_words == 0)
         and raw_box(problem, tile)[0] <= BOX_MOST
     )
@@ -159,10 +161,10 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     item = problem.item if tile.splits == 1 else 4
     per_word = 4 // item
     phases = problem.phases
-    most = tile.part_bytes // (16 * 8 * phases[0] * phases[1] * item)
+    most = tile.part_bytes // (tile.part_channels * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
     cols = tile.warp_cols if tile.warp_cols <= fragments else power_dividing(tile.warp_cols, fragments)
     lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
-    return 16 * aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
+    return tile.part_channels * aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
