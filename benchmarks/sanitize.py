@@ -30,8 +30,8 @@ from benchmarks.kernels import STAGE_MASKS, compile_ahead
 from tconv_swap.cuda import call, launch, plan
 from tconv_swap.cuda.cache import csrc_directory
 from tconv_swap.cuda.choice import FORWARD, Mask
-from tconv_swap.cuda.plans import plan_general
-from tconv_swap.cuda.program import Output, Plan
+from tconv_swap.cuda.plans import plan_general, plan_grad_weight_strips
+from tconv_swap.cuda.program import Output, Part, Plan
 from tconv_swap.geometry import Geometry
 from tconv_swap.tuning import WRONG
 
@@ -48,7 +48,9 @@ STAGES: dict[str, Mask] = {
     "forward": FORWARD,
     "grad_input": STAGE_MASKS["grad_input"],
     "grad_weight": (False, True, True),  # with the bias's, which adds to what such a kernel does
+    "grad_weight alone": STAGE_MASKS["grad_weight"],
     "grad_bias": STAGE_MASKS["grad_bias"],
+    "all gradients": STAGE_MASKS["backward"],
 }
 #: Small ones, and between them what the families claim: many channels and few, odd sizes and whole tiles, any stride.
 GEOMETRIES = (
@@ -128,21 +130,33 @@ def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[P
         offered = plan.forward_candidates(problem, True, device, CANDIDATES)
         return [*offered, plan_general.plan_forward(problem, True)]
     offered = plan.backward_candidates(problem, mask, device, CANDIDATES)
-    if stage == "grad_bias":
-        return offered
-    parts = [plan_general.plan_grad_input(problem)] if stage == "grad_input" else []
-    shapes: list[tuple[int, ...]] = [problem.geometry.input_shape]
+    if stage == "grad_input":
+        return [*offered, _of_parts(problem, (True, False, False), [plan_general.plan_grad_input(problem)])]
     if stage == "grad_weight":
         parts = [plan_general.plan_grad_weight(problem, device), plan_general.plan_grad_bias(problem, device)]
-        shapes = [problem.geometry.weight_shape, (problem.geometry.out_channels,)]
-    general = Plan(
-        "general",
+        return [*offered, _of_parts(problem, mask, parts)]
+    if stage == "grad_weight alone":
+        # Planned for layers that are too large for this.
+        strips = plan_grad_weight_strips.part_candidates(problem, device, 1)
+        return [*offered, *(_of_parts(problem, mask, [part]) for part in strips)]
+    return offered
+
+
+def _of_parts(problem: plan.Problem, mask: Mask, parts: Sequence[Part]) -> Plan:
+    """A part for each gradient of ``mask``."""
+    g = problem.geometry
+    shapes: tuple[tuple[int, ...], ...] = (g.input_shape, g.weight_shape, (g.out_channels,))
+    return Plan(
+        parts[0].family,
         parts[0].why,
-        outputs=tuple(Output(shape, problem.channels_last and len(shape) == 4) for shape in shapes),
+        outputs=tuple(
+            Output(shape, problem.channels_last and len(shape) == 4)
+            for shape, wanted in zip(shapes, mask, strict=True)
+            if wanted
+        ),
         launches=tuple(one for index, part in enumerate(parts) for one in part.with_outputs(index)),
         workspace_bytes=max(part.workspace_bytes for part in parts),
     )
-    return [*offered, general]
 
 
 def prepare(path: Path, device: plan.Device, each: int) -> int:
