@@ -143,10 +143,8 @@ def test_forced_gradients_of_the_input(seed: int) -> None:
     weight_layout = torch.channels_last if posed.weight_channels_last else torch.contiguous_format
     w = torch.randn(g.weight_shape, device="cuda").to(posed.dtype).contiguous(memory_format=weight_layout)
     x = torch.zeros(g.input_shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    grad_output, unread = (
-        torch.randn(g.output_shape, device="cuda"),
-        torch.empty(g.input_shape, device="cuda"),
-    )
+    grad_output = torch.randn(g.output_shape, device="cuda").to(posed.dtype)
+    unread = torch.empty(g.input_shape, device="cuda", dtype=posed.dtype)
 
     def run() -> torch.Tensor:
         torch.full((x.numel() + 2**20,), float("nan"), device="cuda", dtype=posed.dtype)  # freed at once
