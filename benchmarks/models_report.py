@@ -143,7 +143,7 @@ def _share(rows: list[Row], name: str, stage: str) -> str:
 def fill_readmes(document: Row, name: str) -> None:
     """The chart's place in README.md, the table's in benchmarks/README.md."""
     means = " ".join(f"{line}." for line in _means(document))
-    image = f"![Speedup of ten networks](benchmarks/results/{Path(name).with_suffix('.svg')})"
+    image = f"![Speedup of whole networks](benchmarks/results/{Path(name).with_suffix('.svg')})"
     origin = f"{machine_name(document['environment'])}."
     _fill(ROOT / "README.md", _CHART, f"{image}\n\n{origin} {means}\n")
     _fill(ROOT / "benchmarks" / "README.md", _TABLE, table(document, markdown=True))

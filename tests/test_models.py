@@ -237,7 +237,7 @@ def test_the_places_in_the_readmes(
     for _ in range(2):
         assert models.main(["--json", str(results / "h200-models.json"), "--render"]) == 0
     readme = (tmp_path / "README.md").read_text()
-    assert readme.count("![Speedup of ten networks](benchmarks/results/h200-models.svg)") == 1
+    assert readme.count("![Speedup of whole networks](benchmarks/results/h200-models.svg)") == 1
     assert (results / "h200-models.svg").read_text() == models_report.chart(measured)
     below = (tmp_path / "benchmarks" / "README.md").read_text().partition("<!-- models table -->")[2]
     assert below.count("| dcgan") == 2
