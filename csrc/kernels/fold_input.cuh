@@ -79,7 +79,7 @@ __device__ __forceinline__ u32 further(u32 at, int bytes) {
   return CHANNELS_LAST ? (at ^ bytes % LINE_BYTES) + bytes / LINE_BYTES * BOX_BYTES : at + bytes / ITEM * LINE_BYTES;
 }
 
-/// Operand A of 16 channels, of each part: wgmma_registers.cuh has its order.
+/// Operand A of 16 channels, of each part: multiply_from_registers in wgmma.cuh has its order.
 __device__ __forceinline__ void load_input(u32 (&a)[PARTS][4], u32 panel, const InputPlaces& places, int step) {
   if constexpr (IS_16_BIT) {
     const u32 from = panel + further(places.at[0][0], step * 16 * ITEM);

@@ -51,7 +51,7 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, con
     ptx::fence_sums();
     repeat<0, K_STEPS>([&](auto index) {
       constexpr int STEP = decltype(index)::value;
-      ptx::multiply_registers<MULTIPLIED, N, (STEP > 0)>(sums, a[STEP][0], b(0, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED, (STEP > 0)>(sums, a[STEP][0], b(0, STEP));
     });
     ptx::commit_multiplies();
     ptx::wait_multiplies<0>();
@@ -66,12 +66,12 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, con
       const auto& here = a[STEP % 2];
       float* const to = part[STEP % PARTIAL_SUMS];
       ptx::fence_sums();
-      ptx::multiply_registers<MULTIPLIED, N, false>(to, here[0], b(LOW, STEP));
-      ptx::multiply_registers<MULTIPLIED, N, true>(to, here[LOW], b(0, STEP));
-      ptx::multiply_registers<MULTIPLIED, N, true>(to, here[MIDDLE], b(MIDDLE, STEP));
-      ptx::multiply_registers<MULTIPLIED, N, true>(to, here[0], b(MIDDLE, STEP));
-      ptx::multiply_registers<MULTIPLIED, N, true>(to, here[MIDDLE], b(0, STEP));
-      ptx::multiply_registers<MULTIPLIED, N, true>(to, here[0], b(0, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED, false>(to, here[0], b(LOW, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[LOW], b(0, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[MIDDLE], b(MIDDLE, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[0], b(MIDDLE, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[MIDDLE], b(0, STEP));
+      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[0], b(0, STEP));
       ptx::commit_multiplies();
     };
     // With two partial sums a step is multiplied while that before it is added up.

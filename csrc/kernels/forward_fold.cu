@@ -15,7 +15,6 @@
 // registers. Cell row y has the output rows from y * STRIDE - PADDING on.
 #include "mma.cuh"
 #include "wgmma.cuh"
-#include "wgmma_registers.cuh"
 #include "pipeline.cuh"
 #include "tma.cuh"
 #include "parts.cuh"

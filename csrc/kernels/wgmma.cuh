@@ -38,7 +38,11 @@ __device__ __forceinline__ void publish_to_multiplies() {
 
 #define TCONV_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define TCONV_R16(i) TCONV_R4(i), TCONV_R4(i + 4), TCONV_R4(i + 8), TCONV_R4(i + 12)
-#define TCONV_R28 TCONV_R16(0), TCONV_R4(16), TCONV_R4(20), TCONV_R4(24)
+#define TCONV_R8 TCONV_R4(0), TCONV_R4(4)
+#define TCONV_R12 TCONV_R8, TCONV_R4(8)
+#define TCONV_R20 TCONV_R16(0), TCONV_R4(16)
+#define TCONV_R24 TCONV_R20, TCONV_R4(20)
+#define TCONV_R28 TCONV_R24, TCONV_R4(24)
 #define TCONV_R32 TCONV_R16(0), TCONV_R16(16)
 #define TCONV_R36 TCONV_R32, TCONV_R4(32)
 #define TCONV_R40 TCONV_R36, TCONV_R4(36)
@@ -50,9 +54,13 @@ __device__ __forceinline__ void publish_to_multiplies() {
 #define TCONV_R64 TCONV_R60, TCONV_R4(60)
 #define TCONV_R96 TCONV_R64, TCONV_R16(64), TCONV_R16(80)
 #define TCONV_R128 TCONV_R96, TCONV_R16(96), TCONV_R16(112)
-#define TCONV_O16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
-#define TCONV_O28 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27"
-#define TCONV_O32 TCONV_O16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TCONV_O8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define TCONV_O12 TCONV_O8 ", %8, %9, %10, %11"
+#define TCONV_O16 TCONV_O12 ", %12, %13, %14, %15"
+#define TCONV_O20 TCONV_O16 ", %16, %17, %18, %19"
+#define TCONV_O24 TCONV_O20 ", %20, %21, %22, %23"
+#define TCONV_O28 TCONV_O24 ", %24, %25, %26, %27"
+#define TCONV_O32 TCONV_O28 ", %28, %29, %30, %31"
 #define TCONV_O36 TCONV_O32 ", %32, %33, %34, %35"
 #define TCONV_O40 TCONV_O36 ", %36, %37, %38, %39"
 #define TCONV_O44 TCONV_O40 ", %40, %41, %42, %43"
@@ -138,32 +146,54 @@ __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
 }
 
 /// The same with A in registers: a[0..3] = rows (g, g + 8, g, g + 8) of the words (t, t, t + 4, t + 4) of k of warp w's 16,
-/// a word being one TF32 or two neighbours in 16 bits.
-template <int N, int PRECISION = TF32>
+/// a word being one TF32 or two neighbours in 16 bits. They stay as they are until the multiply was waited for.
+template <int N, int PRECISION = TF32, bool ADD = true>
 __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)[4], u64 b) {
-  static_assert(N == 32 || N == 64 || N == 96 || N == 128 || N == 192 || N == 256);
-#define TCONV_WGMMA_TYPED(N, TYPES, ENDING, OPERANDS, A, B, ...)                                                   \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" OPERANDS "}, {" A "}, " B ", 1, 1, 1" ENDING ";"   \
-               : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  static_assert((N >= 16 && N <= 96 && N % 8 == 0) || N == 128 || N == 192 || N == 256);
+#define TCONV_WGMMA_TYPED(N, TYPES, ADD, ENDING, OPERANDS, A, B, ...)                                              \
+  asm volatile("wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" OPERANDS "}, {" A "}, " B ", " ADD ", 1, 1" ENDING \
+               ";" : __VA_ARGS__ : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 #define TCONV_WGMMA_REGISTERS(N, ...)                                                                              \
-  if constexpr (PRECISION == FP16) {                                                                               \
-    TCONV_WGMMA_TYPED(N, "k16.f32.f16.f16", ", 0", __VA_ARGS__)                                                    \
+  if constexpr (PRECISION == FP16 && ADD) {                                                                        \
+    TCONV_WGMMA_TYPED(N, "k16.f32.f16.f16", "1", ", 0", __VA_ARGS__)                                               \
+  } else if constexpr (PRECISION == FP16) {                                                                        \
+    TCONV_WGMMA_TYPED(N, "k16.f32.f16.f16", "0", ", 0", __VA_ARGS__)                                               \
+  } else if constexpr (PRECISION == BF16 && ADD) {                                                                 \
+    TCONV_WGMMA_TYPED(N, "k16.f32.bf16.bf16", "1", ", 0", __VA_ARGS__)                                             \
   } else if constexpr (PRECISION == BF16) {                                                                        \
-    TCONV_WGMMA_TYPED(N, "k16.f32.bf16.bf16", ", 0", __VA_ARGS__)                                                  \
+    TCONV_WGMMA_TYPED(N, "k16.f32.bf16.bf16", "0", ", 0", __VA_ARGS__)                                             \
+  } else if constexpr (ADD) {                                                                                      \
+    TCONV_WGMMA_TYPED(N, "k8.f32.tf32.tf32", "1", "", __VA_ARGS__)                                                 \
   } else {                                                                                                         \
-    TCONV_WGMMA_TYPED(N, "k8.f32.tf32.tf32", "", __VA_ARGS__)                                                      \
+    TCONV_WGMMA_TYPED(N, "k8.f32.tf32.tf32", "0", "", __VA_ARGS__)                                                 \
   }
-  if constexpr (N == 32) {
+  if constexpr (N == 16) {
+    TCONV_WGMMA_REGISTERS(16, TCONV_O8, "%8, %9, %10, %11", "%12", TCONV_R8)
+  } else if constexpr (N == 24) {
+    TCONV_WGMMA_REGISTERS(24, TCONV_O12, "%12, %13, %14, %15", "%16", TCONV_R12)
+  } else if constexpr (N == 32) {
     TCONV_WGMMA_REGISTERS(32, TCONV_O16, "%16, %17, %18, %19", "%20", TCONV_R16(0))
+  } else if constexpr (N == 40) {
+    TCONV_WGMMA_REGISTERS(40, TCONV_O20, "%20, %21, %22, %23", "%24", TCONV_R20)
+  } else if constexpr (N == 48) {
+    TCONV_WGMMA_REGISTERS(48, TCONV_O24, "%24, %25, %26, %27", "%28", TCONV_R24)
+  } else if constexpr (N == 56) {
+    TCONV_WGMMA_REGISTERS(56, TCONV_O28, "%28, %29, %30, %31", "%32", TCONV_R28)
   } else if constexpr (N == 64) {
     TCONV_WGMMA_REGISTERS(64, TCONV_O32, "%32, %33, %34, %35", "%36", TCONV_R32)
+  } else if constexpr (N == 72) {
+    TCONV_WGMMA_REGISTERS(72, TCONV_O36, "%36, %37, %38, %39", "%40", TCONV_R36)
+  } else if constexpr (N == 80) {
+    TCONV_WGMMA_REGISTERS(80, TCONV_O40, "%40, %41, %42, %43", "%44", TCONV_R40)
+  } else if constexpr (N == 88) {
+    TCONV_WGMMA_REGISTERS(88, TCONV_O44, "%44, %45, %46, %47", "%48", TCONV_R44)
   } else if constexpr (N == 96) {
     TCONV_WGMMA_REGISTERS(96, TCONV_O48, "%48, %49, %50, %51", "%52", TCONV_R48)
-  } else if constexpr (N == 192) {
-    TCONV_WGMMA_REGISTERS(192, TCONV_O96, "%96, %97, %98, %99", "%100", TCONV_R96)
   } else if constexpr (N == 128) {
     TCONV_WGMMA_REGISTERS(128, TCONV_O64, "%64, %65, %66, %67", "%68", TCONV_R64)
-  } else {
+  } else if constexpr (N == 192) {
+    TCONV_WGMMA_REGISTERS(192, TCONV_O96, "%96, %97, %98, %99", "%100", TCONV_R96)
+  } else if constexpr (N == 256) {
     TCONV_WGMMA_REGISTERS(256, TCONV_O128, "%128, %129, %130, %131", "%132", TCONV_R128)
   }
 #undef TCONV_WGMMA_TYPED
@@ -174,6 +204,14 @@ __device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)
 #undef TCONV_WGMMA_16_BIT
 #undef TCONV_WGMMA
 #undef TCONV_O16
+#undef TCONV_R24
+#undef TCONV_R20
+#undef TCONV_R12
+#undef TCONV_R8
+#undef TCONV_O24
+#undef TCONV_O20
+#undef TCONV_O12
+#undef TCONV_O8
 #undef TCONV_O28
 #undef TCONV_O32
 #undef TCONV_O36
