@@ -55,6 +55,8 @@ NAMED = {
     "groups, strided and dilated": dict(
         x=(2, 144, 7, 19), w=(144, 20, 3, 3), stride=2, padding=2, dilation=3, output_padding=2, groups=2
     ),
+    "many taps": dict(x=(1, 64, 9, 7), w=(64, 40, 16, 16), stride=8, padding=4),
+    "wide strides": dict(x=(2, 24, 5, 6), w=(24, 16, 20, 12), stride=(10, 9), padding=2),
     "stride beyond the kernel": dict(
         x=(3, 72, 6, 11), w=(72, 16, 2, 1), stride=(3, 4), output_padding=(2, 3)
     ),

@@ -76,6 +76,18 @@ def test_planned_kernels_compile_without_unpromised_spills(geometry: Geometry, a
                 )
 
 
+@pytest.mark.parametrize("architecture", ["sm_80", WHOLE])
+def test_a_kernel_of_many_taps_compiles(architecture: str) -> None:
+    """More taps than a compiler allows templates inside each other."""
+    geometry = Geometry(1, 64, 9, 7, 40, (16, 16), (8, 8), (4, 4))
+    device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
+    for dtype in (torch.float16, torch.float32):
+        made = plan.plan_forward(plan.Problem(geometry, dtype, "ieee", False, False), True, device)
+        assert made.family != "general"
+        for launch in made.launches:
+            jit.compile_kernel(launch.kernel, architecture)
+
+
 def test_every_source_is_planned_somewhere() -> None:
     """A kernel file that no plan above uses would be compiled by nobody."""
     used = {

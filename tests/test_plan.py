@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -318,3 +319,29 @@ def test_phases_share_out_the_taps() -> None:
         taps = [phase_taps(kernel, stride, dilation, phase) for phase in range(stride)]
         assert sorted(itertools.chain(*taps)) == list(range(kernel))
     assert [len(phase_taps(3, 5, 2, phase)) for phase in range(5)] == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_stride_and_kernel_is_planned(seed: int) -> None:
+    chance = random.Random(seed)
+    for _ in range(8):
+        strides = [chance.choice((1, 2, 3, 5, 8, 9, 10, 16, 32)) for _ in range(2)]
+        kernel = (chance.randint(1, 34), chance.randint(1, 34))
+        groups = chance.choice((1, 1, 2))
+        geometry = Geometry(
+            chance.choice((1, 40)),
+            groups * chance.choice((3, 16, 64)),
+            chance.choice((1, 17, 40)),
+            chance.choice((1, 16, 130)),
+            groups * chance.choice((1, 21, 64)),
+            kernel,
+            (strides[0], strides[1]),
+            (kernel[0] // 3, kernel[1] // 3),
+            groups=groups,
+        )
+        dtype, precision = chance.choice(((torch.float16, "ieee"), (torch.float32, "tf32")))
+        last = chance.random() < 0.5
+        device = chance.choice((H200, AMPERE, TURING))
+        problem = plan.Problem(geometry, dtype, precision, last, last)
+        assert plan.plan_forward(problem, True, device).launches
+        assert plan.plan_backward(problem, (True, True, True), device).launches

@@ -49,6 +49,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256
 _REDUCE_THREADS = 256
 INT32_LIMIT = 2**31
+#: Most columns of phases, and most groups of phases that a block each computes.
+MOST_PHASES = 8
 #: Most tiles of one block of forward_wgmma.cu.
 TURNS = 32
 
@@ -100,8 +102,9 @@ def claims(problem: TileProblem, device: Device) -> bool:
     if problem.input_channels_last and geometry.in_channels_per_group * problem.item % 4:
         return False
     # Beyond these, code for each phase group is compiled apart, and most of a tile of channels is padding.
-    groups = len(group_taps(problem))
-    return geometry.stride[1] <= 8 and groups <= 8 and min(_channels(problem)) >= 8
+    if geometry.stride[1] > MOST_PHASES or min(_channels(problem)) < 8:
+        return False
+    return len(group_taps(problem)) <= MOST_PHASES
 
 
 def _channels(problem: TileProblem) -> tuple[int, int]:
