@@ -24,6 +24,9 @@ MARKS = {
     ("fp16", "channels_last"): ("s", "after", False),
 }
 
+#: Beside the marks, for the shares: a part of the width that the marks take.
+SHARE_ROOM = 0.35
+
 Row = Mapping[str, Any]
 _CHART = re.compile(r"(<!-- models chart -->\n).*?(<!-- end of models chart -->)", re.DOTALL)
 _TABLE = re.compile(r"(<!-- models table -->\n).*?(<!-- end of models table -->)", re.DOTALL)
@@ -120,7 +123,9 @@ def chart(document: Row) -> str:
             axes.set_title("share of the time", loc="right", fontsize=9, color=COLOURS["muted"])
             axes.set_xlabel("times as fast as PyTorch")
             axes.grid(axis="x")
-            axes.margins(x=0.25, y=0.06)
+            axes.margins(x=0.08, y=0.06)
+            left, right = axes.get_xlim()
+            axes.set_xlim(right=right + SHARE_ROOM * (right - left))
             axes.tick_params(axis="y", length=0)
         panels[0].set_yticks(range(len(names)), [NETWORKS[name].title for name in names])
         panels[0].invert_yaxis()
