@@ -5,8 +5,9 @@
         compute-sanitizer --tool $tool --error-exitcode 9 python -m benchmarks.sanitize --plans plans
     done
 
-The families are those that planning offers as candidates, so that a new one is run without being named here. Exit
-codes: 0 all ran and gave PyTorch's results, 1 something did not, or some kernel source was run by nothing, 2 no GPU.
+racecheck is the slow one: ``--share 0/12`` to ``--share 11/12``, beside each other. The families are those that
+planning offers as candidates, so that a new one is run without being named here. Exit codes: 0 all ran and gave
+PyTorch's results, 1 something did not, or some kernel source was run by nothing, 2 no GPU.
 """
 
 from __future__ import annotations
@@ -213,6 +214,13 @@ def _truths(geometry: Geometry, mask: Mask, grad_output: Tensor, *operands: Tens
     return list(torch.autograd.grad(output, wanted, grad_output.double()))
 
 
+def _share(text: str) -> tuple[int, int]:
+    first, shares = (int(number) for number in text.split("/"))
+    if not 0 <= first < shares:
+        raise ValueError(text)
+    return first, shares
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -222,6 +230,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--prepare", type=Path, metavar="FILE", help="plan, compile, keep the plans, stop")
     parser.add_argument("--plans", type=Path, metavar="FILE", help="what --prepare kept, on this machine")
     parser.add_argument("--list", action="store_true", help="say what is run")
+    parser.add_argument(
+        "--share",
+        type=_share,
+        metavar="I/N",
+        help="every Nth plan from the Ith on (from 0), for N beside each other",
+    )
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("torch.cuda.is_available() is False: no GPU", file=sys.stderr)
@@ -238,6 +252,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pickle.loads(options.plans.read_bytes()) if options.plans else cases(GEOMETRIES, facts, options.each)
     )
     failures = [f"{name} is launched by nothing" for name in sources_without_case(found)]
+    if options.share:
+        first, shares = options.share
+        found = found[first::shares]
     for case in found:
         if options.list:
             print(case, flush=True)

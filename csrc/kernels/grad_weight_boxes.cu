@@ -31,6 +31,8 @@ constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
 /// Steps of 16 pixels that a warp takes at a time, so that its products do not wait for one another.
 constexpr int BIAS_STEPS = BIAS_SLICES < 2 && STEPS % 4 == 0 ? 4 : BIAS_SLICES < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
+/// Who reads the stages. Where these threads meet, the results may take the stages' place (grad_weight_store.cuh has barrier 1).
+constexpr int READING_THREADS = THREADS + BIAS_THREADS, READERS_MEET = 2;
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
@@ -188,7 +190,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
     } else {
       // Everything has been multiplied and added: the stages are free.
-      __syncthreads();
+      ptx::meet<READERS_MEET, READING_THREADS>();
       store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
     }
   } while (index < tiles.count);
@@ -215,11 +217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THR
 
   if (threadIdx.x < THREADS) {
     multiply_and_store(ring, place, tiles, shared, partial, gradient);
-  } else {
+  } else if (threadIdx.x < THREADS + ASKING_THREADS) {
     if (threadIdx.x == THREADS) ask_for_boxes(ring, place, tiles, input, grad_output);
+  } else {
     if constexpr (WITH_BIAS)
-      if (adds_bias && threadIdx.x >= THREADS + ASKING_THREADS) add_bias(ring, place, tiles, bias_partial);
+      if (adds_bias) add_bias(ring, place, tiles, bias_partial);
     __syncwarp();
-    if constexpr (!THROUGH_WORKSPACE) __syncthreads();
+    if constexpr (!THROUGH_WORKSPACE) ptx::meet<READERS_MEET, READING_THREADS>();
   }
 }
