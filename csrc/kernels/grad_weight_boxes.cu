@@ -31,8 +31,6 @@ constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
 /// Steps of 16 pixels that a warp takes at a time, so that its products do not wait for one another.
 constexpr int BIAS_STEPS = BIAS_SLICES < 2 && STEPS % 4 == 0 ? 4 : BIAS_SLICES < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
-/// Who reads the stages. Where these threads meet, the results may take the stages' place (grad_weight_store.cuh has barrier 1).
-constexpr int READING_THREADS = THREADS + BIAS_THREADS, READERS_MEET = 2;
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
@@ -189,8 +187,8 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     if constexpr (THROUGH_WORKSPACE) {
       store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
     } else {
-      // Everything has been multiplied and added: the stages are free.
-      ptx::meet<READERS_MEET, READING_THREADS>();
+      // The results take the stages' place once these are read by all, the bias's warps too.
+      for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
     }
   } while (index < tiles.count);
@@ -219,10 +217,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THR
     multiply_and_store(ring, place, tiles, shared, partial, gradient);
   } else if (threadIdx.x < THREADS + ASKING_THREADS) {
     if (threadIdx.x == THREADS) ask_for_boxes(ring, place, tiles, input, grad_output);
-  } else {
-    if constexpr (WITH_BIAS)
-      if (adds_bias) add_bias(ring, place, tiles, bias_partial);
-    __syncwarp();
-    if constexpr (!THROUGH_WORKSPACE) ptx::meet<READERS_MEET, READING_THREADS>();
+  } else if constexpr (WITH_BIAS) {
+    if (adds_bias) add_bias(ring, place, tiles, bias_partial);
   }
 }
