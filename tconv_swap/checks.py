@@ -84,10 +84,16 @@ def output_memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+#: Whose sizes are numbers: to ask each of them takes longer than all the rest.
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
 def _is_channels_last(tensor: Tensor) -> bool:
     """What ``Tensor::suggest_memory_format`` asks (c10/core/MemoryFormat.h, is_channels_last_strides_2d)."""
     sizes, strides = tensor.shape, tensor.stride()
-    if any(isinstance(number, torch.SymInt) for number in (*sizes, *strides)):
+    if type(tensor) not in _PLAIN_TYPES and any(
+        isinstance(number, torch.SymInt) for number in (*sizes, *strides)
+    ):
         # Guards on symbolic sizes are PyTorch's business. Its function imports sympy: 1.8 s of a first call.
         from torch._prims_common import suggest_memory_format
 

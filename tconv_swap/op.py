@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
-from tconv_swap.checks import check_backward, check_forward, output_memory_format
+from tconv_swap import graph
 from tconv_swap.cpu.forward import is_plain
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.eager import (
@@ -125,65 +124,21 @@ def conv_transpose2d(
     return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
 
 
-def _register(device_type: str, key: str) -> None:
-    compute_forward, compute_backward = DIRECT[device_type]
-
-    # What leaves here lies as the fake kernels promise, also where PyTorch's operator had another idea.
-    def forward(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
-        *arguments, backend = given
-        output = compute_forward(input, weight, bias, _as_key(arguments), backend)
-        return output.contiguous(memory_format=output_memory_format(input, weight))
-
-    def backward(grad_output: Tensor, input: Tensor, weight: Tensor, *given: Any) -> list[Tensor]:
-        *arguments, mask, backend = given
-        memory_format = output_memory_format(input, weight)
-        gradients = compute_backward(grad_output, input, weight, _as_key(arguments), tuple(mask), backend)
-        return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in gradients]
-
-    _library.impl("conv_transpose2d", forward, key)
-    _library.impl("conv_transpose2d_backward", backward, key)
+def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+    *arguments, backend = given
+    return graph.output(input, weight, bias, arguments, backend)
 
 
-def _as_key(arguments: Sequence[Any]) -> tuple[Any, ...]:
-    """Stride, padding, output_padding, groups, dilation as the dispatcher gives them, made hashable."""
-    stride, padding, output_padding, groups, dilation = arguments
-    return (tuple(stride), tuple(padding), tuple(output_padding), groups, tuple(dilation))
+def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, *given: Any) -> list[Tensor]:
+    *arguments, mask, backend = given
+    return graph.gradients(grad_output, input, weight, arguments, mask, backend)
 
 
-_register("cpu", "CPU")
-_register("cuda", "CUDA")
+_library.impl("conv_transpose2d", _forward, "CompositeExplicitAutograd")
+_library.impl("conv_transpose2d_backward", _backward, "CompositeExplicitAutograd")
 
 
-@torch.library.register_fake("tconv_swap::conv_transpose2d", lib=_library)  # type: ignore[untyped-decorator]
-def _(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-    geometry = check_forward(input, weight, bias, arguments[:5])
-    return torch.empty(
-        geometry.output_shape,
-        dtype=input.dtype,
-        device=input.device,
-        memory_format=output_memory_format(input, weight),
-    )
-
-
-@torch.library.register_fake("tconv_swap::conv_transpose2d_backward", lib=_library)  # type: ignore[untyped-decorator]
-def _(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-    mask = arguments[5]
-    geometry = check_backward(grad_output, input, weight, arguments[:5])
-    memory_format = output_memory_format(input, weight)
-    shapes = (geometry.input_shape, geometry.weight_shape, (geometry.out_channels,))
-    return [
-        torch.empty(
-            shape,
-            dtype=input.dtype,
-            device=input.device,
-            memory_format=memory_format if len(shape) == 4 else torch.contiguous_format,
-        )
-        for shape, wanted in zip(shapes, mask, strict=True)
-        if wanted
-    ]
-
-
-def _save_forward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _save_forward(ctx: Any, inputs: tuple[Any, ...]) -> None:
     input, weight, _, *arguments, backend = inputs
     ctx.save_for_backward(input, weight)
     ctx.arguments, ctx.backend = arguments, backend
@@ -196,13 +151,13 @@ def _differentiate_forward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
     return (*spread(gradients, mask), *[None] * (len(ctx.arguments) + 1))
 
 
-def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _save_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
     grad_output, input, weight, *arguments, mask, backend = inputs
     ctx.save_for_backward(grad_output, input, weight)
     ctx.arguments, ctx.mask, ctx.backend = arguments, list(mask), backend
 
 
-def _differentiate_backward(ctx: Any, cotangents: Sequence[Tensor]) -> tuple[Any, ...]:
+def _differentiate_backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
     """<grad_output, T(input, weight)> is linear in each of the three, so the derivatives of the gradients
     are the same three maps again, with the cotangent of a gradient in place of what it is a gradient of."""
     grad_output, input, weight = ctx.saved_tensors
@@ -249,28 +204,43 @@ def _backward_by_pytorch(grad_output: Tensor, input: Tensor, weight: Tensor, *ar
 
 def _register_derivatives(
     name: str,
-    backward: Callable[..., Any],
-    setup_context: Callable[..., None],
+    compute: Callable[..., Any],
+    save: Callable[..., None],
+    differentiate: Callable[..., Any],
     by_pytorch: Callable[..., Any],
 ) -> None:
-    # What torch.library.register_autograd registers; alone it would give a silent zero for a forward-mode tangent.
-    in_reverse = make_autograd_impl(
-        getattr(torch.ops.tconv_swap, name).default, Info(backward, setup_context)
-    )
+    class Differentiable(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *arguments: Any) -> Any:
+            save(ctx, arguments)
+            computed = compute(*arguments)
+            return tuple(computed) if isinstance(computed, list) else computed
 
-    def autograd(keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Any) -> Any:
+            return differentiate(ctx, *cotangents)
+
+    # torch.library.register_autograd would give a silent zero for a forward-mode tangent.
+    def autograd(*arguments: Any) -> Any:
         # Inside a level of forward-mode derivatives, the op is PyTorch's convolution, which has every rule ...
-        return by_pytorch(*arguments) if forward_ad._current_level >= 0 else in_reverse(keyset, *arguments)
+        if forward_ad._current_level >= 0:
+            return by_pytorch(*arguments)
+        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
+            return compute(*arguments)
+        computed = Differentiable.apply(*arguments)  # type: ignore[no-untyped-call]
+        return list(computed) if isinstance(computed, tuple) else computed
 
-    _library.impl(name, autograd, "Autograd", with_keyset=True)
+    _library.impl(name, autograd, "Autograd")
     # ... and so it is in vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
     for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
         _library.impl(name, by_pytorch, key)
 
 
-_register_derivatives("conv_transpose2d", _differentiate_forward, _save_forward, _forward_by_pytorch)
 _register_derivatives(
-    "conv_transpose2d_backward", _differentiate_backward, _save_backward, _backward_by_pytorch
+    "conv_transpose2d", _forward, _save_forward, _differentiate_forward, _forward_by_pytorch
+)
+_register_derivatives(
+    "conv_transpose2d_backward", _backward, _save_backward, _differentiate_backward, _backward_by_pytorch
 )
 
 

@@ -1,0 +1,132 @@
+"""What the ops of ``op.py`` come to below autograd, and what a compiled graph calls: two ops without derivatives.
+
+A call in a graph costs the CPU time for every argument and every kernel on the way: so these have no kernel for
+autograd, and all of the geometry is one list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tconv_swap.checks import check_backward, check_forward, output_memory_format
+from tconv_swap.eager import DIRECT, again, first
+
+_library = torch.library.Library("tconv_swap", "FRAGMENT")
+_library.define(
+    "conv_transpose2d_output(Tensor input, Tensor weight, Tensor? bias, SymInt[] geometry, str backend) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_library.define(
+    "conv_transpose2d_gradients(Tensor grad_output, Tensor input, Tensor weight, SymInt[] geometry, "
+    "bool[3] output_mask, str backend) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_output_op = torch.ops.tconv_swap.conv_transpose2d_output.default
+_gradients_op = torch.ops.tconv_swap.conv_transpose2d_gradients.default
+
+
+def output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any], backend: str
+) -> Tensor:
+    """``[batch, out_channels, out_height, out_width]``.
+
+    Args:
+        arguments: stride, padding, output_padding, groups, dilation.
+
+    Raises:
+        RuntimeError: the tensors or arguments do not fit together.
+    """
+    return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
+
+
+def gradients(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    arguments: Sequence[Any],
+    mask: Sequence[bool],
+    backend: str,
+) -> list[Tensor]:
+    """Those of the input, the weight and the bias that ``mask`` asks for, in that order.
+
+    Raises:
+        RuntimeError: as ``output``.
+    """
+    return _gradients_op(grad_output, input, weight, _as_list(arguments), mask, backend)  # type: ignore[no-any-return]
+
+
+def _as_list(arguments: Sequence[Any]) -> list[Any]:
+    stride, padding, output_padding, groups, dilation = arguments
+    return [*stride, *padding, *output_padding, groups, *dilation]
+
+
+def _from_list(geometry: Sequence[Any]) -> tuple[Any, ...]:
+    """``arguments`` again, hashable."""
+    s0, s1, p0, p1, o0, o1, groups, d0, d1 = geometry
+    return (s0, s1), (p0, p1), (o0, o1), groups, (d0, d1)
+
+
+# What leaves these two lies as the fake kernels promise, also where PyTorch's operator had another idea.
+def _compute_output(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
+) -> Tensor:
+    key = (input.shape, weight.shape, input.dtype, bias is None, *geometry, backend)
+    computed = again(key, input, weight, bias) if input.is_cuda else None
+    if computed is None:
+        computed = first(key, input, weight, bias, _from_list(geometry), backend)
+    return computed.contiguous(memory_format=output_memory_format(input, weight))
+
+
+def _compute_gradients(
+    grad_output: Tensor, input: Tensor, weight: Tensor, geometry: list[int], mask: list[bool], backend: str
+) -> list[Tensor]:
+    compute = DIRECT[input.device.type][1]
+    computed = compute(grad_output, input, weight, _from_list(geometry), tuple(mask), backend)
+    memory_format = output_memory_format(input, weight)
+    return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
+
+
+for _key in ("CPU", "CUDA"):
+    _library.impl("conv_transpose2d_output", _compute_output, _key)
+    _library.impl("conv_transpose2d_gradients", _compute_gradients, _key)
+for _op in (_output_op, _gradients_op):
+    _library.impl(_op._opname, torch.library.fallthrough_kernel, "Autograd")
+
+
+@torch.library.register_fake("tconv_swap::conv_transpose2d_output", lib=_library)  # type: ignore[untyped-decorator]
+def _(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any], backend: str) -> Tensor:
+    checked = check_forward(input, weight, bias, _from_list(geometry))
+    return torch.empty(
+        checked.output_shape,
+        dtype=input.dtype,
+        device=input.device,
+        memory_format=output_memory_format(input, weight),
+    )
+
+
+@torch.library.register_fake("tconv_swap::conv_transpose2d_gradients", lib=_library)  # type: ignore[untyped-decorator]
+def _(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    geometry: Sequence[Any],
+    mask: Sequence[bool],
+    backend: str,
+) -> list[Tensor]:
+    checked = check_backward(grad_output, input, weight, _from_list(geometry))
+    memory_format = output_memory_format(input, weight)
+    shapes = (checked.input_shape, checked.weight_shape, (checked.out_channels,))
+    return [
+        torch.empty(
+            shape,
+            dtype=input.dtype,
+            device=input.device,
+            memory_format=memory_format if len(shape) == 4 else torch.contiguous_format,
+        )
+        for shape, wanted in zip(shapes, mask, strict=True)
+        if wanted
+    ]
