@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
+from tconv_swap import op
 from tconv_swap.op import conv_transpose2d
 
 GEOMETRY = dict(stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2, dilation=(1, 2))
@@ -108,6 +113,28 @@ def test_opcheck() -> None:
     grad = torch.randn_like(forward(x, w, b, *OP_ARGUMENTS, "auto")).requires_grad_()
     for mask in ([True, True, True], [True, False, False], [False, True, False], [True, False, True]):
         torch.library.opcheck(backward, (grad, x, w, *OP_ARGUMENTS, mask, "auto"))
+
+
+def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What autograd and autocast would do there has been done when the graph was made, and each costs time."""
+    monkeypatch.setattr(op, "is_plain", lambda *_: False)
+    called = []
+
+    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        called.extend(str(node.target) for node in graph.graph.nodes if "tconv_swap" in str(node.target))
+        return make_boxed_func(graph.forward)
+
+    x, w, b = leaves()
+    compiled = torch.compile(
+        lambda *tensors: conv_transpose2d(*tensors, **GEOMETRY), backend=aot_autograd(fw_compiler=keep)
+    )
+    gradients = torch.autograd.grad(compiled(x, w, b).square().sum(), (x, w, b))
+    assert called == [
+        "tconv_swap.conv_transpose2d_output.default",
+        "tconv_swap.conv_transpose2d_gradients.default",
+    ]
+    exact = torch.autograd.grad(F.conv_transpose2d(x, w, b, **GEOMETRY).square().sum(), (x, w, b))
+    torch.testing.assert_close(gradients, exact)
 
 
 def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
