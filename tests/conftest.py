@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tconv_swap.cuda import plan
+
+#: Files whose last tests read what the first have saved.
+TOGETHER = ("test_foreign.py",)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With `pytest -n`, processes share the cores: torch takes its part in each, two threads at least, which wait
+    asleep."""
+    processes = config.getoption("numprocesses", None)
+    if processes:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(2, (os.cpu_count() or 1) // processes)))
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `pytest -n`, a process takes the next test, or all of a file in TOGETHER."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return path if Path(path).name in TOGETHER else nodeid
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
