@@ -353,6 +353,20 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
   });
 }
 
+// relaunch for node.cpp: on handles that stay the caller's, of which `third` may be null. Writes the outputs' handles (at
+// most 3), which the caller deletes, and returns how many.
+extern "C" size_t tconv_relaunch(int64_t plan, AtenTensorHandle first, AtenTensorHandle second, AtenTensorHandle third,
+                                 AtenTensorHandle* outputs) {
+  auto own = [](AtenTensorHandle handle) {
+    AtenTensorHandle copy;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
+    return Tensor(copy);
+  };
+  const auto computed = relaunch(plan, own(first), own(second), third ? std::optional(own(third)) : std::nullopt);
+  for (const Tensor& output : computed) TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(output.get(), outputs++));
+  return computed.size();
+}
+
 STABLE_TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
   library.def("launch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
   library.def("relaunch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");

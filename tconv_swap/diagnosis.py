@@ -19,7 +19,7 @@ from tconv_swap import __version__
 from tconv_swap.cuda import call, nvrtc, tuned
 from tconv_swap.cuda.cache import cache_use
 from tconv_swap.cuda.choice import choose_backward, choose_forward
-from tconv_swap.cuda.launch import launcher_path
+from tconv_swap.cuda.launch import library_path
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.environment import cpu_name, environment
@@ -120,8 +120,7 @@ def _nvrtc() -> Finding:
 
 
 def _compiler() -> Finding:
-    built = launcher_path()
-    if built.exists():
+    if library_path().exists():
         return Finding("compiler", "ok", "not needed: the launcher for this torch is built")
     name = os.environ.get("CXX", "g++")
     missing: Verdict = "missing" if torch.cuda.is_available() else "note"

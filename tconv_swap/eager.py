@@ -63,15 +63,22 @@ def cast(tensor: Tensor | None, device_type: str, dtype: torch.dtype) -> Tensor 
     return tensor.to(dtype) if tensor is not None and eligible else tensor
 
 
-def autocast(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as the autocast that is on, if one is, wants them."""
-    if _any_autocast():
-        device_type = input.device.type
-        if torch.is_autocast_enabled(device_type):
-            dtype = torch.get_autocast_dtype(device_type)
-            operands = (cast(tensor, device_type, dtype) for tensor in (input, weight, bias))
-            return tuple(operands)  # type: ignore[return-value]
-    return input, weight, bias
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What the autocast that is on wants operands to be; None where none is on."""
+    if _any_autocast() and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def cast_operands(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The operands as an autocast to ``dtype`` wants them; None: as they are."""
+    if dtype is None:
+        return input, weight, bias
+    device_type = input.device.type
+    operands = (cast(tensor, device_type, dtype) for tensor in (input, weight, bias))
+    return tuple(operands)  # type: ignore[return-value]
 
 
 def is_plain_cuda(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -92,17 +99,29 @@ def needs_gradient(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
-def again(key: Hashable, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """What a call on CUDA computes that was made before with such a key and such tensors; else None."""
+def again(
+    key: Hashable, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+) -> Tensor | None:
+    """What a call on CUDA computes that was made before with such a key and such tensors; else None.
+
+    Args:
+        dtype: of ``autocast_dtype``; the tensors have not been cast yet. Part of ``key``.
+    """
     try:
         route = cuda_route.find(key)
     except TypeError:  # a list among the arguments cannot be hashed
         return None
     if route is None:
         return None
-    if route.all_native or not needs_gradient(input, weight, bias):
-        return route.forward(input, weight, bias)
-    return _apply(input, weight, bias, (route, route.arguments, route.backend))  # type: ignore[no-any-return]
+    is_differentiated = not route.all_native and needs_gradient(input, weight, bias)
+    if is_differentiated:
+        output = route.differentiable(input, weight, bias)
+        if output is not None:
+            return output
+    input, weight, bias = cast_operands(input, weight, bias, dtype)
+    if is_differentiated:
+        return _apply(input, weight, bias, (route, route.arguments, route.backend))  # type: ignore[no-any-return]
+    return route.forward(input, weight, bias)
 
 
 def first(
@@ -110,20 +129,25 @@ def first(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    dtype: torch.dtype | None,
     arguments: tuple[Any, ...],
     backend: str,
 ) -> Tensor:
     """What a call on the CPU or on CUDA computes; ``again`` then knows it.
 
+    Args:
+        dtype: as of ``again``.
+
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
     """
+    input, weight, bias = cast_operands(input, weight, bias, dtype)
     if needs_gradient(input, weight, bias):
         output: Tensor = _apply(input, weight, bias, (None, arguments, backend))
     else:
         output = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
     if input.is_cuda:
-        cuda_route.remember(key, input, weight, bias, arguments, backend)
+        cuda_route.remember(key, input, weight, bias, dtype, arguments, backend)
     return output
 
 

@@ -20,7 +20,7 @@ from tconv_swap.eager import (
     DIRECT,
     again,
     are_plain,
-    autocast,
+    autocast_dtype,
     cast,
     first,
     is_eager,
@@ -83,10 +83,10 @@ def conv_transpose2d(
     """
     key: tuple[Any, ...] = ()
     if input.is_cuda and type(input) is Tensor and is_eager() and are_plain(weight, bias):
-        input, weight, bias = autocast(input, weight, bias)
-        sizes = input.shape, weight.shape, input.dtype, bias is None
+        dtype = autocast_dtype("cuda")
+        sizes = input.shape, weight.shape, input.dtype, dtype, bias is None
         key = *sizes, stride, padding, output_padding, groups, dilation, backend
-        output = again(key, input, weight, bias)
+        output = again(key, input, weight, bias, dtype)
         if output is not None:
             return output
     if backend != "auto":
@@ -116,7 +116,7 @@ def conv_transpose2d(
             input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
         )
     if plain and input.device.type in DIRECT and is_eager() and are_plain(weight, bias):
-        return first(key, *autocast(input, weight, bias), arguments, backend)
+        return first(key, input, weight, bias, autocast_dtype(input.device.type), arguments, backend)
     if is_left_to_pytorch():
         return torch.nn.functional.conv_transpose2d(input, weight, bias, *arguments)
     if input.dim() == 3:

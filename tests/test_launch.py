@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tconv_swap.cuda import cache, launch, plan, program
+from tconv_swap.cuda import cache, launch, node, plan, program
 from tconv_swap.geometry import Geometry
 
 
@@ -47,6 +47,28 @@ def test_a_failing_build_shows_the_compilers_words(own_cache: Path, monkeypatch:
     with pytest.raises(launch.BuildError, match="deliberately broken"):
         launch.build()
     assert not list((own_cache / "host").rglob("*.so"))
+
+
+def test_the_node_builds() -> None:
+    assert node._library() is not None
+    arguments = [a.name for a in torch.ops.tconv_swap.differentiable.default._schema.arguments]
+    assert arguments == ["route", "input", "weight", "bias"]
+
+
+def test_a_node_that_does_not_build_is_said_and_not_tried_again(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (own_cache / node.SOURCE).write_text("#error deliberately broken")
+    monkeypatch.setattr(launch, "csrc_directory", lambda: own_cache)
+    assert node._library.__wrapped__() is None
+    assert "deliberately broken" in caplog.text
+    assert "gradients take their way through Python" in caplog.text
+    caplog.clear()
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert node._library.__wrapped__() is None
+    (path,) = own_cache.rglob("node.txt")
+    assert str(path) in caplog.text
+    assert "deliberately broken" in path.read_text()
 
 
 def test_without_a_writable_home_the_cache_is_temporary_and_says_so(

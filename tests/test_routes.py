@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +11,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tconv_swap import conv_transpose2d
-from tconv_swap.cuda import call, measured, route
+from tconv_swap.cuda import call, measured, node, route
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True)
-def _ieee() -> Iterator[None]:
+@pytest.fixture(autouse=True, params=["node.cpp", "node in Python"])
+def _ieee(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Both nodes that a differentiable call made again may have."""
+    if request.param == "node in Python":
+        monkeypatch.setattr(node, "_library", lambda: None)
     before = torch.backends.cudnn.conv.fp32_precision
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     route.forget()
     yield
     torch.backends.cudnn.conv.fp32_precision = before
+    route.forget()
 
 
 def randn(*shape: int) -> Tensor:
@@ -138,6 +143,145 @@ def test_gradients_of_several_steps_are_remembered_too(monkeypatch: pytest.Monke
     monkeypatch.setattr(call, "backward_and_calls", refuse)
     conv_transpose2d(*leaves, 2, 1).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
+
+
+BACKENDS = ["auto", "kernel"]
+
+
+def leaves() -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(randn(*shape).requires_grad_() for shape in ((2, 16, 9, 10), (16, 8, 4, 4), (8,)))  # type: ignore[return-value]
+
+
+def made_again(x: Tensor, w: Tensor, b: Tensor | None, backend: str) -> Tensor:
+    """The output of a call that was made and differentiated before."""
+    for _ in range(3):
+        y = conv_transpose2d(x, w, b, 2, 1, backend=backend)
+        y.sum().backward(retain_graph=True)
+    return y
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_only_what_needs_a_gradient_gets_one(backend: str) -> None:
+    for needed in range(1, 8):
+        x, w, b = leaves()
+        wanted = [t.requires_grad_(bool(needed >> i & 1)) for i, t in enumerate((x, w, b))]
+        made_again(x, w, b, backend)
+        assert [t.grad is not None for t in wanted] == [t.requires_grad for t in wanted]
+    x, w, b = leaves()
+    y, expected = made_again(x, w, b, backend), F.conv_transpose2d(x, w, b, 2, 1)
+    for asked in ([w], [b, x], [x], [w, b]):
+        found = torch.autograd.grad(y.square().sum(), asked, retain_graph=True)
+        truth = torch.autograd.grad(expected.square().sum(), asked, retain_graph=True)
+        for ours, theirs in zip(found, truth, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_gradients_and_of_batches(backend: str) -> None:
+    operands = leaves()
+    y, expected = made_again(*operands, backend), F.conv_transpose2d(*operands, 2, 1)
+
+    def second(output: Tensor) -> tuple[Tensor, ...]:
+        first = torch.autograd.grad(output.square().sum(), operands[:2], create_graph=True)
+        return torch.autograd.grad(first[0].square().sum() + first[1].sum(), operands[:2])
+
+    batch = randn(3, *y.shape)
+
+    def batched(output: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(output, operands, batch, retain_graph=True, is_grads_batched=True)
+
+    for derivative in (batched, second):
+        for ours, theirs in zip(derivative(y), derivative(expected), strict=True):
+            assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_autocasts_are_told_apart(backend: str) -> None:
+    operands = leaves()
+    for _ in range(3):
+        for dtype in (torch.float16, torch.bfloat16, None):
+            with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
+                y = conv_transpose2d(*operands, 2, 1, backend=backend)
+                expected = F.conv_transpose2d(*operands, 2, 1)
+            assert y.dtype == expected.dtype == (dtype or torch.float32)
+            found, truth = (
+                torch.autograd.grad(output.float().square().sum(), operands) for output in (y, expected)
+            )
+            tolerance = {torch.float16: 3e-3, torch.bfloat16: 2e-2, None: 1e-5}[dtype]
+            for ours, theirs in zip((y, *found), (expected, *truth), strict=True):
+                assert ours.dtype == theirs.dtype
+                error = (ours - theirs).detach().float().norm() / theirs.detach().float().norm()
+                assert float(error) < tolerance
+
+
+def test_what_was_saved_is_watched() -> None:
+    x, w, b = leaves()
+    y = made_again(x, w, b, "kernel")
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+    y = made_again(x, w, b, "kernel")
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor.cpu()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor.cuda()):
+        y = conv_transpose2d(x, w, b, 2, 1, backend="kernel")
+    assert packed == [x.shape, w.shape]
+    expected = F.conv_transpose2d(x, w, b, 2, 1)
+    found, truth = (torch.autograd.grad(output.sum(), x)[0] for output in (y, expected))
+    torch.testing.assert_close(found, truth, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_are_not_copied_on_their_way_to_the_parameters() -> None:
+    _, w, b = leaves()
+    x = randn(2, 16, 9, 10)
+    made_again(x, w, b, "kernel")
+    w.grad = b.grad = None
+    seen: list[int] = []
+    for parameter in (w, b):
+        parameter.register_hook(lambda gradient: seen.append(gradient.data_ptr()))
+    conv_transpose2d(x, w, b, 2, 1, backend="kernel").sum().backward()
+    assert w.grad is not None
+    assert b.grad is not None
+    assert sorted(seen) == sorted([w.grad.data_ptr(), b.grad.data_ptr()])
+
+
+def test_dispatch_modes_see_the_gradients() -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    names: list[str] = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    operands = leaves()
+    y = made_again(*operands, "kernel")
+    with Seen():
+        y.sum().backward()
+    assert "tconv_swap.conv_transpose2d_backward.default" in names
+
+
+def test_a_switch_thrown_between_the_passes_holds_for_that_backward_pass_only() -> None:
+    x, w = randn(4, 64, 12, 12), randn(64, 64, 4, 4).requires_grad_()
+    truth = torch.autograd.grad(F.conv_transpose2d(x.double(), w.double(), None, 2, 1).square().sum(), w)[0]
+
+    def error(backward: str) -> float:
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        loss = conv_transpose2d(x, w, None, 2, 1, backend="kernel").square().sum()
+        torch.backends.cudnn.conv.fp32_precision = backward
+        return float((torch.autograd.grad(loss, w)[0] - truth).norm() / truth.norm())
+
+    for precision in ("ieee", "ieee", "tf32", "ieee", "tf32", "tf32", "ieee"):
+        assert (error(precision) > 1e-5) == (precision == "tf32")
 
 
 def test_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,28 +31,43 @@ class BuildError(RuntimeError):
     """The host part cannot be built: the message names what is missing."""
 
 
+class RefusedError(BuildError):
+    """The compiler refuses a file of csrc/ with this torch, and will do so again."""
+
+
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    path = build()
-    torch.ops.load_library(path)
-    library = ctypes.CDLL(str(path))
+    library = load(build())
     library.tconv_last_error.restype = ctypes.c_char_p
     return library
 
 
-def launcher_path() -> Path:
-    """Where the shared library of csrc/launch.cpp for this torch and source is, or will be."""
-    digest = hashlib.sha256((csrc_directory() / "launch.cpp").read_bytes()).hexdigest()[:16]
-    return cache_directory() / "host" / f"torch-{torch.__version__}-{digest}" / "launch.so"
+def load(path: Path) -> ctypes.CDLL:
+    """A shared library that ``build`` built: its ops with PyTorch, its functions to call."""
+    torch.ops.load_library(path)
+    return ctypes.CDLL(str(path))
 
 
-def build() -> Path:
-    """The shared library of csrc/launch.cpp, built on the first use for this torch and source, then kept.
+def relaunch_address() -> int | None:
+    """Of the function that csrc/node.cpp launches by."""
+    return ctypes.cast(_library().tconv_relaunch, ctypes.c_void_p).value
+
+
+def library_path(source: str = "launch.cpp") -> Path:
+    """Where the shared library of a file of csrc/ for this torch is, or will be."""
+    path = csrc_directory() / source
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return cache_directory() / "host" / f"torch-{torch.__version__}-{digest}" / f"{path.stem}.so"
+
+
+def build(source: str = "launch.cpp") -> Path:
+    """The shared library of a file of csrc/, built on the first use for this torch and source, then kept.
 
     Raises:
-        BuildError: naming the missing tool, or with the compiler's output.
+        BuildError: naming the missing tool.
+        RefusedError: with the compiler's output.
     """
-    source, target = csrc_directory() / "launch.cpp", launcher_path()
+    target = library_path(source)
     if target.exists():
         return target
     compiler = os.environ.get("CXX", "g++")
@@ -68,11 +83,11 @@ def build() -> Path:
             "the CUDA launcher of tconv_swap is built on its first use and needs ninja, but it was not "
             "found; pip install ninja"
         )
-    logger.warning(
-        "tconv_swap: building the CUDA launcher for torch %s, once (a few seconds)", torch.__version__
-    )
+    what = {"launch.cpp": "the CUDA launcher", "node.cpp": "the gradients' part of the CUDA launcher"}[source]
+    logger.warning("tconv_swap: building %s for torch %s, once (a few seconds)", what, torch.__version__)
     target.parent.mkdir(parents=True, exist_ok=True)
     libraries = Path(torch.__file__).parent / "lib"
+    name = f"tconv_swap_{target.stem}"
     with (
         open(target.parent / "lock", "w") as lock,
         # torch's own lock is a file that a killed process leaves behind; in a directory of our own it is alone.
@@ -83,20 +98,20 @@ def build() -> Path:
             return target
         try:
             built = cpp_extension.load(
-                name="tconv_swap_launch",
-                sources=[str(source)],
+                name=name,
+                sources=[str(csrc_directory() / source)],
                 build_directory=directory,
-                extra_cflags=["-O2", "-std=c++17"],
+                extra_cflags=["-O2", "-std=c++17", "-DAT_PER_OPERATOR_HEADERS"],
                 extra_ldflags=[f"-L{libraries}", "-ltorch_cuda", "-ldl"],
                 with_cuda=False,
                 is_python_module=False,
                 is_standalone=False,
             )
         except RuntimeError as error:
-            raise BuildError(
-                f"the CUDA launcher of tconv_swap does not build from {source}:\n{error}"
+            raise RefusedError(
+                f"{what} of tconv_swap does not build from {csrc_directory() / source}:\n{error}"
             ) from error
-        os.replace(built or Path(directory) / "tconv_swap_launch.so", target)
+        os.replace(built or Path(directory) / f"{name}.so", target)
     return target
 
 
@@ -132,7 +147,7 @@ def plan_words(
     plan: Plan, dtype: torch.dtype, architecture: str, inputs: Sequence[Tensor | None] = ()
 ) -> list[int]:
     """A plan, and how its inputs lie, as the numbers that tconv_add_plan in csrc/launch.cpp reads."""
-    words = [_DTYPE_CODES[dtype], plan.workspace_bytes, len(plan.outputs)]
+    words = [DTYPE_CODES[dtype], plan.workspace_bytes, len(plan.outputs)]
     for output in plan.outputs:
         words += [len(output.shape), *output.shape, *_strides(output)]
     words.append(len(plan.launches))
@@ -161,8 +176,8 @@ def plan_words(
     return words
 
 
-#: c10::ScalarType, the numbers aoti_torch_empty_strided takes.
-_DTYPE_CODES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+#: c10::ScalarType.
+DTYPE_CODES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
 
 
 def add_plan(

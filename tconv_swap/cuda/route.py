@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tconv_swap.cuda import call, native
+from tconv_swap.cuda import call, native, node
 from tconv_swap.cuda.call import Arguments, Call
 from tconv_swap.cuda.choice import Mask
 
@@ -21,11 +21,25 @@ class Route:
         handle: of the plan, or None where PyTorch's operator computes the output of tensors with these ``strides``.
         all_native: it computes every gradient too.
         precision: the state of the switch that this holds for; None: any.
-        arguments, backend: of the call.
+        arguments, backend, has_bias: of the call.
+        cast: what an autocast wanted operands to be; None: there was none.
         gradients: by mask: the steps, and the format that grad_output is brought to.
+        number: in csrc/node.cpp, which knows what is known here; None before it is differentiated, and always
+            where node.cpp cannot be built.
     """
 
-    __slots__ = ("all_native", "arguments", "backend", "gradients", "handle", "precision", "strides")
+    __slots__ = (
+        "all_native",
+        "arguments",
+        "backend",
+        "cast",
+        "gradients",
+        "handle",
+        "has_bias",
+        "number",
+        "precision",
+        "strides",
+    )
 
     def __init__(
         self,
@@ -35,6 +49,8 @@ class Route:
         precision: str | None,
         arguments: Arguments,
         backend: str,
+        has_bias: bool,
+        cast: torch.dtype | None,
     ) -> None:
         self.handle = handle
         self.strides = strides
@@ -42,7 +58,34 @@ class Route:
         self.precision = precision
         self.arguments = arguments
         self.backend = backend
+        self.has_bias = has_bias
+        self.cast = cast
         self.gradients: dict[Mask, tuple[tuple[Call, ...], torch.memory_format | None]] = {}
+        self.number: int | None = None
+
+    def differentiable(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
+        """The output, with a way back; None where the tensors lie otherwise, or Python has to make that way.
+
+        Takes the tensors as they were before an autocast, as no other function here does.
+        """
+        if self.number is None and not self._is_told():
+            return None
+        outputs = torch.ops.tconv_swap.differentiable.default(self.number, input, weight, bias)
+        return outputs[0] if outputs else None
+
+    def _is_told(self) -> bool:
+        self.number = node.add_route(
+            self.handle,
+            self.strides,
+            self.has_bias,
+            self.precision,
+            self.cast,
+            self.arguments,
+            self.backend,
+        )
+        if self.number is not None:
+            _numbered[self.number] = self
+        return self.number is not None
 
     def holds(self) -> bool:
         """Whether the switch is as it was."""
@@ -71,8 +114,11 @@ class Route:
             grad_output, input, weight, self.arguments, mask, self.backend
         )
         forms = {one.formats[0] for one in calls if one.handle is not None} or {None}
-        if len(forms) == 1 and not any(form for one in calls for form in one.formats[1:]):
-            self.gradients[mask] = calls, forms.pop()
+        # What a switch asks for that has changed since the forward pass is not what the next pass will ask for.
+        if len(forms) == 1 and not any(form for one in calls for form in one.formats[1:]) and self.holds():
+            self.gradients[mask] = calls, (form := forms.pop())
+            if self.number is not None:
+                node.add_gradients(self.number, mask, form, calls)
         return gradients
 
     def _gradients(self, one: Call, grad_output: Tensor, input: Tensor, weight: Tensor) -> list[Tensor]:
@@ -85,6 +131,23 @@ class Route:
 #: As many as a program with ever new shapes is allowed to leave behind.
 MOST_ROUTES = 4096
 _routes: dict[Hashable, Route] = {}
+#: Those that csrc/node.cpp knows. A graph may refer to any of them, however long ago it was made.
+_numbered: dict[int, Route] = {}
+
+_library = torch.library.Library("tconv_swap", "FRAGMENT")
+_library.define(
+    "gradients_anew(int route, Tensor grad_output, Tensor input, Tensor weight, bool[3] mask) -> Tensor[]"
+)
+
+
+def _gradients_anew(
+    number: int, grad_output: Tensor, input: Tensor, weight: Tensor, mask: list[bool]
+) -> list[Tensor]:
+    # What node.cpp asks for whose steps it does not know yet, or whose tensors lie otherwise this time.
+    return _numbered[number].backward(grad_output, input, weight, tuple(mask))
+
+
+_library.impl("gradients_anew", _gradients_anew, "CUDA")
 
 
 def find(key: Hashable) -> Route | None:
@@ -98,10 +161,11 @@ def remember(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
+    dtype: torch.dtype | None,
     arguments: Arguments,
     backend: str,
 ) -> None:
-    """Take the same way next time, for tensors that were just computed with."""
+    """Take the same way next time, for tensors that were just computed with, after an autocast to ``dtype``."""
     (made,) = call.forward_calls(input, weight, bias, arguments, backend)
     if any(made.formats):
         return
@@ -110,7 +174,9 @@ def remember(
     state = call.precision() if input.dtype == torch.float32 else None
     strides = input.stride(), weight.stride()
     with suppress(TypeError):  # a list among the arguments cannot be hashed
-        _routes[key] = Route(made.handle, strides, made.all_native, state, arguments, backend)
+        _routes[key] = Route(
+            made.handle, strides, made.all_native, state, arguments, backend, bias is not None, dtype
+        )
 
 
 def forget() -> None:

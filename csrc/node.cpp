@@ -1,0 +1,278 @@
+// A differentiable call made again, and its gradients, without Python: what eager.py and route.py do, as a node of
+// PyTorch's C++ autograd. Whatever is not as it was goes back to Python: `differentiable` returns nothing, and the
+// gradients are asked from the op that Python implements.
+//
+// Python tells a route once (tconv_add_route) and the steps of its gradients for a mask once (tconv_add_gradients).
+// A library apart from launch.cpp's, because it takes libtorch's own headers (AT_PER_OPERATOR_HEADERS: half of them), which
+// only who trains need wait for. Where they have changed so that it does not build, eager.py's node in Python does the same.
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/convolution.h>
+#include <ATen/ops/convolution_backward.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/library.h>
+
+#include <array>
+#include <atomic>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+// ---- routes ------------------------------------------------------------------------------------------------
+
+constexpr int64_t PYTORCH = -1;  // in place of a plan: PyTorch's operator
+
+using Mask = std::array<bool, 3>;
+
+struct Step {
+  int64_t plan;
+  Mask mask;
+};
+struct Gradients {
+  std::optional<at::MemoryFormat> form;  // that grad_output is brought to
+  std::vector<Step> steps;
+};
+struct Route {
+  int64_t plan;
+  std::optional<bool> tf32;  // the state of the switch that this holds for
+  std::optional<at::ScalarType> cast;  // to what an autocast wanted
+  bool has_bias;
+  std::vector<int64_t> stride, padding, output_padding, dilation;
+  int64_t groups;
+  std::vector<int64_t> input_strides, weight_strides;  // asked where PyTorch's operator computes
+  std::string backend;
+  std::array<std::atomic<const Gradients*>, 8> gradients{};  // by mask, never deleted
+
+  bool holds() const {
+    if (!tf32) return true;
+    const auto precision = at::globalContext().float32Precision(at::Float32Backend::CUDA, at::Float32Op::CONV);
+    return *tf32 == (precision == at::Float32Precision::TF32);
+  }
+};
+
+std::mutex routes_mutex;
+std::deque<Route> routes;  // never shrinks, and growing moves no route
+
+Route& route_of(int64_t number) {
+  std::lock_guard<std::mutex> lock(routes_mutex);
+  return routes.at(static_cast<size_t>(number));
+}
+
+size_t index_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * mask[2]; }
+
+// ---- tensors that nobody but us wants to see ----------------------------------------------------------------
+
+uint64_t functionality(at::DispatchKeySet keys) { return keys.raw_repr() & ~c10::full_backend_mask; }
+
+// No subclass, vmap, functionalization, tracer, dispatch mode, lazy negation or zero.
+bool is_plain(at::DispatchKeySet keys) {
+  static const uint64_t PLAIN = functionality(
+      at::DispatchKeySet({at::DispatchKey::Dense, at::DispatchKey::ADInplaceOrView, at::DispatchKey::BackendSelect}) |
+      c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
+  return (functionality(keys) & ~PLAIN) == 0;
+}
+
+bool is_eager() {
+  return is_plain(c10::impl::tls_local_dispatch_key_set().included_) &&
+         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+// ---- launching -----------------------------------------------------------------------------------------------
+
+// tconv_relaunch of launch.cpp.
+using Relaunch = size_t (*)(int64_t, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle, AtenTensorHandle*);
+Relaunch relaunch_handles = nullptr;
+
+AtenTensorHandle handle_of(const Tensor& tensor) {
+  return reinterpret_cast<AtenTensorHandle>(const_cast<Tensor*>(&tensor));
+}
+
+/// A plan's outputs; none where the tensors lie otherwise than when it was made.
+std::vector<Tensor> relaunch(int64_t plan, const Tensor& first, const Tensor& second, const Tensor* third) {
+  AtenTensorHandle handles[3];
+  const size_t count =
+      relaunch_handles(plan, handle_of(first), handle_of(second), third ? handle_of(*third) : nullptr, handles);
+  std::vector<Tensor> outputs;
+  outputs.reserve(count);
+  for (size_t i = 0; i < count; ++i) {
+    outputs.push_back(std::move(*reinterpret_cast<Tensor*>(handles[i])));
+    aoti_torch_delete_tensor_object(handles[i]);
+  }
+  return outputs;
+}
+
+/// In the places of input, weight and bias; none where something lies otherwise.
+std::optional<variable_list> gradients_again(const Route& route, const Gradients& known, const Tensor& given,
+                                             const Tensor& input, const Tensor& weight) {
+  // The gradient of a sum is one number, expanded.
+  const Tensor grad_output = known.form ? given.contiguous(*known.form) : given;
+  variable_list gradients(3);
+  for (const Step& step : known.steps) {
+    if (step.plan == PYTORCH) {
+      const std::array<int64_t, 1> out_channels{weight.size(1) * route.groups};
+      auto [of_input, of_weight, of_bias] =
+          at::convolution_backward(grad_output, input, weight, at::OptionalIntArrayRef(out_channels), route.stride,
+                                   route.padding, route.dilation, true, route.output_padding, route.groups, step.mask);
+      Tensor found[] = {of_input, of_weight, of_bias};
+      for (size_t i = 0; i < 3; ++i)
+        if (step.mask[i]) gradients[i] = std::move(found[i]);
+      continue;
+    }
+    std::vector<Tensor> found = relaunch(step.plan, grad_output, input, &weight);
+    if (found.empty()) return std::nullopt;
+    for (size_t i = 0, next = 0; i < 3; ++i)
+      if (step.mask[i]) gradients[i] = std::move(found.at(next++));
+  }
+  return gradients;
+}
+
+/// What an op of Python's computes that returns the gradients asked for, in order.
+variable_list gradients_by_python(const char* name, std::vector<c10::IValue> stack, const Mask& mask) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(&stack);
+  std::vector<Tensor> found = stack.at(0).toTensorVector();
+  variable_list gradients(3);
+  for (size_t i = 0, next = 0; i < 3; ++i)
+    if (mask[i]) gradients[i] = std::move(found.at(next++));
+  return gradients;
+}
+
+c10::List<bool> as_list(const Mask& mask) { return c10::List<bool>({mask[0], mask[1], mask[2]}); }
+
+// ---- the node ------------------------------------------------------------------------------------------------
+
+/// What was computed already: no Tensor of its own, that autograd would take for an operand.
+struct Computed {
+  int64_t route;
+  Tensor output;
+};
+
+struct TransposedConvolution : torch::autograd::Function<TransposedConvolution> {
+  static Tensor forward(AutogradContext* context, const Computed& computed, const Tensor& input, const Tensor& weight,
+                        const std::optional<Tensor>&) {
+    context->save_for_backward({input, weight});
+    context->saved_data["route"] = computed.route;
+    return computed.output;
+  }
+
+  static variable_list backward(AutogradContext* context, const variable_list& grad_outputs) {
+    const variable_list saved = context->get_saved_variables();
+    const Tensor &grad_output = grad_outputs.at(0), &input = saved.at(0), &weight = saved.at(1);
+    const int64_t number = context->saved_data["route"].toInt();
+    const Route& route = route_of(number);
+    const Mask mask{context->needs_input_grad(0), context->needs_input_grad(1),
+                    route.has_bias && context->needs_input_grad(2)};
+    variable_list gradients;
+    if (at::GradMode::is_enabled() || !is_eager() || !is_plain(grad_output.key_set() | input.key_set() | weight.key_set())) {
+      // Gradients of gradients, and of batches of gradients, are the op's business.
+      gradients = gradients_by_python("tconv_swap::conv_transpose2d_backward",
+                                      {grad_output, input, weight, route.stride, route.padding, route.output_padding,
+                                       route.groups, route.dilation, as_list(mask), route.backend},
+                                      mask);
+    } else {
+      const Gradients* known = route.gradients[index_of(mask)].load(std::memory_order_acquire);
+      std::optional<variable_list> again;
+      if (known && route.holds()) again = gradients_again(route, *known, grad_output, input, weight);
+      gradients = again ? std::move(*again)
+                        : gradients_by_python("tconv_swap::gradients_anew",
+                                              {number, grad_output, input, weight, as_list(mask)}, mask);
+    }
+    gradients.insert(gradients.begin(), Tensor());  // of Computed
+    return gradients;
+  }
+};
+
+/// As eager.cast.
+Tensor cast(const Tensor& tensor, std::optional<at::ScalarType> dtype) {
+  const bool eligible =
+      dtype && tensor.is_cuda() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+  return eligible ? tensor.to(*dtype) : tensor;
+}
+
+/// ``[output]``; nothing where the tensors lie otherwise than when the route was made.
+std::vector<Tensor> differentiable(int64_t number, const Tensor& given_input, const Tensor& given_weight,
+                                   const std::optional<Tensor>& given_bias) {
+  const Route& route = route_of(number);
+  auto keys = given_input.key_set() | given_weight.key_set();
+  if (given_bias) keys = keys | given_bias->key_set();
+  if (!is_plain(keys) || given_bias.has_value() != route.has_bias) return {};
+  const Tensor input = cast(given_input, route.cast), weight = cast(given_weight, route.cast);
+  std::optional<Tensor> bias;
+  if (given_bias) bias = cast(*given_bias, route.cast);
+  std::vector<Tensor> outputs;
+  if (route.plan != PYTORCH) {
+    outputs = relaunch(route.plan, input, weight, bias ? &*bias : nullptr);
+  } else if (input.strides() == route.input_strides && weight.strides() == route.weight_strides) {
+    const at::NoGradGuard no_grad;
+    outputs.push_back(at::convolution(input, weight, bias, route.stride, route.padding, route.dilation, true,
+                                      route.output_padding, route.groups));
+  }
+  if (!outputs.empty())
+    outputs[0] = TransposedConvolution::apply(Computed{number, std::move(outputs[0])}, input, weight, bias);
+  return outputs;
+}
+
+}  // namespace
+
+// ---- the cold path, called by ctypes -------------------------------------------------------------------------
+
+extern "C" void tconv_use_launcher(Relaunch relaunch) { relaunch_handles = relaunch; }
+
+// Adds a route; `words` as route.py writes them. Returns its number.
+extern "C" int64_t tconv_add_route(const int64_t* words, const char* backend) {
+  auto next = [&words] { return *words++; };
+  auto several = [&next](int64_t count) {
+    std::vector<int64_t> numbers;
+    for (int64_t i = 0; i < count; ++i) numbers.push_back(next());
+    return numbers;
+  };
+  std::lock_guard<std::mutex> lock(routes_mutex);
+  Route& route = routes.emplace_back();
+  route.plan = next();
+  if (const int64_t tf32 = next(); tf32 >= 0) route.tf32 = tf32 != 0;
+  if (const int64_t cast = next(); cast >= 0) route.cast = static_cast<at::ScalarType>(cast);
+  route.has_bias = next() != 0;
+  route.stride = several(2);
+  route.padding = several(2);
+  route.output_padding = several(2);
+  route.groups = next();
+  route.dilation = several(2);
+  route.input_strides = several(4);
+  route.weight_strides = several(4);
+  route.backend = backend;
+  return static_cast<int64_t>(routes.size()) - 1;
+}
+
+// Says by what steps a route's gradients are computed from now on; `words` as route.py writes them.
+extern "C" void tconv_add_gradients(int64_t number, const int64_t* words) {
+  auto next = [&words] { return *words++; };
+  auto mask = [&next] {
+    Mask read;
+    for (bool& wanted : read) wanted = next() != 0;
+    return read;
+  };
+  auto gradients = std::make_unique<Gradients>();
+  const Mask asked = mask();
+  if (const int64_t channels_last = next(); channels_last >= 0)
+    gradients->form = channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous;
+  const int64_t count = next();
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t plan = next();
+    gradients->steps.push_back({plan, mask()});
+  }
+  // What was known before may be in use.
+  route_of(number).gradients[index_of(asked)].store(gradients.release(), std::memory_order_release);
+}
+
+TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
+  library.def("differentiable(int route, Tensor input, Tensor weight, Tensor? bias) -> Tensor[]", &differentiable);
+}

@@ -1,0 +1,84 @@
+"""The bridge to csrc/node.cpp: routes that are differentiated without Python."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tconv_swap.cuda import launch
+from tconv_swap.cuda.cache import write_atomically
+from tconv_swap.cuda.call import Arguments, Call
+from tconv_swap.cuda.choice import Mask
+
+logger = logging.getLogger("tconv_swap")
+
+SOURCE = "node.cpp"
+#: In place of a plan: PyTorch's operator.
+_PYTORCH = -1
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    # The compiler's words, so that it is not asked by every process.
+    refusal = launch.library_path(SOURCE).with_suffix(".txt")
+    try:
+        if refusal.exists():
+            raise launch.BuildError(f"csrc/{SOURCE} does not build with this torch (see {refusal})")
+        library = launch.load(launch.build(SOURCE))
+    except (launch.BuildError, OSError) as error:
+        if isinstance(error, launch.RefusedError):
+            write_atomically(refusal, str(error).encode())
+        logger.warning(
+            "tconv_swap: a layer's gradients take their way through Python, 20 us longer: %s", error
+        )
+        return None
+    library.tconv_add_route.restype = ctypes.c_int64
+    library.tconv_use_launcher(ctypes.c_void_p(launch.relaunch_address()))
+    return library
+
+
+def _words(numbers: Sequence[int]) -> Any:
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def add_route(
+    handle: int | None,
+    strides: tuple[Any, ...],
+    has_bias: bool,
+    precision: str | None,
+    cast: torch.dtype | None,
+    arguments: Arguments,
+    backend: str,
+) -> int | None:
+    """The number that ``torch.ops.tconv_swap.differentiable`` takes; None where csrc/node.cpp cannot be built.
+
+    Args:
+        handle: of the plan; None: PyTorch's operator, for tensors with ``strides``.
+        precision: the state of the switch that this holds for; None: any.
+        cast: what an autocast wanted operands to be; they come as they were before.
+    """
+    library = _library()
+    if library is None:
+        return None
+    stride, padding, output_padding, groups, dilation = arguments
+    tf32 = -1 if precision is None else int(precision == "tf32")
+    words = [_PYTORCH if handle is None else handle, tf32]
+    words += [-1 if cast is None else launch.DTYPE_CODES[cast], int(has_bias)]
+    words += [*stride, *padding, *output_padding, groups, *dilation, *strides[0], *strides[1]]
+    return library.tconv_add_route(_words(words), backend.encode())  # type: ignore[no-any-return]
+
+
+def add_gradients(number: int, mask: Mask, form: torch.memory_format | None, calls: Sequence[Call]) -> None:
+    """How the route ``number`` computes the gradients of ``mask`` from now on: grad_output is brought to ``form``."""
+    library = _library()
+    assert library is not None
+    forms = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
+    words = [*map(int, mask), forms[form], len(calls)]
+    for one in calls:
+        words += [_PYTORCH if one.handle is None else one.handle, *map(int, one.mask)]
+    library.tconv_add_gradients(ctypes.c_int64(number), _words(words))
