@@ -3,8 +3,9 @@
 // gradients are asked from the op that Python implements.
 //
 // Python tells a route once (tconv_add_route) and the steps of its gradients for a mask once (tconv_add_gradients).
-// A library apart from launch.cpp's, because it takes libtorch's own headers (AT_PER_OPERATOR_HEADERS: half of them), which
-// only who trains need wait for. Where they have changed so that it does not build, eager.py's node in Python does the same.
+// A library apart from launch.cpp's, because it takes libtorch's own headers (AT_PER_OPERATOR_HEADERS: half of them),
+// which only who trains need wait for. Where they have changed so that it does not build, eager.py's node in Python
+// does the same.
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/convolution.h>
@@ -172,7 +173,8 @@ struct TransposedConvolution : torch::autograd::Function<TransposedConvolution> 
     const Mask mask{context->needs_input_grad(0), context->needs_input_grad(1),
                     route.has_bias && context->needs_input_grad(2)};
     variable_list gradients;
-    if (at::GradMode::is_enabled() || !is_eager() || !is_plain(grad_output.key_set() | input.key_set() | weight.key_set())) {
+    const auto keys = grad_output.key_set() | input.key_set() | weight.key_set();
+    if (at::GradMode::is_enabled() || !is_eager() || !is_plain(keys)) {
       // Gradients of gradients, and of batches of gradients, are the op's business.
       gradients = gradients_by_python("tconv_swap::conv_transpose2d_backward",
                                       {grad_output, input, weight, route.stride, route.padding, route.output_padding,

@@ -47,7 +47,12 @@ def channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-LAYOUTS = [torch.Tensor.contiguous, misaligned, strided, channels_last]
+def negated(tensor: Tensor) -> Tensor:
+    """The same numbers, in memory the negative ones, as views of complex tensors may lie."""
+    return torch._neg_view(-tensor)
+
+
+LAYOUTS = [torch.Tensor.contiguous, misaligned, strided, channels_last, negated]
 
 
 def check(x: Tensor, w: Tensor, b: Tensor | None, backend: str, gradients: bool) -> None:
