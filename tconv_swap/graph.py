@@ -75,9 +75,9 @@ def _compute_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
 ) -> Tensor:
     key = (input.shape, weight.shape, input.dtype, bias is None, *geometry, backend)
-    computed = again(key, input, weight, bias) if input.is_cuda else None
+    computed = again(key, input, weight, bias, None) if input.is_cuda else None
     if computed is None:
-        computed = first(key, input, weight, bias, _from_list(geometry), backend)
+        computed = first(key, input, weight, bias, None, _from_list(geometry), backend)
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
 
