@@ -11,7 +11,7 @@ import pytest
 import torch
 from forced import check_forced_forward
 
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call, jit, plan
 from tconv_swap.cuda.plans import nchw_boxes, plan_tile, tile_choice, tile_layout, tile_memory
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
 from tconv_swap.cuda.program import ArgumentKind
@@ -85,6 +85,9 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
     if blocks_of_weights * posed.geometry.groups * len(tile_layout.group_taps(posed)) == 1:
         other = replace(other, weights_stay=rng.random() < 0.5)
+    if tile_memory.can_stagger(posed, other):
+        taps = tile_layout.group_taps(posed)[0] * other.chunk_words // tile_memory.STEP_WORDS
+        other = replace(other, stagger=rng.choice((0, 1, taps, rng.randint(1, 2 * taps - 1))))
     fits = tile_memory.shared_bytes(posed, other) <= H200.shared_memory_per_block
     return other if fits and tile.blocks_per_multiprocessor == 1 else tile
 
@@ -142,6 +145,34 @@ def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
         assert (made.without_packing(dtype.itemsize) is not None) == packs
         # Whatever ran before a call's first launch may still write what that one reads.
         assert not made.launches[0].overlaps_previous
+
+
+@pytest.mark.parametrize(
+    ("geometry", "channels_last", "late"),
+    [
+        (Geometry(64, 64, 128, 256, 128, (3, 5)), True, True),
+        (Geometry(8, 64, 512, 512, 64, (3, 7)), True, True),
+        (Geometry(8, 64, 1024, 1024, 64, (3, 3)), True, False),  # more stages than a tile has chunks
+        (Geometry(1, 64, 64, 64, 128, (3, 5)), True, False),  # a block has one tile
+        (Geometry(8, 128, 64, 64, 64, (4, 4), (2, 2), (1, 1)), True, False),
+    ],
+    ids=str,
+)
+def test_which_second_warpgroups_begin_late(geometry: Geometry, channels_last: bool, late: bool) -> None:
+    made = plan.plan_forward(
+        plan.Problem(geometry, torch.float16, "ieee", channels_last, channels_last), True, H200
+    )
+    constants = dict(made.launches[-1].kernel.constants)
+    assert (int(constants["STAGGER"]) > 0) == late
+
+
+def test_a_late_warpgroup_needs_no_more_registers_than_there_are() -> None:
+    geometry = Geometry(64, 64, 128, 256, 128, (3, 5))
+    made = plan.plan_forward(plan.Problem(geometry, torch.float16, "ieee", True, True), False, H200)
+    assert dict(made.launches[-1].kernel.constants)["STAGGER"] > 0
+    _, log = jit.compile_with_log(made.launches[-1].kernel, "sm_90a")
+    assert " 0 bytes spill stores" in log
+    assert "serializ" not in log
 
 
 CROP = Geometry(16, 256, 14, 14, 256, (2, 2), (2, 2))
@@ -202,6 +233,34 @@ def test_ieee_has_no_boxes() -> None:
     geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
     made = plan.plan_forward(plan.Problem(geometry, torch.float32, "ieee", True, True), True, H200)
     assert all(one.kernel.entry != "forward_boxes" for one in made.launches)
+
+
+def late_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
+    """Stride 1, with blocks of several tiles and few stages: the second warpgroup begins some taps late."""
+    while True:
+        groups = rng.choice((1, 1, 2))
+        geometry = Geometry(
+            rng.randint(1, 4),
+            groups * rng.choice((64, 72, 128)),
+            rng.randint(60, 90),
+            rng.randint(60, 200),
+            groups * rng.choice((24, 40, 64, 100, 128)),
+            (rng.randint(1, 3), rng.randint(2, 7)),
+            (1, 1),
+            (rng.randint(0, 1), rng.randint(0, 2)),
+            groups=groups,
+        )
+        posed = tile_layout.make_problem(
+            geometry, dtype, "tf32", True, rng.random() < 0.5, rng.random() < 0.5
+        )
+        found = [(p, t) for p, t in tile_choice.candidates(posed, H200) if t.boxes]
+        p, tile = rng.choice(found[:3])
+        tile = replace(tile, stages=rng.choice((2, 3)), stagger=0)
+        if tile_memory.can_stagger(p, tile):
+            taps = tile_layout.group_taps(p)[0] * tile.chunk_words // tile_memory.STEP_WORDS
+            late = replace(tile, stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
+            if tile_choice.fits_device(p, late, H200):
+                return p, late
 
 
 def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
@@ -270,6 +329,19 @@ def test_forced_on_random_geometries(seed: int, arranged: bool) -> None:
         x[:, -geometry.in_channels_per_group :] = float("nan")
         clean = geometry.out_channels - geometry.out_channels_per_group
         assert torch.equal(run()[:, :clean], y[:, :clean])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(9))
+def test_a_late_warpgroup_on_random_geometries(seed: int) -> None:
+    torch.manual_seed(seed)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the kernel is for sm_90a")
+    dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
+    posed, tile = late_case(random.Random(seed), dtype)
+    made = plan_tile.plan_with_tile(posed, tile, H200)
+    layouts = (True, posed.weight_channels_last)
+    check_forced_forward(made, posed.geometry, dtype, layouts, posed.has_bias, TOLERANCE[dtype])
 
 
 @pytest.mark.gpu

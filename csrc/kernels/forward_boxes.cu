@@ -13,6 +13,9 @@
 //
 // PIXEL_BOXES (16 bits, FLAT): the input is NCHW and comes as it lies, [channel][64 pixels]; the multiplier reads it across k.
 //
+// STAGGER (stride 1): the second warpgroup begins each tile when the first has multiplied so many taps of it, and the
+// two take turns tap by tap: while one stores, the other multiplies.
+//
 // Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; channels_last with 16-byte multiples of channels of
 // a group; any kernel, stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
 // Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
@@ -145,6 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
       ptx::set_up_barrier(ring.full(), 1);
       ptx::set_up_barrier(ring.empty(), WARPS);
     }
+    if constexpr (STAGGER > 0) ptx::set_up_barrier(shared + STAGGER_BARRIER, 4);
     ptx::publish_barriers();
   }
   __syncthreads();

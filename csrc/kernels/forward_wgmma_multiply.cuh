@@ -1,9 +1,10 @@
 // The threads that multiply and store, of forward_wgmma.cu and forward_boxes.cu.
 #pragma once
 
-/// Add one chunk. `weights`: the warpgroup's; `input`: at the warpgroup's first cell, all shifts least.
-template <int GROUP_ROW, int GROUP_COL>
-__device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx::u64 input) {
+/// Add one chunk. `weights`: the warpgroup's; `input`: at the warpgroup's first cell, all shifts least. After each tap of a
+/// step `after` is called with its number.
+template <int GROUP_ROW, int GROUP_COL, class After>
+__device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx::u64 input, const After& after) {
   constexpr int STEP = WEIGHT_BOXES ? BOXED_STEP_WEIGHTS : group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS / 4;
   constexpr int STEP_INPUT = PIXEL_BOXES ? 16 * BOX_ROW_BYTES / 16 : BOXES ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
 #pragma unroll
@@ -22,6 +23,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
             ptx::multiply<PRECISION, MULTIPLY_CELLS, true, WEIGHT_BOXES, PIXEL_BOXES>(
                 NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i * MULTIPLY_COLS, 0), weights + step * STEP + RANK * TAP_WEIGHTS,
                 input + step * STEP_INPUT + (SHIFT + image * IMAGE_PITCH + i * (8 * MULTIPLY_COLS)) * (PIXEL_BYTES / 16));
+        after(step * TAPS + decltype(index)::value);
       }
     });
 }
@@ -38,12 +40,21 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
     ptx::fence_sums();
-    multiply_chunk<GROUP_ROW, GROUP_COL>(
-        sums, weights_descriptor((WEIGHTS_STAY ? ring.base + STAYING + chunk * (WEIGHT_WORDS * 4) : ring.weights()) + weights_from),
-        input_descriptor(ring.input() + input_from));
-    ptx::commit_multiplies();
-    ptx::wait_multiplies<1>();
-    if (chunk > 0) release(ring.empty_before());
+    const ptx::u64 weights = weights_descriptor((WEIGHTS_STAY ? ring.base + STAYING + chunk * (WEIGHT_WORDS * 4) : ring.weights()) + weights_from);
+    const ptx::u64 input = input_descriptor(ring.input() + input_from);
+    if constexpr (STAGGER > 0) {
+      multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [&](int product) {
+        ptx::commit_multiplies();
+        ptx::wait_multiplies<PENDING>();
+        if (product == PENDING - 1 && chunk > 0) release(ring.empty_before());
+        if (product == STAGGER % PRODUCTS && chunk == STAGGER / PRODUCTS && threadIdx.x < 128) release(ring.base + STAGGER_BARRIER);
+      });
+    } else {
+      multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [](int) {});
+      ptx::commit_multiplies();
+      ptx::wait_multiplies<1>();
+      if (chunk > 0) release(ring.empty_before());
+    }
     ring.advance();
   }
   ptx::wait_multiplies<0>();
@@ -64,6 +75,9 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
     const Work work(index);
     Sums sums;
     sums.clear();
+    if constexpr (STAGGER > 0) {
+      if (warp >= 4) ptx::wait_for_phase(shared + STAGGER_BARRIER, (index - turns.first) % 2);
+    }
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
       add_chunks<0, 0>(sums, ring, work.chunks(), warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
     } else {

@@ -60,7 +60,18 @@ constexpr int BARRIERS = STAGED + WARPS * PART_BUFFER;
 constexpr int RAW_BARRIERS = BARRIERS + 2 * STAGES * 8;
 constexpr int RAW_AT = round_up(RAW_BARRIERS + 2 * RAW_STAGES * 8, 128);
 constexpr int RAW_BYTES = TILE_N * HALO_H * CHUNK_CHANNELS * HALO_W * ITEM;
-static_assert(SHARED_BYTES == (TURNED ? RAW_AT + RAW_STAGES * RAW_BYTES : RAW_BARRIERS), "the plan and the kernel must agree");
+// STAGGER: of each tile the first warpgroup says here that it has come so far.
+constexpr int STAGGER_BARRIER = RAW_BARRIERS;
+static_assert(SHARED_BYTES == (TURNED        ? RAW_AT + RAW_STAGES * RAW_BYTES
+                               : STAGGER > 0 ? STAGGER_BARRIER + 8
+                                             : RAW_BARRIERS), "the plan and the kernel must agree");
+/// Taps of all steps of a chunk, and of how many multiplies may be under way when the next one's begin: few, so that two
+/// warpgroups share the multiplier evenly, where one tap's keep it busy.
+constexpr int PRODUCTS = TAPS * CHUNK_STEPS;
+constexpr int PENDING = MULTIPLIES * MULTIPLY_IMAGES > 2 ? 1 : 2;
+// With as many stages as this the first warpgroup could be two of its words ahead.
+static_assert(STAGGER == 0 || (BOXES && WARPS == 8 && SPLITS == 1 && PHASE_GROUPS == 1 && STAGGER < least(CHUNKS, STAGES) * PRODUCTS &&
+                               STAGES <= CHUNKS && PENDING <= PRODUCTS));
 
 // ---- registers ---------------------------------------------------------------------------------------------------
 

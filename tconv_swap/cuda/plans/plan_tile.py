@@ -252,6 +252,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
                 ("RAW_STAGES", tile.raw_stages),
                 ("WEIGHTS_STAY", tile.weights_stay),
                 ("WEIGHT_BOXES", tile.weight_boxes),
+                ("STAGGER", tile.stagger),
                 ("WHOLE_LINES", stores_lines(problem, tile)),
                 ("SHARED_BYTES", shared),
                 *fill,

@@ -41,6 +41,8 @@ class Tile:
     #: Boxes bring an NCHW input as it lies, 64 pixels of a channel in a row, and the multiplier reads it across k
     #: (boxes, 16 bits, flat).
     pixel_boxes: bool = False
+    #: Taps, of each step of k, that the second warpgroup of two begins a tile after the first, or 0 (boxes).
+    stagger: int = 0
     #: Chunks of an NCHW input that boxes bring as they lie, for the filling warps to turn (wgmma): forward_turned.cu.
     raw_stages: int = 0
     #: Warps that bring the input (wgmma).

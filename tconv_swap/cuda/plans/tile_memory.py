@@ -16,6 +16,8 @@ BOX_WORDS = 256
 BOX_MOST = 256
 #: Of shared memory for each warp whose outputs leave in whole lines.
 LINE_BYTES = 2048
+#: Of the barrier at which the second warpgroup waits for the first.
+STAGGER_BYTES = 8
 #: Groups of warps of forward_wgmma.cu that take turns to bring the input.
 FILL_GROUPS = 2
 
@@ -83,6 +85,8 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     if not tile.wgmma:
         return stages
     shared = stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages
+    if tile.stagger:
+        shared += STAGGER_BYTES
     if tile.raw_stages:
         raw = tile.images * halo_h * halo_w * tile.chunk_words * 4
         shared = -(-(shared + 16 * tile.raw_stages) // 128) * 128 + tile.raw_stages * raw
@@ -149,6 +153,18 @@ def stores_lines(problem: TileProblem, tile: Tile) -> bool:
         and tile.splits == 1
         and problem.stack == 1
         and problem.geometry.out_channels_per_group % 8 == 0
+    )
+
+
+def can_stagger(problem: TileProblem, tile: Tile) -> bool:
+    """Whether the second warpgroup may begin a tile later than the first: no more stages than a tile has chunks."""
+    return (
+        tile.boxes
+        and tile.warps_m * tile.warps_n == 8
+        and tile.splits == 1
+        and len(group_taps(problem)) == 1
+        and 2 <= tile.stages <= -(-problem.words // tile.chunk_words)
+        and group_taps(problem)[0] * tile.chunk_words // STEP_WORDS >= 2
     )
 
 
