@@ -1,5 +1,5 @@
-"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{direct,rows,turned}.cu), forced on random
-geometries, and what its plans say."""
+"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{direct,in_place,rows,turned}.cu), forced on
+random geometries, and what its plans say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ import torch
 from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.plans import plan_grad_weight_direct, plan_grad_weight_rows, plan_grad_weight_turned
+from tconv_swap.cuda.plans import (
+    plan_grad_weight_direct,
+    plan_grad_weight_in_place,
+    plan_grad_weight_rows,
+    plan_grad_weight_turned,
+)
 from tconv_swap.cuda.plans.grad_weight_direct_tile import columns_of, pixels_of
+from tconv_swap.cuda.plans.grad_weight_in_place_tile import rows_follow, stages_of
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     MOST_STAGES,
     NOBODY,
@@ -119,6 +125,44 @@ def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometr
         assert pixels.count % 8 == 0
 
 
+@pytest.mark.parametrize("geometry", STRIDED, ids=str)
+def test_boxes_that_are_turned_in_place(geometry: Geometry) -> None:
+    """Every tile: what the copy engine takes, that boxes hold what the taps reach, and which sums there are."""
+    g, posed = geometry, problem(geometry, channels_last=True)
+    tiles = plan_grad_weight_in_place.tiles_for(posed, H200, with_bias=False)
+    assert tiles
+    for tile in tiles:
+        made = plan_grad_weight_in_place.plan_with_tile(posed, tile, H200, with_bias=False)
+        step = made.launches[0]
+        assert step.shared_bytes <= H200.shared_memory_per_block
+        assert step.grid % tile.together == 0
+        into, out = step.tensor_maps
+        for one in (into, out):
+            assert all(stride % 16 == 0 for stride in one.strides)
+            assert all(1 <= size <= 256 for size in one.box)
+            assert one.box[0] * 4 == one.swizzle_bytes == 128
+        p = tile.pixels
+        assert p.images * p.rows * p.cols == 32
+        # A tap reads every stride-th column of its box, from its shift on.
+        shifts = tile.shifts(g)
+        assert len(shifts) == tile.taps[1]
+        assert (out.box[1] - 1) // out.steps[1] + 1 == p.cols + max(shifts)
+        assert not tile.flat or not any(shifts)
+        units = tile.taps[0] * tile.taps[1] * tile.chunks
+        assert units <= 4 * tile.warpgroups
+        assert tile.slices % tile.together == 0
+        assert tile.copies * weight_bytes(g) <= max(PARTIAL_LIMIT_BYTES, weight_bytes(g))
+        assert stages_of(g, p) <= tile.slices * MOST_STAGES
+        assert len(made.launches) == (1 if tile.copies == 1 else 2)
+
+
+def test_images_whose_rows_follow_one_another() -> None:
+    assert rows_follow(UNET)
+    assert rows_follow(ODD)
+    assert not rows_follow(WIDE)  # rows of taps overlap
+    assert not rows_follow(replace(UNET, output_padding=(1, 1)))
+
+
 def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
     def parted(geometry: Geometry) -> int:
         made = plan_grad_weight_rows.plan_grad_weight(problem(geometry), H200)
@@ -147,8 +191,16 @@ def test_what_is_not_claimed() -> None:
     posed = problem(UNET)
     assert plan_grad_weight_rows.claims(posed, H200)
     turned = problem(UNET, channels_last=True)
+    assert plan_grad_weight_in_place.claims(turned, H200)
+    assert not plan_grad_weight_in_place.claims(problem(replace(UNET, in_channels=1022), True), H200)
+    assert not plan_grad_weight_in_place.claims(problem(replace(UNET, stride=(9, 9)), True), H200)
     assert plan_grad_weight_turned.claims(turned, H200)
-    for family, one in ((plan_grad_weight_rows, posed), (plan_grad_weight_turned, turned)):
+    families = (
+        (plan_grad_weight_rows, posed),
+        (plan_grad_weight_turned, turned),
+        (plan_grad_weight_in_place, turned),
+    )
+    for family, one in families:
         assert not family.claims(replace(one, precision="ieee"), H200)
         assert not family.claims(replace(one, dtype=torch.float16), H200)
         assert not family.claims(replace(one, channels_last=not one.channels_last), H200)
@@ -194,6 +246,11 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
         if rng.random() < 0.6 and plan_grad_weight_direct.plan_grad_weight(posed, device, with_bias):
             tile = rng.choice(plan_grad_weight_direct.tiles_for(posed, device, with_bias))
             return posed, plan_grad_weight_direct.plan_with_tile(posed, tile, device, with_bias)
+        tiles = plan_grad_weight_in_place.tiles_for(posed, device, with_bias)
+        if tiles and rng.random() < 0.7:
+            return posed, plan_grad_weight_in_place.plan_with_tile(
+                posed, rng.choice(tiles), device, with_bias
+            )
         if posed.channels_last:
             if plan_grad_weight_turned.plan_grad_weight(posed, device, with_bias) is None:
                 continue

@@ -1,7 +1,7 @@
 """Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
 
 What the copy engine can bring is planned by plan_grad_weight_boxes, strided layers with many channels in TF32 by
-plan_grad_weight_{direct,rows,turned}, those of stride 1 by plan_grad_weight_strips.
+plan_grad_weight_{direct,rows,in_place,turned}, those of stride 1 by plan_grad_weight_strips.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from tconv_swap.cuda.plans import (
     plan_grad_weight_boxes,
     plan_grad_weight_direct,
+    plan_grad_weight_in_place,
     plan_grad_weight_rows,
     plan_grad_weight_strips,
     plan_grad_weight_turned,
@@ -83,7 +84,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     if along_lines or count > 1:
         # Each claims one layout.
         lines = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
-        lines += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
+        lines += plan_grad_weight_in_place.part_candidates(problem, device, with_bias, (count + 2) // 3)
+        lines += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count - len(lines))
         along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
         along_pixels = along_pixels[:count]
     if not along_pixels:

@@ -43,7 +43,7 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
     g = problem.geometry
-    if not claims(problem, device) or (with_bias and not _reads_all_of_grad_output(g)):
+    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
         return []
     stages = stages_of(g)
     tiles = sorted(
@@ -67,7 +67,7 @@ def stages_of(geometry: Geometry) -> int:
     return ceil_div(geometry.batch * geometry.height * geometry.width, STAGE_PIXELS)
 
 
-def _reads_all_of_grad_output(geometry: Geometry) -> bool:
+def reads_all_of_grad_output(geometry: Geometry) -> bool:
     """Whether the taps whose offset lies in [0, stride) read every pixel of grad_output, and each once."""
     g = geometry
     return all(

@@ -1,0 +1,216 @@
+// Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a) in TF32, both tensors in channels_last.
+//
+//   M = 32 output channels of a tap a warp, TAP_ROWS x TAP_COLS x CHUNKS of them, N = TILE_COLS input channels, K = pixels
+//
+// In TF32 the multiplier takes from shared memory only what lies along k, and k are pixels; in channels_last nothing lies
+// so. The copy engine brings boxes of both tensors as they lie. Those of the input two warps turn in place, once for all
+// taps; grad_output's words a lane reads into registers, 16 bytes at a time, where a tap is an address. Which pixel is which
+// k is so chosen that all meet different banks (grad_weight_in_place_layout.cuh).
+//
+// Covers: float32 (TF32), channels_last; what plan_grad_weight_in_place.py claims. Of warpgroup 0 one thread asks for boxes, a
+// warp adds up the bias, two turn; the others multiply. MERGED: the images' rows follow one another in both tensors as in one
+// image. Pixels are split in `slices`; TOGETHER of them, a cluster, add up their sums, and what is left are
+// gradient[slices][ci][tap][co] (grad_weight_rows_reduce.cu). WITH_BIAS:
+// blocks of the first input channels add up grad_output where a tap's offset lies in [0, stride): bias_partial[slice]
+// [tile of taps][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
+#include "compensated_sum.cuh"
+#include "mma.cuh"
+#include "wgmma.cuh"
+#include "pipeline.cuh"
+#include "ring.cuh"
+#include "tma.cuh"
+#include "grad_weight_in_place_layout.cuh"
+
+/// Those who read the stages, when they have read the last one and sums may take its place.
+__device__ __forceinline__ void meet_readers(bool adds_bias) {
+  if constexpr (TOGETHER == 1) return;
+  if (adds_bias) {
+    ptx::meet<1, MULTIPLYING_THREADS + 32>();
+  } else {
+    ptx::meet<1, MULTIPLYING_THREADS>();
+  }
+}
+#include "grad_weight_in_place_fill.cuh"
+
+/// One step's words of grad_output, as multiply_from_registers takes them.
+using Words = u32[BLOCKS][4];
+
+/// Rounded to nearest once the multiplier has cut off what TF32 does not have.
+__device__ __forceinline__ u32 nearly_rounded(u32 word) {
+  return fabsf(__uint_as_float(word)) < __int_as_float(0x7f800000) ? word + 0x1000 : word;
+}
+
+/// What a warp's rows are: of channels lane / 4 * 4 on, one for each block and half of 8 rows.
+struct Unit {
+  int i, j, chunk;
+  bool exists;
+
+  __device__ __forceinline__ explicit Unit(int warp) {
+    exists = warp < UNITS;
+    const int unit = exists ? warp : 0;
+    chunk = unit % CHUNKS;
+    j = unit / CHUNKS % TAP_COLS;
+    i = unit / (CHUNKS * TAP_COLS);
+  }
+};
+
+/// Where a lane's words lie in a stage.
+struct WordPlaces {
+  u32 at[STEPS][2];
+
+  __device__ __forceinline__ WordPlaces(const Unit& unit, int lane) {
+    u32 box = 0, shift = 0;
+#pragma unroll
+    for (int j = 0; j < TAP_COLS; ++j)
+      if (unit.j == j) box = tap_bytes(0, j), shift = shift_of(j);
+    box += unit.i * (COLUMN_BOXES * CHUNKS * OUTPUT_BOX_BYTES) + unit.chunk * OUTPUT_BOX_BYTES;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const u32 row = row_of(pixel_of(step, half, lane % 4)) + shift;
+        at[step][half] = box + row * ROW_BYTES + (lane / 4 ^ (row & 7)) * 16;
+      }
+  }
+  __device__ __forceinline__ void load(Words& words, u32 stage, int step) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint4 four = ptx::load_shared_vector(stage + at[step][half]);
+      words[0][half * 2] = four.x;
+      words[0][half * 2 + 1] = four.y;
+      words[1][half * 2] = four.z;
+      words[1][half * 2 + 1] = four.w;
+    }
+    if constexpr (WITH_BIAS) {
+#pragma unroll
+      for (auto& block : words)
+#pragma unroll
+        for (u32& word : block) word = nearly_rounded(word);
+    }
+  }
+};
+
+/// The multiplies of one warp. While a step is multiplied, the words of the next are read.
+__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], const Unit& unit, int lane, int stages) {
+  const WordPlaces places(unit, lane);
+#pragma unroll
+  for (auto& block : sums)
+#pragma unroll
+    for (float& sum : block) sum = 0.f;
+  Words even, odd;
+  for (int s = 0; s < stages; ++s) {
+    ptx::wait_for_phase(ring.full(), ring.parity);
+    ptx::wait_for_phase(ring.turned(), ring.parity);
+    const ptx::u64 cols = ptx::swizzled_descriptor(ring.data(), 16, 8 * ROW_BYTES);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+      Words& words = step % 2 ? odd : even;
+      places.load(words, ring.data(), step);
+      ptx::fence_sums();
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b) ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + step * 32 / 16);
+      ptx::commit_multiplies();
+      // The step before is multiplied: its words may go, and with the first step its stage.
+      ptx::wait_multiplies<1>();
+      if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
+    }
+    ring.advance();
+  }
+  ptx::wait_multiplies<0>();
+}
+
+/// Half of the columns, of both blocks of a cluster: this one's half.
+using HalfSums = float[BLOCKS][TILE_COLS / 4];
+__device__ __forceinline__ void add_other_slice(const float (&sums)[BLOCKS][TILE_COLS / 2], HalfSums& half, u32 shared, int thread, int rank) {
+  constexpr int QUADS = TILE_COLS / 16;
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) {
+      u32 given[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float low = sums[b][q * 4 + i], high = sums[b][(QUADS + q) * 4 + i];
+        half[b][q * 4 + i] = rank == 0 ? low : high;
+        given[i] = __float_as_uint(rank == 0 ? high : low);
+      }
+      ptx::store_shared<4>(shared + ((b * QUADS + q) * MULTIPLYING_THREADS + thread) * 16, given);
+    }
+  ptx::meet_cluster();
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+    for (int q = 0; q < QUADS; ++q) {
+      const float4 other = ptx::load_of_cluster(shared + ((b * QUADS + q) * MULTIPLYING_THREADS + thread) * 16, 1 - rank);
+      half[b][q * 4] += other.x;
+      half[b][q * 4 + 1] += other.y;
+      half[b][q * 4 + 2] += other.z;
+      half[b][q * 4 + 3] += other.w;
+    }
+  // What the other block reads stays until it has.
+  ptx::meet_cluster();
+}
+
+/// COLUMNS input channels from `first` on.
+template <int COLUMNS>
+__device__ __forceinline__ void store(const float (&sums)[BLOCKS][COLUMNS / 2], const Place& place, int first, const Unit& unit, int lane,
+                                      float* gradient) {
+  const int kh = place.kh + unit.i, kw = place.kw + unit.j, co = place.co + unit.chunk * BOX + lane / 4 * 4;
+  if (!unit.exists || kh >= KERNEL_H || kw >= KERNEL_W || co >= CO_GROUP) return;
+  gradient += (static_cast<long long>(place.slice / TOGETHER) * IN_CHANNELS + place.group * CI_GROUP) * (TAPS * CO_GROUP);
+  gradient += (kh * KERNEL_W + kw) * CO_GROUP + co;
+#pragma unroll
+  for (int j = 0; j < COLUMNS / 8; ++j)
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (const int ci = first + j * 8 + lane % 4 * 2 + i; ci < CI_GROUP)
+        *reinterpret_cast<float4*>(gradient + static_cast<long long>(ci) * (TAPS * CO_GROUP)) =
+            make_float4(sums[0][j * 4 + i], sums[0][j * 4 + 2 + i], sums[1][j * 4 + i], sums[1][j * 4 + 2 + i]);
+}
+
+extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(THREADS, 1)
+    grad_weight_in_place(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
+                         float* __restrict__ gradient, float* __restrict__ bias_partial, long long batch, long long slices) {
+  extern __shared__ __align__(1024) u32 shared[];
+  const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
+  const Place place(blockIdx.x);
+  const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+  const bool adds_bias = WITH_BIAS && place.ci == 0;
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(input);
+    ptx::prefetch_map(grad_output);
+    Ring each = ring;
+    for (each.stage = 0; each.stage < STAGES; ++each.stage) {
+      ptx::set_up_barrier(each.full(), 1);
+      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + adds_bias);
+      ptx::set_up_barrier(each.turned(), TURNING_WARPS);
+    }
+    ptx::publish_barriers();
+  }
+  __syncthreads();
+  const long long rows = MERGED ? (batch * HEIGHT + ROWS - 1) / ROWS : (batch + IMAGES - 1) / IMAGES * STAGES_DOWN;
+  const long long all = rows * STAGES_ACROSS;
+  const int first_stage = static_cast<int>(all * place.slice / slices);
+  const int stages = static_cast<int>(all * (place.slice + 1) / slices) - first_stage;
+  ptx::let_next_launch_start();
+  if (warp < 4) {
+    ptx::shrink_registers<FILL_REGISTERS>();
+    if (threadIdx.x == 0) fill(ring, input, grad_output, place, first_stage, stages);
+    if (warp == 1 && adds_bias) add_bias(ring, place, lane, stages, bias_partial);
+    if (warp >= 4 - TURNING_WARPS) turn(ring, warp - (4 - TURNING_WARPS), lane, stages);
+  } else {
+    ptx::grow_registers<MULTIPLY_REGISTERS>();
+    const Unit unit(warp - 4);
+    float sums[BLOCKS][TILE_COLS / 2];
+    multiply_all(ring, sums, unit, lane, stages);
+    meet_readers(adds_bias);
+    if constexpr (TOGETHER == 1) {
+      store<TILE_COLS>(sums, place, place.ci, unit, lane, gradient);
+    } else {
+      const int rank = static_cast<int>(ptx::cluster_rank());
+      HalfSums half;
+      add_other_slice(sums, half, ring.base, threadIdx.x - 128, rank);
+      store<TILE_COLS / 2>(half, place, place.ci + rank * (TILE_COLS / 2), unit, lane, gradient);
+    }
+  }
+}

@@ -1,0 +1,128 @@
+// Of grad_weight_in_place.cu: the thread that asks for boxes, the warps that turn those of the input, and the warp that adds
+// up grad_output for the bias.
+#pragma once
+
+/// One thread: fill stage after stage.
+__device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
+                                     int first_stage, int stages) {
+  const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
+  int across = first_stage % STAGES_ACROSS, down = first_stage / STAGES_ACROSS, image = 0;
+  if constexpr (!MERGED) {
+    image = down / STAGES_DOWN * IMAGES;
+    down %= STAGES_DOWN;
+  }
+  for (int s = 0; s < stages; ++s) {
+    ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+    ptx::arrive_expecting(ring.full(), STAGE_COPIED);
+#pragma unroll
+    for (int box = 0; box < INPUT_BOXES; ++box)
+      ptx::copy_box(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, across * COLS, down * ROWS, image, ring.full());
+#pragma unroll
+    for (int i = 0; i < TAP_ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < TAP_COLS; ++j) {
+        if (first_alike(j) != j) continue;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+          ptx::copy_box(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX,
+                        across * (COLS * STRIDE_W) + place.col_offset(j), down * (ROWS * STRIDE_H) + place.row_offset(i), image,
+                        ring.full());
+      }
+    ring.advance();
+    if (++across == STAGES_ACROSS) {
+      across = 0;
+      if (++down == STAGES_DOWN && !MERGED) down = 0, image += IMAGES;
+    }
+  }
+}
+
+/// One of the warps that turn the input's boxes where they lie, from [pixel][channel] to [channel][k]: a lane takes four
+/// channels of the four pixels that are 16 bytes of k, twice.
+__device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) {
+  const int piece = lane % 8, quad = lane / 8;
+  u32 from[4], to[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int pixel = pixel_of(piece / 2, piece % 2, t), channel = quad * 4 + t;
+    from[t] = pixel * ROW_BYTES + (quad ^ (pixel & 7)) * 16;
+    to[t] = channel * ROW_BYTES + (piece ^ (channel & 7)) * 16;
+  }
+  for (int s = 0; s < stages; ++s) {
+    ptx::wait_for_phase(ring.full(), ring.parity);
+#pragma unroll
+    for (int box = 0; box < ceil_div(INPUT_BOXES, TURNING_WARPS); ++box) {
+      const int mine = box * TURNING_WARPS + warp;
+      if (INPUT_BOXES % TURNING_WARPS && mine >= INPUT_BOXES) break;
+      const u32 at = ring.data() + mine * INPUT_BOX_BYTES;
+      u32 words[2][4][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int t = 0; t < 4; ++t) ptx::load_shared_bytes<16>(words[half][t], at + (from[t] ^ half * 64));
+      __syncwarp();
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const u32 four[4] = {words[half][0][c], words[half][1][c], words[half][2][c], words[half][3][c]};
+          ptx::store_shared<4>(at + to[c] + half * 16 * ROW_BYTES, four);
+        }
+    }
+    ptx::publish_to_multiplies();
+    __syncwarp();
+    if (lane == 0) ptx::arrive(ring.turned());
+    ring.advance();
+  }
+}
+
+/// The warp that adds up grad_output, from stage after stage: four pixels at a time, of 32 channels.
+__device__ __forceinline__ void add_bias(Ring ring, const Place& place, int lane, int stages, float* __restrict__ bias_partial) {
+  CompensatedSum<float> sums[CHUNKS][4] = {};
+  for (int s = 0; s < stages; ++s) {
+    ptx::wait_for_phase(ring.full(), ring.parity);
+#pragma unroll
+    for (int i = 0; i < TAP_ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < TAP_COLS; ++j) {
+        if (!place.counts(i, j)) continue;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c) {
+          const u32 box = ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES;
+          float part[4] = {};
+#pragma unroll
+          for (int n = 0; n < STAGE_PIXELS / 4; ++n) {
+            const int row = row_of(n * 4 + lane / 8) + shift_of(j);
+            const uint4 four = ptx::load_shared_vector(box + row * ROW_BYTES + (lane % 8 ^ (row & 7)) * 16);
+            part[0] += __uint_as_float(four.x);
+            part[1] += __uint_as_float(four.y);
+            part[2] += __uint_as_float(four.z);
+            part[3] += __uint_as_float(four.w);
+            if (n % 4 == 3) {
+#pragma unroll
+              for (int q = 0; q < 4; ++q) {
+                sums[c][q].add(part[q]);
+                part[q] = 0.f;
+              }
+            }
+          }
+        }
+      }
+    __syncwarp();
+    if (lane == 0) ptx::arrive(ring.empty());
+    ring.advance();
+  }
+  meet_readers(true);
+  float* const to = bias_partial + (static_cast<long long>(place.slice) * TAP_TILES + place.tap_tile) * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; ++c)
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      sums[c][q].add_lane(8);
+      sums[c][q].add_lane(16);
+      const int co = place.co + c * BOX + lane % 8 * 4 + q;
+      if (lane < 8 && co < CO_GROUP) {
+        to[co] = sums[c][q].sum;
+        to[OUT_CHANNELS + co] = sums[c][q].remainder();
+      }
+    }
+}

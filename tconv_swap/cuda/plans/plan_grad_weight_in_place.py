@@ -1,0 +1,178 @@
+"""Plans of csrc/kernels/grad_weight_in_place.cu: the gradient of the weight in TF32 and channels_last (sm_90a)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
+    BOX,
+    STEP_LIMIT,
+    Tile,
+    candidates,
+    expected_clocks,
+    rows_follow,
+    tap_tiles,
+    tiles_of,
+)
+from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.cuda.plans.plan_general import reduce_slices
+from tconv_swap.cuda.plans.plan_grad_weight_rows import Room, reduce
+from tconv_swap.cuda.plans.plan_grad_weight_turned import reads_all_of_grad_output
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import (
+    Argument,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    int64,
+    output,
+    tensor_map,
+    workspace,
+)
+from tconv_swap.geometry import Geometry
+
+_FAMILY = "weight rows"
+#: Coordinates of boxes and stages are counted in 32 bits.
+_INT32_LIMIT = 2**31
+
+
+def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
+    """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. None for what this family does not claim.
+
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and 8 bytes for each slice,
+    tap and output channel for the bias.
+    """
+    parts = part_candidates(problem, device, with_bias, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
+    g = problem.geometry
+    tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
+
+
+def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
+    """All that can compute it."""
+    g = problem.geometry
+    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
+        return []
+    return list(candidates(g, device))
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it, if there is a tile."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
+        return False
+    # A pixel's channels, and those of a group, begin at multiples of 16 bytes.
+    if (g.in_channels_per_group | g.out_channels_per_group) % 4 or max(g.stride) > STEP_LIMIT:
+        return False
+    pixels = max(g.height * (g.width + BOX), g.out_height * g.out_width) * g.batch
+    return problem.channels_last and 0 < pixels < _INT32_LIMIT
+
+
+def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+    """The plan that computes the problem with this tile."""
+    g = problem.geometry
+    room = Room()
+    direct = tile.copies == 1 and problem.weight_channels_last
+    partial_at = 0 if direct else room.take(tile.copies * weight_bytes(g))
+    bias_rows = 2 * tile.slices * tap_tiles(g, tile)
+    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    ring = tile.ring(g, device)
+    launches = [
+        Launch(
+            Kernel(
+                "grad_weight_in_place.cu",
+                "grad_weight_in_place",
+                (
+                    *g.constants,
+                    ("MERGED", rows_follow(g)),
+                    ("IMAGES", tile.pixels.images),
+                    ("ROWS", tile.pixels.rows),
+                    ("COLS", tile.pixels.cols),
+                    ("TAP_ROWS", tile.taps[0]),
+                    ("TAP_COLS", tile.taps[1]),
+                    ("CHUNKS", tile.chunks),
+                    ("FLAT", tile.flat),
+                    ("WARPGROUPS", tile.warpgroups),
+                    ("TILE_COLS", tile.cols),
+                    ("STAGES", ring),
+                    ("TOGETHER", tile.together),
+                    ("WITH_BIAS", with_bias),
+                ),
+                # A few words, outside the loops.
+                spills=tile.warpgroups == 3 or with_bias,
+            ),
+            grid=tiles_of(g, tile) * tile.slices,
+            block=128 * (tile.warpgroups + 1),
+            arguments=(
+                tensor_map(0),
+                tensor_map(1),
+                output(0) if direct else workspace(partial_at),
+                workspace(bias_at),
+                int64(g.batch),
+                int64(tile.slices),
+            ),
+            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
+            tensor_maps=_tensor_maps(g, tile, with_bias),
+        )
+    ]
+    if not direct:
+        launches.append(reduce(problem, tile.copies, partial_at))
+    if with_bias:
+        last = reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1)
+        launches.append(dataclasses.replace(last, overlaps_previous=True))
+    return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), room.bytes)
+
+
+def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:
+    """Of the input, and of every ``stride``-th row and column of grad_output; not rounded where it is added up."""
+    g, p = geometry, tile.pixels
+    into = _pixels_map(
+        input_(1),
+        ElementKind.TFLOAT32,
+        (g.in_channels, g.width, g.height),
+        g,
+        (p.cols, p.rows, p.images),
+        (1, 1),
+    )
+    element = ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32
+    box = (tile.pitch(g), p.rows, p.images)
+    steps = (g.stride[1], g.stride[0])
+    out = _pixels_map(input_(0), element, (g.out_channels, g.out_width, g.out_height), g, box, steps)
+    return into, out
+
+
+def _pixels_map(
+    base: Argument,
+    element: ElementKind,
+    image: tuple[int, int, int],
+    geometry: Geometry,
+    pixels: tuple[int, int, int],
+    steps: tuple[int, int],
+) -> TensorMap:
+    """``image``: channels, columns, rows; ``pixels``: columns, rows, images of a box, so many ``steps`` apart."""
+    channels, width, height = image
+    batch = geometry.batch
+    row = 4 * channels * width
+    sizes = (
+        (channels, width, height * batch, 1) if rows_follow(geometry) else (channels, width, height, batch)
+    )
+    across, down = (step if count > 1 else 1 for step, count in zip(steps, pixels, strict=False))
+    return TensorMap(
+        base,
+        element,
+        sizes=sizes,
+        strides=(4 * channels, row, row * height),
+        box=(BOX, (pixels[0] - 1) * across + 1, (pixels[1] - 1) * down + 1, pixels[2]),
+        steps=(1, across, down, 1),
+    )
