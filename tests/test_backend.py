@@ -96,7 +96,7 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
     [
         (DCGAN2, torch.float16, "ieee", True, (False, False, False)),
         (DCGAN2, torch.float16, "ieee", False, (False, False, False)),
-        (DCGAN2, torch.float32, "tf32", True, (False, False, True)),
+        (DCGAN2, torch.float32, "tf32", True, (False, False, False)),
         (DCGAN2, torch.float32, "ieee", True, (False, False, False)),
         (SAM, torch.bfloat16, "ieee", True, (False, False, False)),
         (DCGAN2, torch.float32, "tf32", False, (False, False, False)),
@@ -104,10 +104,10 @@ RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
         (SAM, torch.bfloat16, "ieee", False, (False, False, False)),
         (DCGAN, torch.float32, "tf32", True, (False, False, False)),
         (ODD, torch.float32, "tf32", True, (False, False, True)),
-        (SAM, torch.float32, "tf32", True, (False, True, True)),
-        (UNET1, torch.float32, "tf32", True, (False, False, True)),
+        (SAM, torch.float32, "tf32", True, (False, True, False)),
+        (UNET1, torch.float32, "tf32", True, (False, False, False)),
         (KB81, torch.float16, "ieee", True, (False, True, True)),
-        (HIFIGAN, torch.float32, "tf32", True, (False, True, True)),
+        (HIFIGAN, torch.float32, "tf32", True, (False, True, False)),
         (STRIDE_1, torch.float16, "ieee", True, (False, False, False)),
         (STRIDE_1, torch.float32, "ieee", False, (True, False, False)),
         (STRIDE_1, torch.float32, "tf32", False, (False, False, False)),
@@ -150,7 +150,7 @@ def test_a_small_map_whose_weights_have_to_be_packed_is_pytorchs() -> None:
 
 
 def test_the_bias_decides_about_the_weight_where_pytorch_sums_it_apart() -> None:
-    asked = plan.Problem(SAM, torch.float32, "tf32", True, True)
+    asked = plan.Problem(ODD, torch.float32, "tf32", True, True)
     (alone,) = choose_backward(asked, (False, True, False), H200, "auto")
     (together,) = choose_backward(asked, (False, True, True), H200, "auto")
     assert alone.plan is None

@@ -12,7 +12,7 @@
 // image. Pixels are split in `slices`; TOGETHER of them, a cluster, add up their sums, and what is left are
 // gradient[slices][ci][tap][co] (grad_weight_rows_reduce.cu). WITH_BIAS:
 // blocks of the first input channels add up grad_output where a tap's offset lies in [0, stride): bias_partial[slice]
-// [tile of taps][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
+// [offset][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
 #include "compensated_sum.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -20,16 +20,6 @@
 #include "ring.cuh"
 #include "tma.cuh"
 #include "grad_weight_in_place_layout.cuh"
-
-/// Those who read the stages, when they have read the last one and sums may take its place.
-__device__ __forceinline__ void meet_readers(bool adds_bias) {
-  if constexpr (TOGETHER == 1) return;
-  if (adds_bias) {
-    ptx::meet<1, MULTIPLYING_THREADS + 32>();
-  } else {
-    ptx::meet<1, MULTIPLYING_THREADS>();
-  }
-}
 #include "grad_weight_in_place_fill.cuh"
 
 /// One step's words of grad_output, as multiply_from_registers takes them.
@@ -81,17 +71,63 @@ struct WordPlaces {
       words[1][half * 2] = four.z;
       words[1][half * 2 + 1] = four.w;
     }
-    if constexpr (WITH_BIAS) {
+  }
+};
+
+/// The bias, from the words that a warp has anyway: a lane's four channels, of the pixels that are its k. Of the taps whose
+/// offset lies in [0, stride), which read every pixel once.
+struct Bias {
+  bool counts;
+  int row;  // of the partial sums of a slice
+  CompensatedSum<float> sums[4] = {};
+  float part[4] = {};
+
+  __device__ __forceinline__ Bias(const Place& place, const Unit& unit) {
+    const int down = place.row_offset(unit.i), across = place.col_offset(unit.j);
+    const bool exists = unit.exists && place.kh + unit.i < KERNEL_H && place.kw + unit.j < KERNEL_W;
+    counts = WITH_BIAS && place.ci == 0 && exists && down >= 0 && down < STRIDE_H && across >= 0 && across < STRIDE_W;
+    row = down * STRIDE_W + across;
+  }
+  /// The words of a step, which come back rounded.
+  __device__ __forceinline__ void add(Words& words) {
+    if constexpr (!WITH_BIAS) return;
+    if (counts) {
 #pragma unroll
-      for (auto& block : words)
+      for (int q = 0; q < 4; ++q) part[q] += __uint_as_float(words[q / 2][q % 2]) + __uint_as_float(words[q / 2][2 + q % 2]);
+    }
 #pragma unroll
-        for (u32& word : block) word = nearly_rounded(word);
+    for (auto& block : words)
+#pragma unroll
+      for (u32& word : block) word = nearly_rounded(word);
+  }
+  __device__ __forceinline__ void end_stage() {
+    if (!WITH_BIAS || !counts) return;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      sums[q].add(part[q]);
+      part[q] = 0.f;
+    }
+  }
+  __device__ __forceinline__ void store(const Place& place, const Unit& unit, int lane, float* bias_partial) {
+    if (!WITH_BIAS || !counts) return;
+    float* const to = bias_partial + (static_cast<long long>(place.slice) * (STRIDE_H * STRIDE_W) + row) * (2 * OUT_CHANNELS) +
+                      place.group * CO_GROUP;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      sums[q].add_lane(1);
+      sums[q].add_lane(2);
+      const int co = place.co + unit.chunk * BOX + lane / 4 * 4 + q;
+      if (lane % 4 == 0 && co < CO_GROUP) {
+        to[co] = sums[q].sum;
+        to[OUT_CHANNELS + co] = sums[q].remainder();
+      }
     }
   }
 };
 
 /// The multiplies of one warp. While a step is multiplied, the words of the next are read.
-__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], const Unit& unit, int lane, int stages) {
+__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], const Unit& unit, Bias& bias, int lane,
+                                             int stages) {
   const WordPlaces places(unit, lane);
 #pragma unroll
   for (auto& block : sums)
@@ -106,6 +142,7 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
     for (int step = 0; step < STEPS; ++step) {
       Words& words = step % 2 ? odd : even;
       places.load(words, ring.data(), step);
+      bias.add(words);
       ptx::fence_sums();
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + step * 32 / 16);
@@ -114,6 +151,7 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
       ptx::wait_multiplies<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
+    bias.end_stage();
     ring.advance();
   }
   ptx::wait_multiplies<0>();
@@ -175,14 +213,13 @@ extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(TH
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
-  const bool adds_bias = WITH_BIAS && place.ci == 0;
   if (threadIdx.x == 0) {
     ptx::prefetch_map(input);
     ptx::prefetch_map(grad_output);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
       ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + adds_bias);
+      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS);
       ptx::set_up_barrier(each.turned(), TURNING_WARPS);
     }
     ptx::publish_barriers();
@@ -196,19 +233,21 @@ extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(TH
   if (warp < 4) {
     ptx::shrink_registers<FILL_REGISTERS>();
     if (threadIdx.x == 0) fill(ring, input, grad_output, place, first_stage, stages);
-    if (warp == 1 && adds_bias) add_bias(ring, place, lane, stages, bias_partial);
     if (warp >= 4 - TURNING_WARPS) turn(ring, warp - (4 - TURNING_WARPS), lane, stages);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     const Unit unit(warp - 4);
     float sums[BLOCKS][TILE_COLS / 2];
-    multiply_all(ring, sums, unit, lane, stages);
-    meet_readers(adds_bias);
+    Bias bias(place, unit);
+    multiply_all(ring, sums, unit, bias, lane, stages);
+    bias.store(place, unit, lane, bias_partial);
     if constexpr (TOGETHER == 1) {
       store<TILE_COLS>(sums, place, place.ci, unit, lane, gradient);
     } else {
       const int rank = static_cast<int>(ptx::cluster_rank());
       HalfSums half;
+      // All stages are read, and sums may take their place.
+      ptx::meet<1, MULTIPLYING_THREADS>();
       add_other_slice(sums, half, ring.base, threadIdx.x - 128, rank);
       store<TILE_COLS / 2>(half, place, place.ci + rank * (TILE_COLS / 2), unit, lane, gradient);
     }

@@ -1,5 +1,4 @@
-// Of grad_weight_in_place.cu: the thread that asks for boxes, the warps that turn those of the input, and the warp that adds
-// up grad_output for the bias.
+// Of grad_weight_in_place.cu: the thread that asks for boxes, and the warps that turn those of the input.
 #pragma once
 
 /// One thread: fill stage after stage.
@@ -73,56 +72,4 @@ __device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) 
     if (lane == 0) ptx::arrive(ring.turned());
     ring.advance();
   }
-}
-
-/// The warp that adds up grad_output, from stage after stage: four pixels at a time, of 32 channels.
-__device__ __forceinline__ void add_bias(Ring ring, const Place& place, int lane, int stages, float* __restrict__ bias_partial) {
-  CompensatedSum<float> sums[CHUNKS][4] = {};
-  for (int s = 0; s < stages; ++s) {
-    ptx::wait_for_phase(ring.full(), ring.parity);
-#pragma unroll
-    for (int i = 0; i < TAP_ROWS; ++i)
-#pragma unroll
-      for (int j = 0; j < TAP_COLS; ++j) {
-        if (!place.counts(i, j)) continue;
-#pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) {
-          const u32 box = ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES;
-          float part[4] = {};
-#pragma unroll
-          for (int n = 0; n < STAGE_PIXELS / 4; ++n) {
-            const int row = row_of(n * 4 + lane / 8) + shift_of(j);
-            const uint4 four = ptx::load_shared_vector(box + row * ROW_BYTES + (lane % 8 ^ (row & 7)) * 16);
-            part[0] += __uint_as_float(four.x);
-            part[1] += __uint_as_float(four.y);
-            part[2] += __uint_as_float(four.z);
-            part[3] += __uint_as_float(four.w);
-            if (n % 4 == 3) {
-#pragma unroll
-              for (int q = 0; q < 4; ++q) {
-                sums[c][q].add(part[q]);
-                part[q] = 0.f;
-              }
-            }
-          }
-        }
-      }
-    __syncwarp();
-    if (lane == 0) ptx::arrive(ring.empty());
-    ring.advance();
-  }
-  meet_readers(true);
-  float* const to = bias_partial + (static_cast<long long>(place.slice) * TAP_TILES + place.tap_tile) * (2 * OUT_CHANNELS) + place.group * CO_GROUP;
-#pragma unroll
-  for (int c = 0; c < CHUNKS; ++c)
-#pragma unroll
-    for (int q = 0; q < 4; ++q) {
-      sums[c][q].add_lane(8);
-      sums[c][q].add_lane(16);
-      const int co = place.co + c * BOX + lane % 8 * 4 + q;
-      if (lane < 8 && co < CO_GROUP) {
-        to[co] = sums[c][q].sum;
-        to[OUT_CHANNELS + co] = sums[c][q].remainder();
-      }
-    }
 }

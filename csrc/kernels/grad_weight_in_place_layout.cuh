@@ -83,11 +83,6 @@ struct Place {
   }
   __device__ __forceinline__ int row_offset(int i) const { return (kh + i) * DILATION_H - PADDING_H; }
   __device__ __forceinline__ int col_offset(int j) const { return (kw + j) * DILATION_W - PADDING_W; }
-  /// Whether the bias is added up from what this tap reads: with its like it reads every pixel once.
-  __device__ __forceinline__ bool counts(int i, int j) const {
-    const int down = row_offset(i), across = col_offset(j);
-    return kh + i < KERNEL_H && kw + j < KERNEL_W && down >= 0 && down < STRIDE_H && across >= 0 && across < STRIDE_W;
-  }
 };
 
 /// Which pixel of a stage is k = half * 4 + t of a step. So chosen that neither who turns nor who multiplies meets another

@@ -15,7 +15,8 @@ from tconv_swap.cuda.problem import Device, Problem
 PAIRS_NCHW = 256 * 128
 PAIRS_TF32 = 256 * 64
 PAIRS_16_BIT = 128 * 64
-#: The same of the kernels with pixels along k (TF32), in channels_last; in NCHW they were the faster nearly everywhere.
+#: The same of grad_weight_turned.cu (TF32, channels_last); the other kernels with pixels along k were the faster nearly
+#: everywhere.
 PAIRS_TURNED = 512 * 512
 #: Of the gradient of the input in float32 without TF32.
 WIDE_STRIDE = 5
@@ -38,8 +39,9 @@ BOXES_TF32_CHANNELS = 256
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 HALO_FAMILY = "halo tile"
 WIDE_FAMILIES = (HALO_FAMILY, "weight tile")
-#: Strided layers with many channels in TF32 (plan_grad_weight_{direct,rows,turned}.py), on sm_90a alone.
-PIXELS_FAMILY = "weight rows"
+#: Strided layers with many channels in TF32 and channels_last that boxes cannot bring (plan_grad_weight_turned.py), on
+#: sm_90a alone.
+TURNED_FAMILY = "turned weight rows"
 #: What boxes of the copy engine fill (plan_grad_input_boxes.py), on sm_90a alone.
 BOX_FAMILY = "box tile"
 
@@ -92,9 +94,8 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device, wit
     """
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
-    if family == PIXELS_FAMILY:
-        slower = pairs >= PAIRS_TURNED or (geometry.kernel == geometry.stride and not with_bias)
-        if slower and problem.channels_last:
+    if family == TURNED_FAMILY:
+        if pairs >= PAIRS_TURNED or (geometry.kernel == geometry.stride and not with_bias):
             return _WHY.format(what="many channels in channels_last with TF32", speedup="0.78 to 0.94")
         return None
     tf32 = problem.dtype == torch.float32 and problem.precision == "tf32"

@@ -12,7 +12,6 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     FILL_RATE,
     MOST_STAGES,
     PARTIAL_LIMIT_BYTES,
-    PARTIAL_RATE,
     SLICE_CLOCKS,
     STAGE_PIXELS,
     ceil_div,
@@ -27,13 +26,13 @@ BOX = 32
 BOX_LIMIT, STEP_LIMIT = 256, 8
 #: Of a ring, at least and at most.
 FEWEST_STAGES, MOST_STAGES_IN_RING = 3, 8
-#: Chunks of output channels that the warp of the bias has registers for.
-MOST_CHUNKS = 4
 #: Warpgroups that multiply, each 128 rows, and columns: as registers allow.
 _SHAPES = ((2, 128), (2, 96), (2, 64), (3, 96), (3, 64))
 #: Bytes a clock that shared memory gives; clocks of a stage beside its multiplies, of two blocks that exchange
 #: sums, and of a launch that adds up.
-_SHARED_RATE, _STAGE_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 128, 60, 3000, 3000
+_SHARED_RATE, _STAGE_CLOCKS, _EXCHANGE_CLOCKS, _REDUCE_CLOCKS = 128, 60, 6000, 3000
+#: Bytes a clock of the whole chip, of partial sums on their way to the L2 and back.
+_PARTIAL_RATE = 2600
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def rows_follow(geometry: Geometry) -> bool:
 
 def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     """Stages that tile the images, or reach over their edge only where grad_output ends too (it might be infinite, and
-    what lies beside it are the input's zeros)."""
+    what lies beside it are the input's zeros). Of so many columns the fewest."""
     g = geometry
     nothing_below, nothing_right = (
         stride * inside - padding >= out
@@ -131,15 +130,18 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
         )
     )
     merged = rows_follow(g)
+    height = g.height * (g.batch if merged else 1)
     for cols in (32, 16, 8, 4, 2, 1):
         if cols >= 2 * g.width or not (nothing_right or g.width % cols == 0):
             continue
-        for rows in (32, 16, 8, 4, 2, 1):
-            images = STAGE_PIXELS // (rows * cols)
-            if images == 0 or (images > 1 and (merged or rows < g.height or images > g.batch)):
-                continue
-            if rows < 2 * g.height * (g.batch if merged else 1) and (nothing_below or g.height % rows == 0):
-                yield Pixels(images, rows, cols)
+        stages = [
+            Pixels(STAGE_PIXELS // (rows * cols), rows, cols)
+            for rows in (32, 16, 8, 4, 2, 1)
+            if rows * cols <= STAGE_PIXELS and rows < 2 * height and (nothing_below or g.height % rows == 0)
+        ]
+        stages = [one for one in stages if one.images == 1 or not (merged or one.images >= 2 * g.batch)]
+        if stages:
+            yield min(stages, key=lambda one: stages_of(g, one))
 
 
 def stages_of(geometry: Geometry, pixels: Pixels) -> int:
@@ -168,7 +170,7 @@ def tap_tiles(geometry: Geometry, tile: Tile) -> int:
 def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
     """All tiles worth a thought."""
     g = geometry
-    most_chunks = min(MOST_CHUNKS, ceil_div(g.out_channels_per_group, BOX))
+    most_chunks = ceil_div(g.out_channels_per_group, BOX)
     pixels = list(pixels_of(g))
     for (warpgroups, cols), rows, columns in itertools.product(
         _SHAPES, range(1, g.kernel[0] + 1), range(1, g.kernel[1] + 1)
@@ -223,9 +225,9 @@ def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
     g = geometry
     waves = ceil_div(tiles_of(g, tile) * tile.slices, device.multiprocessors)
     stages = ceil_div(stages_of(g, tile.pixels), tile.slices)
-    partial = weight_bytes(g) * (2 * tile.copies + 1) / PARTIAL_RATE + _REDUCE_CLOCKS
+    partial = weight_bytes(g) * (2 * tile.copies + 1) / _PARTIAL_RATE + _REDUCE_CLOCKS
     if tile.copies == 1:
-        partial = weight_bytes(g) / PARTIAL_RATE
+        partial = weight_bytes(g) / _PARTIAL_RATE
     return (
         waves * (stages * stage_clocks(g, tile) + SLICE_CLOCKS + (tile.together - 1) * _EXCHANGE_CLOCKS)
         + partial

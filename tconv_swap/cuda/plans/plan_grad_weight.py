@@ -52,6 +52,7 @@ INT32_LIMIT = 2**31
 #: Of a group, from which tiles with pixels along lines are filled; the least work they were measured to be faster at.
 MANY_CHANNELS = 64
 LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
+LEAST_MACS_IN_PLACE = 1 << 29
 LEAST_MULTIPLIES_OF_A_PIXEL = 200
 #: The same from which parting grad_output first is the faster.
 MOST_MULTIPLIES_OF_A_PIXEL = 4096
@@ -80,12 +81,14 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     preferred = as_it_lies or along_lines
     along_pixels: list[Part] = []
     if as_it_lies or count > 1:
+        # Each claims one layout, and so below.
         along_pixels += plan_grad_weight_direct.part_candidates(problem, device, with_bias, (count + 1) // 2)
+        along_pixels += plan_grad_weight_in_place.part_candidates(
+            problem, device, with_bias, (count + 1) // 2
+        )
     if along_lines or count > 1:
-        # Each claims one layout.
         lines = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
-        lines += plan_grad_weight_in_place.part_candidates(problem, device, with_bias, (count + 2) // 3)
-        lines += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count - len(lines))
+        lines += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
         along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
         along_pixels = along_pixels[:count]
     if not along_pixels:
@@ -152,10 +155,16 @@ def _along_pixels(problem: Problem) -> bool:
 
 
 def _as_it_lies(problem: Problem) -> bool:
-    """Strides in NCHW where grad_output's words straight from memory were the faster in TF32: rows of it that boxes can
-    bring, and not so many multiplies for each of its elements that parting it costs next to nothing."""
+    """Where grad_output's words straight from memory were the faster in TF32. In channels_last: work enough. In NCHW:
+    strides, rows that boxes can bring, and not so many multiplies for each of its elements that parting it costs next
+    to nothing."""
     g = problem.geometry
-    if problem.channels_last or max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
+    if problem.channels_last:
+        enough_channels = (
+            g.in_channels_per_group >= MANY_CHANNELS and g.out_channels_per_group >= MANY_CHANNELS // 2
+        )
+        return enough_channels and g.macs >= LEAST_MACS_IN_PLACE
+    if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
         return False
     if g.in_channels_per_group < MANY_CHANNELS or g.out_channels_per_group < MANY_CHANNELS // 2:
         return False

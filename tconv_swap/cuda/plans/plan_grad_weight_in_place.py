@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from math import prod
 
 import torch
 
@@ -13,7 +14,6 @@ from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
     candidates,
     expected_clocks,
     rows_follow,
-    tap_tiles,
     tiles_of,
 )
 from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
@@ -45,8 +45,8 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
     """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
     the bias. None for what this family does not claim.
 
-    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and 8 bytes for each slice,
-    tap and output channel for the bias.
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for
+    each slice, offset in a stride and output channel.
     """
     parts = part_candidates(problem, device, with_bias, count=1)
     return parts[0] if parts else None
@@ -85,7 +85,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     room = Room()
     direct = tile.copies == 1 and problem.weight_channels_last
     partial_at = 0 if direct else room.take(tile.copies * weight_bytes(g))
-    bias_rows = 2 * tile.slices * tap_tiles(g, tile)
+    bias_rows = 2 * tile.slices * prod(g.stride)
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     ring = tile.ring(g, device)
     launches = [

@@ -21,7 +21,7 @@ from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Kernel, Launch, Part, input_, int64, output, workspace
 from tconv_swap.geometry import Geometry
 
-_FAMILY = "weight rows"
+_FAMILY = "turned weight rows"
 _THREADS = 384
 _FILLING_WARPS = 4
 _MOST_STAGES_IN_RING = 6
