@@ -53,11 +53,6 @@ using Words = u32[BLOCKS][4];
 /// What the swizzle flips in the number of a channel's 16 bytes.
 __device__ __forceinline__ constexpr u32 flips(int channel) { return (channel * (OUT_BLOCK * 4) >> 7) & (OUT_BLOCK / 4 - 1); }
 
-/// Rounded to nearest once the multiplier has cut off what TF32 does not have.
-__device__ __forceinline__ u32 nearly_rounded(u32 word) {
-  return fabsf(__uint_as_float(word)) < __int_as_float(0x7f800000) ? word + 0x1000 : word;
-}
-
 /// Where a lane's words lie.
 struct WordPlaces {
   u32 col[BLOCKS];  // column in the boxes of pixel 0 of the row; may lie before the first
@@ -115,7 +110,7 @@ struct WordPlaces {
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-        for (u32& word : words[b]) word = nearly_rounded(word);
+        for (u32& word : words[b]) word = ptx::nearly_rounded(word);
     }
   }
 };

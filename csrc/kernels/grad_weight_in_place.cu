@@ -7,12 +7,12 @@
 // taps; grad_output's words a lane reads into registers, 16 bytes at a time, where a tap is an address. Which pixel is which
 // k is so chosen that all meet different banks (grad_weight_in_place_layout.cuh).
 //
-// Covers: float32 (TF32), channels_last; what plan_grad_weight_in_place.py claims. Of warpgroup 0 one thread asks for boxes, a
-// warp adds up the bias, two turn; the others multiply. MERGED: the images' rows follow one another in both tensors as in one
-// image. Pixels are split in `slices`; TOGETHER of them, a cluster, add up their sums, and what is left are
-// gradient[slices][ci][tap][co] (grad_weight_rows_reduce.cu). WITH_BIAS:
-// blocks of the first input channels add up grad_output where a tap's offset lies in [0, stride): bias_partial[slice]
-// [offset][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
+// Covers: float32 (TF32), channels_last; what plan_grad_weight_in_place.py claims. Of warpgroup 0 one thread asks for boxes and
+// two warps turn; the others multiply. MERGED: the images' rows follow one another in both tensors as in one image. Pixels are
+// split in `slices`. A cluster adds up the sums of TOGETHER of them; what is left is gradient[slices / TOGETHER][ci][tap][co]
+// (grad_weight_rows_reduce.cu). WITH_BIAS: warps that have words of the first input channels' blocks and of a tap whose offset
+// lies in [0, stride) also add them up: bias_partial[slice][offset][2][co], the sum and what rounding left of it. Without it
+// grad_output comes rounded to TF32.
 #include "compensated_sum.cuh"
 #include "mma.cuh"
 #include "wgmma.cuh"
@@ -24,11 +24,6 @@
 
 /// One step's words of grad_output, as multiply_from_registers takes them.
 using Words = u32[BLOCKS][4];
-
-/// Rounded to nearest once the multiplier has cut off what TF32 does not have.
-__device__ __forceinline__ u32 nearly_rounded(u32 word) {
-  return fabsf(__uint_as_float(word)) < __int_as_float(0x7f800000) ? word + 0x1000 : word;
-}
 
 /// What a warp's rows are: of channels lane / 4 * 4 on, one for each block and half of 8 rows.
 struct Unit {
@@ -98,7 +93,7 @@ struct Bias {
 #pragma unroll
     for (auto& block : words)
 #pragma unroll
-      for (u32& word : block) word = nearly_rounded(word);
+      for (u32& word : block) word = ptx::nearly_rounded(word);
   }
   __device__ __forceinline__ void end_stage() {
     if (!WITH_BIAS || !counts) return;

@@ -69,12 +69,11 @@ struct Ring : StageRing<STAGES, 0, STAGE_BYTES, STAGES * STAGE_BYTES> {
 /// What a block computes. Neighbours that are a cluster hold slices of the same sums.
 struct Place {
   int ci, co;  // the first, in the group
-  int kh, kw, tap_tile, group, slice;
+  int kh, kw, group, slice;
 
   __device__ __forceinline__ explicit Place(int block) {
-    const int tile = block / TOGETHER % TILES, rest = block / TOGETHER / TILES;
+    const int tile = block / TOGETHER % TILES, rest = block / TOGETHER / TILES, tap_tile = tile / INPUT_TILES % TAP_TILES;
     ci = tile % INPUT_TILES * TILE_COLS;
-    tap_tile = tile / INPUT_TILES % TAP_TILES;
     kh = tap_tile / TAP_TILES_W * TAP_ROWS;
     kw = tap_tile % TAP_TILES_W * TAP_COLS;
     co = tile / (INPUT_TILES * TAP_TILES) * (CHUNKS * BOX);
@@ -90,7 +89,7 @@ struct Place {
 /// rows of a step are in another order in each step.
 __device__ __forceinline__ constexpr int pixel_of(int step, int half, int t) { return step * 8 + (t + step) % 4 * 2 + half; }
 
-/// Bytes of a box of grad_output before a tap's offset from its start (box, shift).
+/// Where the first of the boxes begins that a tap reads, in bytes of a stage.
 __device__ constexpr int tap_bytes(int i, int j) {
   return INPUT_BYTES + (i * COLUMN_BOXES + column_box(j)) * CHUNKS * OUTPUT_BOX_BYTES;
 }

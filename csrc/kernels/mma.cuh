@@ -37,6 +37,11 @@ __device__ __forceinline__ u32 round_to_nearest_tf32(u32 bits) {
   return result;
 }
 
+/// The bits that the multiplier cuts off to the nearest TF32.
+__device__ __forceinline__ u32 nearly_rounded(u32 bits) {
+  return fabsf(__uint_as_float(bits)) < __int_as_float(0x7f800000) ? bits + 0x1000 : bits;
+}
+
 /// What rounding `value` to `high` left over, itself rounded to TF32.
 __device__ __forceinline__ u32 low_part(float value, u32 high) {
   return round_to_tf32(__float_as_uint(value - __uint_as_float(high)));

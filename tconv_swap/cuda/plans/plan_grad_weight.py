@@ -155,18 +155,15 @@ def _along_pixels(problem: Problem) -> bool:
 
 
 def _as_it_lies(problem: Problem) -> bool:
-    """Where grad_output's words straight from memory were the faster in TF32. In channels_last: work enough. In NCHW:
+    """Where grad_output's words straight from memory were the faster in TF32: channels and work enough; and in NCHW
     strides, rows that boxes can bring, and not so many multiplies for each of its elements that parting it costs next
     to nothing."""
     g = problem.geometry
-    if problem.channels_last:
-        enough_channels = (
-            g.in_channels_per_group >= MANY_CHANNELS and g.out_channels_per_group >= MANY_CHANNELS // 2
-        )
-        return enough_channels and g.macs >= LEAST_MACS_IN_PLACE
-    if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
-        return False
     if g.in_channels_per_group < MANY_CHANNELS or g.out_channels_per_group < MANY_CHANNELS // 2:
+        return False
+    if problem.channels_last:
+        return g.taps > 1 and g.macs >= LEAST_MACS_IN_PLACE
+    if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
         return False
     many = MOST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
     return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps <= many
