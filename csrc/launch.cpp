@@ -119,7 +119,7 @@ struct Argument {
 struct BoxedTensor {  // program.TensorMap
   Argument base;
   int64_t offset;
-  int element, swizzle;
+  int element, swizzle, promotion;
   uint32_t dimensions;
   uint64_t sizes[5], strides[5];
   uint32_t box[5], steps[5];
@@ -174,12 +174,12 @@ struct Operands {
 };
 
 void encode(TensorMap* map, const BoxedTensor& tensor, const Operands& operands) {
-  constexpr int NO_INTERLEAVE = 0, PROMOTE_TO_256_BYTES = 3, ZEROS_OUTSIDE = 0;
+  constexpr int NO_INTERLEAVE = 0, ZEROS_OUTSIDE = 0;
   if (!driver().tensor_map_encode_tiled)
     throw std::runtime_error("the NVIDIA driver is too old, it lacks cuTensorMapEncodeTiled");
   void* base = static_cast<char*>(operands.pointer(tensor.base)) + tensor.offset;
   check(driver().tensor_map_encode_tiled(map, tensor.element, tensor.dimensions, base, tensor.sizes, tensor.strides,
-                                         tensor.box, tensor.steps, NO_INTERLEAVE, tensor.swizzle, PROMOTE_TO_256_BYTES,
+                                         tensor.box, tensor.steps, NO_INTERLEAVE, tensor.swizzle, tensor.promotion,
                                          ZEROS_OUTSIDE),
         "cuTensorMapEncodeTiled");
 }
@@ -328,6 +328,8 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
         tensor.element = static_cast<int>(next());
         const int64_t swizzle_bytes = next();
         tensor.swizzle = swizzle_bytes == 0 ? 0 : swizzle_bytes == 32 ? 1 : swizzle_bytes == 64 ? 2 : 3;
+        const int64_t fetched_bytes = next();
+        tensor.promotion = fetched_bytes == 64 ? 1 : fetched_bytes == 128 ? 2 : 3;
         tensor.dimensions = static_cast<uint32_t>(next());
         if (tensor.dimensions < 1 || tensor.dimensions > 5) throw std::runtime_error("a tensor map has 1 to 5 dimensions");
         for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.sizes[i] = static_cast<uint64_t>(next());

@@ -80,7 +80,11 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
                 kinds.setdefault(kind, []).append(tile)
         if kinds:
             count -= 1
-            yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
+            tile = rng.choice(rng.choice(list(kinds.values())))
+            tile = replace(tile, slices_first=rng.random() < 0.5)
+            if boxes_tile.may_be_phased(posed, tile) and rng.random() < 0.7:
+                tile = replace(tile, phased=True)
+            yield problem, posed, tile
 
 
 def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarray, np.ndarray]:
@@ -93,6 +97,10 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
     source, _ = part.launches[0].tensor_maps
     (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
     box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
+    if tile.phased:
+        assert source.sizes[1] == step_w
+        assert source.strides[1] == step_w * source.strides[0]
+        sizes_w, steps = sizes_w * step_w, (step_w, *steps[1:])
     grad_output = rng.standard_normal((geometry.batch, geometry.height, geometry.width))
     pictures = grad_output.reshape(sizes_n, sizes_h, sizes_w)
     weight = rng.standard_normal(geometry.kernel)
@@ -123,11 +131,15 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             image, skipped = 0 if constants["FLAT"] else lines // constants["TILES_H"] * tile.images, 0
         sums = np.zeros((tile.warpgroups, tile.m_tiles * 64))
         for (first_row, first_col), taps in slices.items():
+            begin = col * step_w - padding_w + first_col
+            if tile.phased:
+                whole = (begin + padding_w * step_w) // step_w - padding_w
+                assert 0 <= begin - whole * step_w < step_w, "a phase"
             n, h, w = np.ogrid[:box_n, :box_h, :box_w]
             n, h, w = (
                 n + image,
                 h * steps[1] + row * step_h - padding_h + first_row,
-                w * steps[0] + col * step_w - padding_w + first_col,
+                w * steps[0] + begin,
             )
             inside = (n < sizes_n) & (h >= 0) & (h < sizes_h) & (w >= 0) & (w < sizes_w)
             stage = np.where(
@@ -189,6 +201,64 @@ def test_boxes_come_first_where_they_are_claimed() -> None:
     ):
         families = {part.family for part in plan_grad_input.part_candidates(other, H200, 8)}
         assert plan_grad_input_boxes.FAMILY not in families
+
+
+#: 64 channels of the output, whose kernel meets 9 of 25 pixels; one row, whose strides of 8 let a box span 32 columns.
+GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+ONE_ROW = Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "mode", "fetched", "slices_first"),
+    [
+        (GAPS, MODES[0], 128, False),  # beside a pixel lies one that nobody reads
+        (GAPS, MODES[1], 256, True),  # two chunks of a pixel
+        (Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)), MODES[0], 256, False),  # the other phase
+        (Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)), MODES[1], 128, False),
+        (Geometry(4, 128, 16, 16, 256, (2, 2), (2, 2)), MODES[0], 128, False),
+    ],
+    ids=str,
+)
+def test_memory_brings_what_is_read_at_once(
+    geometry: Geometry, mode: tuple[torch.dtype, str], fetched: int, slices_first: bool
+) -> None:
+    posed = as_convolution(plan.Problem(geometry, *mode, True, True))
+    (part,) = plan_grad_input_boxes.part_candidates(posed, H200, 1)
+    assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
+    assert dict(part.launches[0].kernel.constants)["SLICES_FIRST"] == slices_first
+
+
+def test_rows_wider_than_a_step_lets_a_box_span_come_by_phases() -> None:
+    for mode in MODES:
+        best = boxes_tile.ranked(as_convolution(plan.Problem(ONE_ROW, *mode, True, True)), H200)[0]
+        assert best.phased
+        assert best.images <= ONE_ROW.batch
+        ragged = replace(ONE_ROW, output_padding=(0, 1))
+        posed = as_convolution(plan.Problem(ragged, *mode, True, True))
+        assert not any(tile.phased for tile in boxes_tile.tiles(posed, H200))
+
+
+def test_two_teams_share_no_tile_that_is_larger_than_the_map() -> None:
+    """Half of such a tile is nothing, so there seem to be works enough for both teams."""
+    geometry = Geometry(8, 256, 1, 1000, 128, (1, 8), (1, 4), (0, 2))
+    posed = as_convolution(plan.Problem(geometry, *MODES[1], True, True))
+    assert all(tile.rows == 1 for tile in boxes_tile.ranked(posed, H200) if tile.teams > 1)
+
+
+def test_a_chunk_half_empty_is_the_halo_tiles() -> None:
+    geometry = Geometry(8, 32, 128, 128, 32, (2, 2), (2, 2))
+    families = [
+        plan.plan_backward(plan.Problem(geometry, *mode, True, True), (True, False, False), H200).family
+        for mode in MODES
+    ]
+    assert families == [plan_grad_input.FAMILY, plan_grad_input_boxes.FAMILY, plan_grad_input.FAMILY]
+
+
+def test_a_block_has_192_channels_where_there_are_as_many() -> None:
+    geometry = Geometry(16, 192, 56, 56, 96, (2, 2), (2, 2))
+    for mode in MODES:
+        best = boxes_tile.ranked(as_convolution(plan.Problem(geometry, *mode, True, True)), H200)[0]
+        assert (best.cells, best.channels) == (128, 192)
 
 
 def test_operands_may_lie_in_a_workspace() -> None:

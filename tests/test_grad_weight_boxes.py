@@ -63,6 +63,19 @@ def test_what_the_copy_engine_cannot_bring_is_not_claimed(change: dict) -> None:
     assert not claims(problem(replace(CYCLEGAN, **change)), H200)
 
 
+def test_few_channels_come_by_boxes_where_the_kernel_leaves_gaps() -> None:
+    gaps = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+    part = plan.plan_backward(problem(gaps), (False, True, False), H200)
+    assert part.family == "weight boxes"
+    boxes = part.launches[0].tensor_maps[1]
+    assert boxes.fetched_bytes == 128
+    # Three taps beside each other, not two and one to spare.
+    constants = dict(part.launches[0].kernel.constants)
+    assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))
+    assert not claims(problem(replace(gaps, stride=(3, 3), dilation=(1, 1))), H200)
+    assert not claims(problem(replace(gaps, in_channels=24)), H200)
+
+
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_every_tile_keeps_the_limits(geometry: Geometry) -> None:
     posed = problem(geometry)

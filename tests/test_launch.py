@@ -107,6 +107,7 @@ def test_tensor_maps_are_told_after_the_arguments(monkeypatch: pytest.MonkeyPatc
         strides=(128, 1280, 11520),
         box=(64, 8, 4, 1),
         steps=(1, 2, 1, 1),
+        fetched_bytes=64,
         offset=16,
     )
     one = program.Launch(
@@ -114,7 +115,7 @@ def test_tensor_maps_are_told_after_the_arguments(monkeypatch: pytest.MonkeyPatc
     )
     made = program.Plan("a family", "a reason", (), (one,), workspace_bytes=64)
     words = launch.plan_words(made, torch.bfloat16, "sm_90a")
-    expected = [4, 0, 1, 2, 32, 16, 9, 128, 4, 64, 10, 9, 2, 128, 1280, 11520, 64, 8, 4, 1, 1, 2, 1, 1, 0]
+    expected = [4, 0, 1, 2, 32, 16, 9, 128, 64, 4, 64, 10, 9, 2, 128, 1280, 11520, 64, 8, 4, 1, 1, 2, 1, 1, 0]
     assert words[-len(expected) :] == expected
     moved = program.with_operands(one, lambda argument: program.input_(1))
     assert moved.operands == (program.input_(1), program.input_(1))

@@ -18,7 +18,9 @@
 //
 // Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; grad_output and weight in channels_last with 16-byte
 // multiples of channels of a group, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides to 8.
-// SPLITS > 1: grad_input is float32 [split, ...], each with its share of the chunks.
+// SPLITS > 1: grad_input is float32 [split, ...], each with its share of the chunks. SLICES_FIRST: all chunks of a slice,
+// then the next slice; else all slices of a chunk. PHASED (whole strides of columns, one group): the map has the phases
+// of columns as a dimension of its own.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -128,13 +130,17 @@ struct Work {
 __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, int works) {
   InputRing ring(shared);
   each_work(works, [&](const Work& work) {
-    for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+    for (int outer = SLICES_FIRST ? 0 : work.first_chunk(); outer < (SLICES_FIRST ? SLICES : work.end_chunk()); ++outer)
 #pragma unroll 1
-      for (int slice = 0; slice < SLICES; ++slice) {
+      for (int inner = SLICES_FIRST ? work.first_chunk() : 0; inner < (SLICES_FIRST ? work.end_chunk() : SLICES); ++inner) {
+        const int chunk = SLICES_FIRST ? inner : outer, slice = SLICES_FIRST ? outer : inner;
         const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + TABLE.col[slice];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         ptx::arrive_expecting(ring.full(), INPUT_BYTES);
-        if constexpr (GROUPS == 1) {
+        if constexpr (PHASED) {
+          const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
+          ptx::copy_box(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
+        } else if constexpr (GROUPS == 1) {
           ptx::copy_box(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
         } else {
           ptx::copy_box(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
@@ -147,15 +153,19 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, int works) {
   WeightRing ring(shared);
   each_work(works, [&](const Work& work) {
-    for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+    // Slice by slice, or all of them at once: taps are in the order of their slices.
+    constexpr int PARTS = SLICES_FIRST ? SLICES : 1;
 #pragma unroll 1
-      for (int i = 0; i < TAPS; ++i) {
-        const int tap = TABLE.tap[i];
-        ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-        ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-        ptx::copy_box(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
-        ring.advance();
-      }
+    for (int part = 0; part < PARTS; ++part)
+      for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+#pragma unroll 1
+        for (int i = SLICES_FIRST ? TABLE.first[part] : 0; i < (SLICES_FIRST ? TABLE.first[part + 1] : TAPS); ++i) {
+          const int tap = TABLE.tap[i];
+          ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+          ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
+          ptx::copy_box(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
+          ring.advance();
+        }
   });
 }
 
@@ -190,13 +200,14 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
 #pragma unroll
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
     bool first = true;
-    // One chunk at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
-    u32 chunks = ptx::pinned(work.end_chunk() - work.first_chunk());
+    // One round at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
+    u32 rounds = ptx::pinned(SLICES_FIRST ? SLICES : work.end_chunk() - work.first_chunk());
     turns.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
-      for (int slice = 0; slice < SLICES; ++slice) {
+      for (int stage = 0; stage < (SLICES_FIRST ? work.end_chunk() - work.first_chunk() : SLICES); ++stage) {
+        const int slice = SLICES_FIRST ? SLICES - static_cast<int>(rounds) : stage;
         ptx::wait_for_phase(input.full(), input.parity);
         const int begin = TABLE.first[slice], end = TABLE.first[slice + 1];
 #pragma unroll 1
@@ -220,7 +231,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
         }
         input.advance();
       }
-    } while (--chunks > 0);
+    } while (--rounds > 0);
     turns.pass();
     ptx::wait_multiplies<0>();
     // Else the compiler reads them as bits before.

@@ -165,7 +165,7 @@ def plan_words(
         words.append(len(launch.tensor_maps))
         for one in launch.tensor_maps:
             words += [int(one.base.kind), one.base.value, one.offset]
-            words += [int(one.element), one.swizzle_bytes, len(one.sizes)]
+            words += [int(one.element), one.swizzle_bytes, one.fetched_bytes, len(one.sizes)]
             words += [*one.sizes, *one.strides, *one.box, *one.steps]
     words.append(len(inputs))
     for tensor in inputs:

@@ -93,6 +93,8 @@ class TensorMap:
     steps: tuple[int, ...]
     #: 0 (none), 32, 64 or 128: no less than ``box[0]`` takes.
     swizzle_bytes: int = 128
+    #: 64, 128 or 256: what memory brings to the L2 at a time, wherever a part of it is in the box.
+    fetched_bytes: int = 256
     #: From the base to the tensor's first element, in bytes: a multiple of 16.
     offset: int = 0
 

@@ -60,6 +60,10 @@ class BoxTile:
     dense: bool = False
     #: Of so many warpgroups, each with tiles of its own.
     teams: int = 1
+    #: All chunks of a slice, then the next slice; else all slices of a chunk.
+    slices_first: bool = False
+    #: Phases of columns are a dimension of their own of grad_output's map: its boxes have no step along the columns.
+    phased: bool = False
 
     @property
     def cells(self) -> int:
@@ -106,6 +110,18 @@ def pitches(problem: StridedProblem, tile: BoxTile) -> dict[str, int]:
             8 if tile.multiplies_along == tile.groups_along else 1
         )
     return found
+
+
+def fetched_bytes(problem: StridedProblem) -> int:
+    """What the L2 should be brought at a time of grad_output (measured, benchmarks/NOTES.md): 256 bytes only where the
+    rest of them is read at once: as the next chunk of a slice, or as the next column, whose phase has taps."""
+    all_columns = len(problem.phases_used[1]) == problem.step[1]
+    return 256 if slices_first(problem) or (chunks(problem) == 1 and all_columns) else 128
+
+
+def slices_first(problem: StridedProblem) -> bool:
+    """Whether the chunks of a slice follow each other: two that memory brings at once."""
+    return problem.most_shift == (0, 0) and chunks(problem) == 2
 
 
 def slice_count(problem: StridedProblem, tile: BoxTile) -> int:
@@ -171,12 +187,12 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
 def ranked(problem: StridedProblem, device: Device) -> list[BoxTile]:
     """All tiles, the one expected to be the fastest first."""
 
-    def rank(tile: BoxTile) -> tuple[bool, bool, bool, float]:
+    def rank(tile: BoxTile) -> tuple[bool, bool, float, bool]:
         few = problem.geometry.taps * chunks(problem) // tile.splits <= FEW_STEPS
-        large = few and tile.cells * tile.channels > SMALL
-        # Rows of a flat map that are cut into tiles, and the others: what was measured with teams is in this order.
+        large = few and tile.cells * tile.channels > SMALL * (1.5 if tile.channels == 192 else 1)
+        # Equals in this order: rows of a flat map that are cut into tiles come last.
         cut = tile.teams > 1 and not tile.dense
-        return tile.teams == 1, cut, large, clocks(problem, tile, device.multiprocessors)
+        return tile.teams == 1, large, clocks(problem, tile, device.multiprocessors), cut
 
     return sorted((tile for tile in tiles(problem, device) if _teams_pay(problem, tile, device)), key=rank)
 
@@ -187,6 +203,12 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
         return True
     works = work_count(problem, tile)
     turns = -(-works // device.multiprocessors)
+    batch, (rows, cols) = problem.geometry.batch, problem.cells
+    if not flat(problem) and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
+        return False
+    channels = problem.geometry.out_channels_per_group
+    if -(-channels // tile.channels) * tile.channels > 1.25 * channels:
+        return False
     return (
         tile.m_tiles == 2
         and problem.geometry.taps * chunks(problem) <= TEAM_STEPS * problem.item
@@ -202,7 +224,8 @@ def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
             one = problem.geometry.groups == 1 and shape.teams == 1
             if splits > 1 and (not one or splits > chunks(problem)):
                 continue
-            staged = _with_stages(problem, replace(shape, splits=splits), device)
+            ordered = replace(shape, splits=splits, slices_first=slices_first(problem))
+            staged = _with_stages(problem, ordered, device)
             if staged is not None:
                 yield staged
 
@@ -230,14 +253,14 @@ def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
     for warpgroups, m_tiles in ((2, 2), (2, 1), (3, 1), (1, 2), (1, 1)):
         # A thread has 168 registers, one of three warpgroups 144.
         most_sums = 64 if warpgroups == 3 else 128
-        widths = [n for n in (64, 96, 128, 256) if n // 2 * m_tiles <= most_sums]
+        widths = [n for n in (64, 96, 128, 192, 256) if n // 2 * m_tiles <= most_sums]
         widths = [n for n in widths if n % 64 == 0 or n >= channels]
         # Of those that hold all channels the smallest, and those that do not.
         enough = [n for n in widths if n >= channels][:1]
-        for width in enough + [n for n in widths if n < channels and n >= 128]:
+        for width in enough + [n for n in widths if n < channels and n in (128, 256)]:
             for shape in arranged(problem, warpgroups, m_tiles):
-                made = replace(shape, channels=width)
-                if _fits_engine(problem, made):
+                made = _for_engine(problem, replace(shape, channels=width))
+                if made is not None:
                     yield made
                     if warpgroups == 1 and m_tiles * width == 256:
                         yield replace(made, teams=2)
@@ -249,7 +272,8 @@ def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iter
     rows = -(-(cells_w - gcd(cells, cells_w) + cells) // cells_w)
     yield BoxTile(1, rows, cells_w, "", "", m_tiles, warpgroups, warpgroups, 0, dense=True)
     own = 64 * m_tiles
-    for cols in sorted({min(cells_w, own), 8, 16, 32, 64}, reverse=True):
+    # Equals in this order: rows of more than 64 cells were the slower.
+    for cols in sorted({min(cells_w, own), 8, 16, 32, 64}, key=lambda cols: (cols > 64, -cols)):
         if cols <= min(cells_w, own):
             yield BoxTile(1, own // cols * warpgroups, cols, "", "", m_tiles, warpgroups, warpgroups, 0)
 
@@ -268,7 +292,18 @@ def _mapped_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> It
         yield BoxTile(size["n"], size["h"], size["w"], groups, multiplies, m_tiles, warpgroups, shared, 0)
 
 
-def _fits_engine(problem: StridedProblem, tile: BoxTile) -> bool:
-    box = box_size(problem, tile)
-    spans = ((n - 1) * step + 1 for n, step in zip(box, problem.step, strict=True))
-    return max(spans) <= MOST_BOX and tile.images <= MOST_BOX
+def may_be_phased(problem: StridedProblem, tile: BoxTile) -> bool:
+    """Whether grad_output's columns are whole strides, and boxes of one phase of them what the tile reads."""
+    geometry = problem.geometry
+    mapped = not (tile.narrow or flat(problem))
+    return mapped and geometry.groups == 1 and geometry.width % problem.step[1] == 0
+
+
+def _for_engine(problem: StridedProblem, tile: BoxTile) -> BoxTile | None:
+    """The tile, if the engine can bring its boxes: by phases only what has too many columns otherwise."""
+    (step_h, step_w), (box_h, box_w) = problem.step, box_size(problem, tile)
+    if max((box_h - 1) * step_h + 1, box_w, tile.images) > MOST_BOX:
+        return None
+    if (box_w - 1) * step_w + 1 <= MOST_BOX:
+        return tile
+    return replace(tile, phased=True) if may_be_phased(problem, tile) else None

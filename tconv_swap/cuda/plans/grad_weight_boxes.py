@@ -11,7 +11,7 @@ from functools import lru_cache
 from operator import itemgetter
 
 from tconv_swap.cuda.plans.grad_weight_cost import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.grad_weight_tile import Tile, ceil_div, pixel_tiles, weight_tiles
+from tconv_swap.cuda.plans.grad_weight_tile import Tile, ceil_div, pixel_tiles, tap_blocks, weight_tiles
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import Pair
 
@@ -141,6 +141,15 @@ def _meets_unreached(problem: Problem, axis: int, cut: int) -> bool:
     last = max(real, default=-1)
     met = {q * stride + k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis]) for q in beyond}
     return any(0 <= at <= last and at not in real for at in met)
+
+
+def has_gaps(problem: Problem) -> bool:
+    """Whether the kernel leaves out rows and columns of the output, and no two taps meet the same ones."""
+    g = problem.geometry
+    return all(
+        len({k * d % s for k in range(kernel)}) == kernel < s
+        for kernel, d, s in zip(g.kernel, g.dilation, g.stride, strict=True)
+    )
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[Boxes]:
@@ -280,6 +289,12 @@ def expected_clocks(problem: Problem, boxes: Boxes, device: Device) -> Iterator[
     shared = steps * (16 + tile.warp_n / 4) + copied / 128
     clocks = max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS
     moved = 2 * g.batch * (g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width)
+    if has_gaps(problem):
+        # Every tap has pixels of its own: those are brought, and as many for a tap that a block has to spare.
+        taps = math.prod(
+            blocks * taken for blocks, taken in zip(tap_blocks(problem, tile), tile.taps, strict=True)
+        )
+        moved = 2 * g.batch * g.height * g.width * (g.in_channels + taps * g.out_channels)
     memory = moved / (device.multiprocessors * MEMORY_RATE)
     gradient = slice_bytes(problem, boxes) / (device.multiprocessors * PARTIAL_RATE)
     blocks, tiles = weight_tiles(problem, tile), pixel_tiles(problem, tile)

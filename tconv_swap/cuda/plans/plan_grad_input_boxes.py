@@ -31,7 +31,8 @@ from tconv_swap.cuda.program import (
 FAMILY = "box tile"
 #: The kernel's code does not depend on it, but a table of its constants does.
 MOST_TAPS = 64
-#: Of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply is padding.
+#: Of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply is padding. (The
+#: halo tile was the faster where the output's leave half of a chunk empty.)
 LEAST_CHANNELS = 32
 ELEMENT_KINDS = {
     "TF32": ElementKind.TFLOAT32,
@@ -68,7 +69,8 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     """The ``count`` parts that are expected to be the fastest, the best first."""
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
-    if channels < LEAST_CHANNELS or not claims(problem, device):
+    half_empty = 2 * geometry.in_channels_per_group * problem.item <= boxes_tile.ROW_BYTES
+    if channels < LEAST_CHANNELS or half_empty or not claims(problem, device):
         return []
     grad_input_bytes = 4 * geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     found = (
@@ -120,6 +122,8 @@ def part_with_tile(
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
         ("SPLITS", tile.splits),
+        ("SLICES_FIRST", tile.slices_first),
+        ("PHASED", tile.phased),
         ("SHARED_BYTES", shared),
     )
     main = Launch(
@@ -162,6 +166,16 @@ def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> 
         images, rows = 1, images * rows
     box_h, box_w = boxes_tile.box_size(problem, tile)
     step_h, step_w = problem.step
+    if tile.phased:
+        return TensorMap(
+            base,
+            ELEMENT_KINDS[problem.precision],
+            (geometry.in_channels, step_w, geometry.width // step_w, rows, images),
+            (pixel, step_w * pixel, geometry.width * pixel, rows * geometry.width * pixel),
+            (boxes_tile.ROW_BYTES // problem.item, 1, box_w, (box_h - 1) * step_h + 1, tile.images),
+            (1, 1, 1, step_h, 1),
+            fetched_bytes=boxes_tile.fetched_bytes(problem),
+        )
     group = geometry.in_channels_per_group
     grouped = geometry.groups > 1
     sizes = (group, geometry.groups, geometry.width, rows, images)
@@ -181,6 +195,7 @@ def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> 
         strides if grouped else strides[1:],
         box if grouped else _without_groups(box),
         steps if grouped else _without_groups(steps),
+        fetched_bytes=boxes_tile.fetched_bytes(problem),
     )
 
 

@@ -15,6 +15,7 @@ from tconv_swap.cuda.plans.grad_weight_boxes import (
     Boxes,
     best_boxes,
     box_shape,
+    has_gaps,
     reached,
     shared_bytes,
     slice_bytes,
@@ -43,6 +44,8 @@ _ALIGNMENT = 16
 #: Channels of a group, in and out, below which too much of a box of 64 would be another's (measured: with 32 in, slower
 #: than by grad_weight_wgmma.cu; 32 out, faster).
 _LEAST_IN, _LEAST_OUT = 33, 17
+#: In, where the kernel leaves gaps: memory bounds those (measured: faster).
+_LEAST_IN_WITH_GAPS = 32
 _INT32_LIMIT = 2**31
 
 
@@ -63,7 +66,8 @@ def claims(problem: Problem, device: Device) -> bool:
         return False
     if g.in_channels * 2 % _ALIGNMENT or g.out_channels * 2 % _ALIGNMENT or max(g.stride) > BOX_STEP:
         return False
-    if g.in_channels_per_group < _LEAST_IN or g.out_channels_per_group < _LEAST_OUT:
+    least_in = _LEAST_IN_WITH_GAPS if has_gaps(problem) else _LEAST_IN
+    if g.in_channels_per_group < least_in or g.out_channels_per_group < _LEAST_OUT:
         return False
     return 0 < g.batch < _INT32_LIMIT and max(g.out_height, g.out_width) < _INT32_LIMIT // 16
 
@@ -95,6 +99,8 @@ def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
             strides(g.out_channels, g.out_height, g.out_width),
             (BOX_CHANNELS, (cols - 1) * g.stride[1] + 1, (rows - 1) * g.stride[0] + 1, images),
             (1, g.stride[1], g.stride[0], 1),
+            # Memory need not bring the pixel beside one of so few channels, where no tap reads it.
+            fetched_bytes=128 if has_gaps(problem) and g.out_channels <= BOX_CHANNELS else 256,
         ),
     )
 
