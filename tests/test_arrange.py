@@ -134,6 +134,21 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
     assert "arranged" not in plan.plan_backward(problem(geometry), (True, True, True), ampere).family
 
 
+@pytest.mark.parametrize(
+    ("geometry", "arranged"),
+    [
+        (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
+        (Geometry(8, 512, 16, 16, 512, (4, 4), (2, 2), (1, 1)), False),  # the unfolded tile has it
+        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for what is arranged
+    ],
+    ids=str,
+)
+def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, arranged: bool) -> None:
+    made = plan.plan_backward(problem(geometry), (True, False, False), H200)
+    assert (made.family == "arranged, box tile") == arranged
+    assert ("arranged" in made.family) == arranged
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_cases_below_go_by_way_of_channels_last(case: dict) -> None:
     x, w = (torch.empty(case[k], device="meta") for k in "xw")

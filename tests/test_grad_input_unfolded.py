@@ -154,7 +154,7 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     [
         (UNET1, torch.float32, ["grad_input_unfolded"]),
         (STYLEGAN2, torch.float32, ["part_phases", "grad_input_unfolded"]),
-        (STYLEGAN2, torch.float16, ["pack_weights", "grad_input_wgmma"]),
+        (STYLEGAN2, torch.float16, ["arrange", "arrange", "grad_input_boxes"]),
         (KB81, torch.float32, ["pack_weights", "grad_input_tile"]),
         (replace(UNET1, in_channels=16), torch.float32, ["pack_weights", "grad_input_tile"]),
     ],

@@ -191,6 +191,15 @@ def test_channels_that_are_no_multiple_of_16_bytes_are_turned_on_the_way() -> No
     assert "grad_weight_turned" in [step.kernel.entry for step in made.launches]
 
 
+@pytest.mark.parametrize(
+    "geometry", [STRIDED[-1], Geometry(16, 256, 14, 14, 128, (2, 2), (2, 2))], ids=["one row", "little work"]
+)
+def test_many_channels_go_along_pixels_in_nchw(geometry: Geometry) -> None:
+    for with_bias in (False, True):
+        posed = plan.Problem(geometry, torch.float32, "tf32", False, False)
+        assert plan.plan_backward(posed, (False, True, with_bias), H200).family == "weight rows"
+
+
 def test_what_is_not_claimed() -> None:
     posed = problem(UNET)
     assert plan_grad_weight_rows.claims(posed, H200)

@@ -34,6 +34,8 @@ LEAST_CHANNELS = 128
 LEAST_MACS_PER_ELEMENT = 192
 #: Products that are summed up for an element of grad_input, from which the kernel by boxes makes up for storing NCHW.
 LEAST_SUMMED = 2304
+#: Of grad_input alone: multiply-adds for each element of grad_output and the weight.
+LEAST_MACS_ALONE = 768
 GRAD_OUTPUT, INPUT, WEIGHT = range(3)
 
 
@@ -58,8 +60,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         return None
     pieces = []
     if output_mask[0]:
-        summed = problem.geometry.out_channels_per_group * problem.geometry.taps
-        by_boxes = arranged_grad_input(problem, device) if summed >= LEAST_SUMMED else None
+        by_boxes = arranged_grad_input(problem, device) if _summed(problem) >= LEAST_SUMMED else None
         pieces.append(by_boxes or direct_grad_input(problem, device))
     if output_mask[1]:
         pieces.append(arranged_grad_weight(problem, device))
@@ -72,7 +73,9 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.channels_last or max(g.stride) == 1 or g.batch == 0:
         return False
-    if not output_mask[1] or problem.dtype not in (torch.float16, torch.bfloat16):
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if not output_mask[1] and not (output_mask[0] and _pays_alone(problem, device)):
         return False
     tensors = tensors_of(problem)
     elements = sum(tensor.bytes for tensor in tensors[:WEIGHT]) // problem.dtype.itemsize
@@ -82,6 +85,23 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
         and all(tensor.rows % tensor.piece == 0 for tensor in tensors)
         and sum(tensor.bytes for tensor in tensors) <= MOST_ARRANGED_BYTES
     )
+
+
+def _summed(problem: Problem) -> int:
+    """Products that are summed up for an element of grad_input."""
+    return problem.geometry.out_channels_per_group * problem.geometry.taps
+
+
+def _pays_alone(problem: Problem, device: Device) -> bool:
+    """Whether arranging pays for grad_input alone: many products for it, and nothing better from what lies there."""
+    arranged = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
+    if (
+        _summed(problem) < LEAST_SUMMED
+        or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * arranged
+    ):
+        return False
+    direct = plan_grad_input.plan_grad_input(problem, device)
+    return direct is None or direct.family == plan_grad_input.FAMILY
 
 
 def arranged_grad_input(problem: Problem, device: Device) -> Piece | None:

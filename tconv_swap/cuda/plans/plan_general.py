@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -208,9 +208,10 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
         block=threads,
         arguments=(input_(0), workspace(0), int64(geometry.batch), int64(per_slice)),
     )
+    overlaps = device.compute_capability >= 90
     return Part(
         "general",
         _WHY,
-        (launch, reduce_slices(dtype, channels, 2 * slices)),
+        (launch, replace(reduce_slices(dtype, channels, 2 * slices), overlaps_previous=overlaps)),
         2 * channels * slices * _sum_bytes(dtype),
     )

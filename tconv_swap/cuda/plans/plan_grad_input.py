@@ -48,6 +48,8 @@ FAMILY = "halo tile"
 MOST_TAPS = 64
 #: Of a thread of grad_input_tile.cu, by the count of tile_registers: beyond it the compiler spills.
 MOST_TILE_REGISTERS = 150
+#: The same with three products, beyond which it was seen to spill.
+MOST_IEEE_REGISTERS = 64
 #: Of an axis: a place of the input has a bit for each.
 MOST_PHASES = 16
 #: Of grad_input_wgmma.cu: a place of the input has a bit for each.
@@ -177,12 +179,17 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
     tiles += _mma_tiles(problem)
     tiles = [_split(problem, tile, device.multiprocessors) for tile in tiles]
     tiles = [tile for tile in tiles if fits(tile)]
+    # Three products of mma.sync in NCHW, where many registers spill (measured on Hopper alone).
+    narrow = not any(tile.wgmma for tile in tiles) and not problem.input_channels_last
+    crowds = narrow and problem.precision == "IEEE" and device.architecture == "sm_90a"
     # A tile that leaves multiprocessors idle comes last, however good it is when there is work for all. Of the others
     # those first that wgmma multiplies, and in NCHW those that need not be added up.
     tiles.sort(
         key=lambda tile: (
             4 * block_count(problem, tile) < 3 * device.multiprocessors,
             not tile.wgmma,
+            crowds and tile_registers(problem, tile) > MOST_IEEE_REGISTERS,
+            crowds and tile.splits == 1 and tile.blocks_per_multiprocessor == 1,
             0 if problem.input_channels_last else tile.splits,
         )
     )

@@ -53,6 +53,8 @@ INT32_LIMIT = 2**31
 MANY_CHANNELS = 64
 LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
 LEAST_MACS_IN_PLACE = 1 << 29
+#: In NCHW with so many input channels times output channels of a group.
+MANY_PAIRS, LEAST_MACS_MANY_PAIRS = 256 * 128, 1 << 28
 LEAST_MULTIPLIES_OF_A_PIXEL = 200
 #: The same from which parting grad_output first is the faster.
 MOST_MULTIPLIES_OF_A_PIXEL = 4096
@@ -141,17 +143,21 @@ def _ranked(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 def _along_pixels(problem: Problem) -> bool:
     """Strides with channels enough for large tiles and work enough for all of them, where pixels along k in TF32 were
-    the faster; and in NCHW, multiplies enough for each pixel of grad_output, which is copied first. Maps of one row
-    were not measured."""
+    the faster; and in NCHW, multiplies enough for each pixel of grad_output, which is copied first. In
+    channels_last maps of one row were not measured."""
     g = problem.geometry
-    if max(g.stride) == 1 or g.height == 1:
+    if max(g.stride) == 1 or (g.height == 1 and problem.channels_last):
         return False
     if min(g.in_channels_per_group, g.out_channels_per_group) < MANY_CHANNELS:
         return False
     if problem.channels_last:
         return g.macs >= LEAST_MACS_CHANNELS_LAST
     enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
-    return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps >= enough
+    many = g.in_channels_per_group * g.out_channels_per_group >= MANY_PAIRS
+    return (
+        g.macs >= (LEAST_MACS_MANY_PAIRS if many else LEAST_MACS_NCHW)
+        and g.in_channels_per_group * g.taps >= enough
+    )
 
 
 def _as_it_lies(problem: Problem) -> bool:
