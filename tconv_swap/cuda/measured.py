@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.geometry import Geometry
 
 #: Input channels times output channels of a group from which cuDNN's gradient of the weight is the faster: in NCHW,
 #: in channels_last with TF32, and there in 16 bits.
@@ -18,7 +19,7 @@ PAIRS_16_BIT = 128 * 64
 #: The same of grad_weight_turned.cu (TF32, channels_last); the other kernels with pixels along k were the faster nearly
 #: everywhere.
 PAIRS_TURNED = 512 * 512
-#: Of the gradient of the input in float32 without TF32.
+#: Of the gradient of the input in float32 without TF32, where the kernel is smaller.
 WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
@@ -31,19 +32,12 @@ TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
-#: Of the gradient of the input by boxes: fewer channels of the input than these, and with TF32 and kernel = stride not
-#: more than these.
-BOXES_FEW_CHANNELS = 64
-BOXES_TF32_CHANNELS = 256
-
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 HALO_FAMILY = "halo tile"
 WIDE_FAMILIES = (HALO_FAMILY, "weight tile")
 #: Strided layers with many channels in TF32 and channels_last that boxes cannot bring (plan_grad_weight_turned.py), on
 #: sm_90a alone.
 TURNED_FAMILY = "turned weight rows"
-#: What boxes of the copy engine fill (plan_grad_input_boxes.py), on sm_90a alone.
-BOX_FAMILY = "box tile"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -68,21 +62,13 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     if device.compute_capability != 90:
         return None
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
-    channels = geometry.in_channels_per_group
     # Of one row only those with strides were measured, and those of one pixel.
     one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
-    if family == BOX_FAMILY:
-        if channels < BOXES_FEW_CHANNELS:
-            return _WHY.format(what="strides with few channels in channels_last", speedup="0.84 to 0.89")
-        if precision == "tf32" and geometry.kernel == geometry.stride and channels <= BOXES_TF32_CHANNELS:
-            return _WHY.format(what="kernel = stride in channels_last with TF32", speedup="0.89 to 0.96")
-        if precision == "tf32" and one_row:
-            return _WHY.format(what="strides of one row with TF32", speedup="0.88")
-    elif family == HALO_FAMILY and not problem.channels_last:
+    if family == HALO_FAMILY and not problem.channels_last:
         if precision == "tf32" and one_row:
             return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
-        if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE:
-            return _WHY.format(what="wide strides in NCHW without TF32", speedup="0.30 to 0.57")
+        if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
+            return _WHY.format(what="wide strides and gaps in NCHW without TF32", speedup="0.87")
     return None
 
 
@@ -104,19 +90,20 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device, wit
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
         return None
-    gaps = all(reach < stride for reach, stride in zip(geometry.kernel, geometry.stride, strict=True))
-    few = geometry.in_channels_per_group < BOXES_FEW_CHANNELS
-    if gaps and few and not with_bias and problem.channels_last and problem.dtype.itemsize == 2:
-        return _WHY.format(
-            what="kernels smaller than the stride in 16 bits, with the input's", speedup="0.96"
-        )
     if not problem.channels_last:
+        if geometry.kernel == geometry.stride:
+            return None
         many, speedup = PAIRS_NCHW, "0.38 to 1.22"
     elif problem.dtype == torch.float32:
         many, speedup = PAIRS_TF32, "0.50 to 1.15"
     else:
         many, speedup = PAIRS_16_BIT, "0.35 to 0.99"
     return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
+
+
+def _leaves_gaps(geometry: Geometry) -> bool:
+    """Whether there are rows and columns of the output that no tap meets."""
+    return all(kernel < stride for kernel, stride in zip(geometry.kernel, geometry.stride, strict=True))
 
 
 def _transformed(problem: Problem, family: str, device: Device) -> bool:
