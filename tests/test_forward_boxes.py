@@ -12,7 +12,7 @@ import torch
 from forced import check_forced_forward
 
 from tconv_swap.cuda import call, jit, plan
-from tconv_swap.cuda.plans import nchw_boxes, plan_tile, tile_choice, tile_layout, tile_memory
+from tconv_swap.cuda.plans import nchw_boxes, plan_tile, tile_choice, tile_layout, tile_memory, tile_stagger
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
 from tconv_swap.cuda.program import ArgumentKind
 from tconv_swap.geometry import Geometry
@@ -85,8 +85,8 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
     if blocks_of_weights * posed.geometry.groups * len(tile_layout.group_taps(posed)) == 1:
         other = replace(other, weights_stay=rng.random() < 0.5)
-    if tile_memory.can_stagger(posed, other):
-        taps = tile_layout.group_taps(posed)[0] * other.chunk_words // tile_memory.STEP_WORDS
+    if tile_stagger.can_stagger(posed, other):
+        taps = tile_stagger.products(posed, other)
         other = replace(other, stagger=rng.choice((0, 1, taps, rng.randint(1, 2 * taps - 1))))
     fits = tile_memory.shared_bytes(posed, other) <= H200.shared_memory_per_block
     return other if fits and tile.blocks_per_multiprocessor == 1 else tile
@@ -256,8 +256,8 @@ def late_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile
         found = [(p, t) for p, t in tile_choice.candidates(posed, H200) if t.boxes]
         p, tile = rng.choice(found[:3])
         tile = replace(tile, stages=rng.choice((2, 3)), stagger=0)
-        if tile_memory.can_stagger(p, tile):
-            taps = tile_layout.group_taps(p)[0] * tile.chunk_words // tile_memory.STEP_WORDS
+        if tile_stagger.can_stagger(p, tile):
+            taps = tile_stagger.products(p, tile)
             late = replace(tile, stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
             if tile_choice.fits_device(p, late, H200):
                 return p, late

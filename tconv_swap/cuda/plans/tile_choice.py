@@ -13,15 +13,8 @@ from tconv_swap.cuda.plans.tile_layout import (
     group_taps,
     weights_come_by_boxes,
 )
-from tconv_swap.cuda.plans.tile_memory import (
-    BOX_MOST,
-    STEP_WORDS,
-    box_shape,
-    can_stagger,
-    fill_registers,
-    shared_bytes,
-    turns,
-)
+from tconv_swap.cuda.plans.tile_memory import BOX_MOST, box_shape, fill_registers, shared_bytes, turns
+from tconv_swap.cuda.plans.tile_stagger import staggered
 from tconv_swap.cuda.problem import Device
 
 #: Sums that a thread may keep where four warps fill for eight that multiply.
@@ -46,8 +39,6 @@ ROW_STAGES = 3
 ROW_PART_BYTES = 16384
 #: The latter where tiles of narrow maps want all the memory there is.
 NARROW_PART_BYTES = 2048
-#: Half chunks by which the second warpgroup is late, by the bytes of an element.
-LATE_HALF_CHUNKS = {2: 3, 4: 2}
 #: Registers of a thread where one of them asks for boxes.
 BOX_REGISTERS = 56
 
@@ -121,15 +112,7 @@ def _split(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
 
 
 def _staggered(problem: TileProblem, tile: Tile, device: Device) -> Tile:
-    """At stride 1, where a tap has several multiplies and a block several tiles, with the warpgroups out of step."""
-    several = tile.warp_images * tile.warp_rows * tile.warp_cols > 16
-    many = block_count(problem, tile) >= 2 * device.multiprocessors * tile.blocks_per_multiprocessor
-    # Not measured: no tap shifted, stacked rows in TF32.
-    stride_1 = problem.phases == (1, 1) and not problem.flat and (problem.item == 2 or problem.stack == 1)
-    if not (can_stagger(problem, tile) and stride_1 and problem.output_channels_last and several and many):
-        return tile
-    taps = group_taps(problem)[0] * tile.chunk_words // STEP_WORDS
-    late = replace(tile, stagger=LATE_HALF_CHUNKS[problem.item] * taps // 2)
+    late = staggered(problem, tile, device.multiprocessors)
     return late if fits_device(problem, late, device) else tile
 
 

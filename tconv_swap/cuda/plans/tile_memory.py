@@ -156,18 +156,6 @@ def stores_lines(problem: TileProblem, tile: Tile) -> bool:
     )
 
 
-def can_stagger(problem: TileProblem, tile: Tile) -> bool:
-    """Whether the second warpgroup may begin a tile later than the first: no more stages than a tile has chunks."""
-    return (
-        tile.boxes
-        and tile.warps_m * tile.warps_n == 8
-        and tile.splits == 1
-        and len(group_taps(problem)) == 1
-        and 2 <= tile.stages <= -(-problem.words // tile.chunk_words)
-        and group_taps(problem)[0] * tile.chunk_words // STEP_WORDS >= 2
-    )
-
-
 def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     """Shared memory of one warp for a part of its outputs; mirrors forward_warp_store.cuh."""
     if stores_lines(problem, tile):
