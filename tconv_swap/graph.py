@@ -90,11 +90,13 @@ def _compute_gradients(
     return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
 
 
-for _key in ("CPU", "CUDA"):
-    _library.impl("conv_transpose2d_output", _compute_output, _key)
-    _library.impl("conv_transpose2d_gradients", _compute_gradients, _key)
-for _op in (_output_op, _gradients_op):
-    _library.impl(_op._opname, torch.library.fallthrough_kernel, "Autograd")
+for _name, _compute in (
+    ("conv_transpose2d_output", _compute_output),
+    ("conv_transpose2d_gradients", _compute_gradients),
+):
+    for _key in ("CPU", "CUDA"):
+        _library.impl(_name, _compute, _key)
+    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_output", lib=_library)  # type: ignore[untyped-decorator]

@@ -130,8 +130,7 @@ def sums_bytes(of: Matrices, device: Device) -> int:
 def add_up_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
     """The launch that adds up what ``arrange`` left at ``sums`` into output ``index``: of each row one number."""
     slices = block_for(of, device).slices(of)
-    launch = reduce_slices(of.dtype, of.rows, slices, sums, index)
-    return replace(launch, overlaps_previous=True)
+    return reduce_slices(of.dtype, of.rows, slices, sums, index, overlaps_previous=True)
 
 
 def activation(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Matrices:

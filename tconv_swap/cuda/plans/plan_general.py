@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -149,7 +149,14 @@ def _sum_bytes(dtype: torch.dtype) -> int:
     return 8 if dtype == torch.float64 else 4
 
 
-def reduce_slices(dtype: torch.dtype, count: int, slices: int, offset: int = 0, index: int = 0) -> Launch:
+def reduce_slices(
+    dtype: torch.dtype,
+    count: int,
+    slices: int,
+    offset: int = 0,
+    index: int = 0,
+    overlaps_previous: bool = False,
+) -> Launch:
     """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in a fixed order, into output ``index``."""
     lanes = REDUCE_LANES if count <= FEW_RESULTS else 1
     if count <= HARDLY_ANY_RESULTS:
@@ -164,6 +171,7 @@ def reduce_slices(dtype: torch.dtype, count: int, slices: int, offset: int = 0, 
         grid=-(-count * lanes // REDUCE_THREADS),
         block=REDUCE_THREADS,
         arguments=(workspace(offset), output(index), int64(count), int64(slices)),
+        overlaps_previous=overlaps_previous,
     )
 
 
@@ -212,6 +220,6 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     return Part(
         "general",
         _WHY,
-        (launch, replace(reduce_slices(dtype, channels, 2 * slices), overlaps_previous=overlaps)),
+        (launch, reduce_slices(dtype, channels, 2 * slices, overlaps_previous=overlaps)),
         2 * channels * slices * _sum_bytes(dtype),
     )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
@@ -179,8 +177,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     if not direct:
         launches.append(reduce(problem, tile.slices, partial_at))
     if with_bias:
-        last = reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1)
-        launches.append(dataclasses.replace(last, overlaps_previous=True))
+        launches.append(
+            reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
+        )
     return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), room.bytes)
 
 

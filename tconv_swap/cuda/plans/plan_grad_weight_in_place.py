@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from math import prod
 
 import torch
@@ -129,8 +128,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     if not direct:
         launches.append(reduce(problem, tile.copies, partial_at))
     if with_bias:
-        last = reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1)
-        launches.append(dataclasses.replace(last, overlaps_previous=True))
+        launches.append(
+            reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
+        )
     return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), room.bytes)
 
 
