@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from tconv_swap import op
+from tconv_swap import eager, op
 from tconv_swap.op import conv_transpose2d
 
 GEOMETRY = dict(stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2, dilation=(1, 2))
@@ -135,6 +135,32 @@ def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPat
     ]
     exact = torch.autograd.grad(F.conv_transpose2d(x, w, b, **GEOMETRY).square().sum(), (x, w, b))
     torch.testing.assert_close(gradients, exact)
+
+
+@pytest.mark.parametrize("name", ["conv_transpose2d_output", "conv_transpose2d_gradients"])
+def test_no_kernel_of_autograd_is_on_the_way_of_a_graphs_op(name: str) -> None:
+    lines = torch._C._dispatch_dump_table(f"tconv_swap::{name}").splitlines()
+    for key in ("AutogradCPU", "AutogradCUDA"):
+        (line,) = (line for line in lines if line.startswith(f"{key}:"))
+        assert "fallthrough" in line
+        assert "graph.py" in line
+
+
+def test_results_lie_as_fake_tensors_promise_whatever_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's operator gives out NCHW where it does not go by cuDNN, whatever the input's format."""
+    forward, backward = eager.DIRECT["cpu"]
+
+    def gradients_in_nchw(*arguments: Any) -> list[torch.Tensor]:
+        return [gradient.contiguous() for gradient in backward(*arguments)]
+
+    monkeypatch.setitem(eager.DIRECT, "cpu", (lambda *a: forward(*a).contiguous(), gradients_in_nchw))
+    x, w, b = leaves(requires_grad=False)
+    x = x.contiguous(memory_format=torch.channels_last)
+    y = torch.ops.tconv_swap.conv_transpose2d(x, w, b, *OP_ARGUMENTS, "auto")
+    found = torch.ops.tconv_swap.conv_transpose2d_backward(y, x, w, *OP_ARGUMENTS, [True, True, True], "auto")
+    for tensor in (y, *found[:2]):
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
+        assert not tensor.is_contiguous()
 
 
 def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:

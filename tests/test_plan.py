@@ -345,3 +345,17 @@ def test_any_stride_and_kernel_is_planned(seed: int) -> None:
         problem = plan.Problem(geometry, dtype, precision, last, last)
         assert plan.plan_forward(problem, True, device).launches
         assert plan.plan_backward(problem, (True, True, True), device).launches
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4)),
+        Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2)),
+    ],
+    ids=["one row", "gaps"],
+)
+def test_three_products_in_nchw_take_tiles_that_do_not_spill(geometry: Geometry) -> None:
+    posed = plan_grad_input.as_convolution(plan.Problem(geometry, torch.float32, "ieee", False, False))
+    best = next(plan_grad_input.candidates(posed, H200))
+    assert plan_grad_input.tile_registers(posed, best) <= plan_grad_input.MOST_IEEE_REGISTERS
