@@ -36,13 +36,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + FILL_WARPS);
+      ptx::set_up_barrier(ring.full(), 1 + FILL_THREADS);
       ptx::set_up_barrier(ring.empty(), WARPS);
     }
     RawRing raw(shared);
     for (int s = 0; s < RAW_STAGES; ++s, raw.advance()) {
       ptx::set_up_barrier(raw.full(), 1);
-      ptx::set_up_barrier(raw.empty(), FILL_WARPS);
+      ptx::set_up_barrier(raw.empty(), FILL_THREADS);
     }
     ptx::publish_barriers();
   }

@@ -32,7 +32,7 @@ static_assert((CHANNELS_LAST ? CHANNELS : PIXELS) % LINE == 0);
 constexpr int WEIGHT_BYTES = CHANNELS / 16 * K_STEPS * PARTS * 512;
 constexpr int WEIGHTS_AT = STAGES * STAGE_BYTES, PATCHES_AT = WEIGHTS_AT + WEIGHT_BYTES;
 constexpr int BARRIERS_AT = PATCHES_AT + 2 * PATCH_BYTES;
-static_assert(SHARED_BYTES == BARRIERS_AT + 8 * STAGES, "the plan and the kernel must agree");
+static_assert(SHARED_BYTES == BARRIERS_AT + 8 * (STAGES + 1), "the plan and the kernel must agree");
 
 /// Ask for the input of a tile. By one thread.
 __device__ __forceinline__ void bring(const TensorMap& input, int tile, u32 stage, u32 full) {
@@ -64,10 +64,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int warp = threadIdx.x / 32;
   const int tiles = static_cast<int>(all_tiles), first = blockIdx.x, stride = gridDim.x;
   const auto full = [&](int stage) { return shared + BARRIERS_AT + stage * 8; };
+  const u32 done = full(STAGES);
   const auto patches = [&](int buffer) { return shared + PATCHES_AT + buffer * PATCH_BYTES; };
 
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) ptx::set_up_barrier(full(stage), 1);
+    ptx::set_up_barrier(done, THREADS);
     ptx::publish_barriers();
     for (int stage = 0; stage < STAGES; ++stage)
       if (first + stage * stride < tiles) bring(input, first + stage * stride, shared + stage * STAGE_BYTES, full(stage));
@@ -85,27 +87,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (tile + stride < tiles) gatherer.put(patches(buffer ^ 1));
     if (tile + 2 * stride < tiles) gatherer.fetch(grad_output, tile + 2 * stride);
   };
+  // The tile before this one is done with: its stage of the input takes one to come.
+  const auto bring_ahead = [&](int tile) {
+    const int next = tile + (STAGES - 1) * stride, before = stage == 0 ? STAGES - 1 : stage - 1;
+    if (threadIdx.x == 0 && tile != first && next < tiles)
+      bring(input, next, shared + before * STAGE_BYTES, full(before));
+  };
+  // The roles meet after every tile: by a barrier in memory, because they do so at three places of the code, which
+  // synccheck takes for a divergence at a barrier of the block.
   const auto walk = [&](const auto& work) {
 #pragma unroll 1
     for (int tile = first; tile < tiles; tile += stride) {
-      ptx::meet<1, THREADS>();
-      // The tile before this one is done with: its stage of the input, and its patches.
-      const int next = tile + (STAGES - 1) * stride;
-      if (threadIdx.x == 0 && tile != first && next < tiles) {
-        const int before = stage == 0 ? STAGES - 1 : stage - 1;
-        bring(input, next, shared + before * STAGE_BYTES, full(before));
-      }
       work(tile);
+      ptx::arrive(done);
+      ptx::wait_for_phase(done, buffer);
       buffer ^= 1;
       if (++stage == STAGES) stage = 0, parity ^= 1;
     }
     ptx::let_next_launch_start();
-    ptx::meet<1, THREADS>();
   };
+  __syncthreads();
   if (warp < INPUT_WARPS) {
     if constexpr (GATHER_WARPS > 0) ptx::grow_registers<MULTIPLY_REGISTERS>();
     const InputRole role(shared, warp);
     walk([&](int tile) {
+      bring_ahead(tile);
       if constexpr (GATHER_WARPS == 0) gather(tile);
       role.work(patches(buffer), tile, grad_input);
     });

@@ -170,7 +170,7 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     """SHARED_BYTES of csrc/kernels/gradients_gathered.cu."""
     group = 8 * (_steps(problem) * STEP_BYTES + 16) + 32
     patches = 2 * _parts(problem) * (tile.pixels // 8 * group)
-    return _multiplied_bytes(problem, tile) + patches + 8 * tile.stages
+    return _multiplied_bytes(problem, tile) + patches + 8 * (tile.stages + 1)
 
 
 def fits(problem: Problem, tile: Tile, device: Device) -> bool:
