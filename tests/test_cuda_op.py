@@ -22,16 +22,15 @@ from oracle import conv_transpose2d_reference
 from torch import Tensor
 
 from tconv_swap.cuda import call, launch
+from tconv_swap.measurement.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)
 def _ieee(request: pytest.FixtureRequest):
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    yield
-    torch.backends.cudnn.conv.fp32_precision = before
+    with MODES["fp32"].switched_on():
+        yield
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -104,9 +103,11 @@ def test_the_gradient_of_the_bias_is_hardly_rounded(
 
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
 @pytest.mark.parametrize("how", ["flag", "fp32_precision"])
-def test_float32_obeys_the_switches(how: str, precision: str) -> None:
+def test_float32_obeys_the_switches(how: str, precision: str, request: pytest.FixtureRequest) -> None:
     torch.manual_seed(0)
     if how == "flag":
+        # It is more than the fixture sets back, and cannot be read while the fixture holds: as PyTorch begins.
+        request.addfinalizer(lambda: setattr(torch.backends.cudnn, "allow_tf32", True))
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
     else:
         torch.backends.cudnn.conv.fp32_precision = precision

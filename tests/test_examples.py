@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from tconv_swap import op
+from tconv_swap.measurement.modes import MODES
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = 2
@@ -88,14 +89,11 @@ def test_swaps_verifies_and_trains_alike(case: Case, capsys: pytest.CaptureFixtu
 
 @pytest.mark.gpu
 @each_example
-def test_swaps_verifies_and_trains_alike_on_cuda(
-    case: Case, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.backends.cudnn.conv, "fp32_precision", "ieee")
-    monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", "ieee")
-    on_cpu = [original for original, _ in run(case, "cpu").losses]
-    capsys.readouterr()
-    check(case, run(case, "cuda"), capsys.readouterr().out, expected=on_cpu)
+def test_swaps_verifies_and_trains_alike_on_cuda(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
+    with MODES["fp32"].switched_on():
+        on_cpu = [original for original, _ in run(case, "cpu").losses]
+        capsys.readouterr()
+        check(case, run(case, "cuda"), capsys.readouterr().out, expected=on_cpu)
 
 
 def test_a_wrong_operator_fails_the_example(

@@ -15,6 +15,7 @@ from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import WHY_NOT_GENERAL
 from tconv_swap.explanation import DEVICES
 from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.modes import MODES
 
 DCGAN = tconv_swap.ConvTranspose2d(128, 64, 4, 2, 1)
 X = torch.empty(128, 128, 16, 16, device="meta")
@@ -22,10 +23,8 @@ X = torch.empty(128, 128, 16, 16, device="meta")
 
 @pytest.fixture(autouse=True)
 def _tf32():
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "tf32"
-    yield
-    torch.backends.cudnn.conv.fp32_precision = before
+    with MODES["tf32"].switched_on():
+        yield
 
 
 def test_a_layer_on_a_gpu_that_is_not_there() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tconv_swap import conv_transpose2d
 from tconv_swap.cuda import call, measured, node, route
+from tconv_swap.measurement.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
@@ -21,12 +22,10 @@ def _ieee(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Both nodes that a differentiable call made again may have."""
     if request.param == "node in Python":
         monkeypatch.setattr(node, "_library", lambda: None)
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    route.forget()
-    yield
-    torch.backends.cudnn.conv.fp32_precision = before
-    route.forget()
+    with MODES["fp32"].switched_on():
+        route.forget()
+        yield
+        route.forget()
 
 
 def randn(*shape: int) -> Tensor:

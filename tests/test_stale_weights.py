@@ -20,6 +20,7 @@ from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.cuda.program import ArgumentKind, input_, output
 from tconv_swap.eager import needs_gradient
 from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.modes import MODES
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
@@ -100,10 +101,8 @@ UNSEEN = [through_data]
 
 @pytest.fixture(autouse=True)
 def _ieee():
-    before = torch.backends.cudnn.conv.fp32_precision
-    torch.backends.cudnn.conv.fp32_precision = "ieee"
-    yield
-    torch.backends.cudnn.conv.fp32_precision = before
+    with MODES["fp32"].switched_on():
+        yield
 
 
 def expected(layer: Any, x: Tensor) -> Tensor:
