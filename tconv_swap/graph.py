@@ -1,7 +1,8 @@
 """What the ops of ``op.py`` come to below autograd, and what a compiled graph calls: two ops without derivatives.
 
 A call in a graph costs the CPU time for every argument and every kernel on the way: so these have no kernel for
-autograd, and all of the geometry is one list.
+autograd, and all of the geometry is one list. What a compiler can fuse with its own kernels stands in the graph beside
+them: changes of memory format, and a bias in 16 bits, which an autocast would have cast by a kernel of its own.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _library.define(
     "bool[3] output_mask, str backend) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
+_functional_mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _output_op = torch.ops.tconv_swap.conv_transpose2d_output.default
 _gradients_op = torch.ops.tconv_swap.conv_transpose2d_gradients.default
 
@@ -40,7 +42,14 @@ def output(
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
     """
-    return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
+    if not _is_for_a_compiler(input):
+        return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
+    input = input.contiguous(memory_format=output_memory_format(input, weight))
+    apart = bias if input.dtype in (torch.float16, torch.bfloat16) else None
+    computed: Tensor = _output_op(
+        input, weight, None if apart is not None else bias, _as_list(arguments), backend
+    )
+    return computed if apart is None else computed + apart.view(-1, 1, 1)
 
 
 def gradients(
@@ -56,7 +65,16 @@ def gradients(
     Raises:
         RuntimeError: as ``output``.
     """
-    return _gradients_op(grad_output, input, weight, _as_list(arguments), mask, backend)  # type: ignore[no-any-return]
+    operands = [grad_output, input, weight]
+    if _is_for_a_compiler(input):
+        memory_format = output_memory_format(input, weight)
+        operands = [tensor.contiguous(memory_format=memory_format) for tensor in operands]
+    return _gradients_op(*operands, _as_list(arguments), mask, backend)  # type: ignore[no-any-return]
+
+
+def _is_for_a_compiler(input: Tensor) -> bool:
+    """Whether a call to be computed by our kernels is on its way into a compiler's graph."""
+    return input.is_cuda and torch._C._get_dispatch_mode(_functional_mode) is not None
 
 
 def _as_list(arguments: Sequence[Any]) -> list[Any]:

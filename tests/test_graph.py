@@ -1,0 +1,113 @@
+"""What stands in a compiler's graph: made of fake tensors for CUDA, computed on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx
+from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tconv_swap import graph
+from tconv_swap.op import conv_transpose2d
+
+OUTPUT = torch.ops.tconv_swap.conv_transpose2d_output.default
+GRADIENTS = torch.ops.tconv_swap.conv_transpose2d_gradients.default
+NCHW, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+SHAPES = (2, 16, 5, 6), (16, 8, 4, 4), (8,)
+
+
+def compiled(function: Callable[..., Any]) -> tuple[Callable[..., Any], list[fx.Graph]]:
+    graphs: list[fx.Graph] = []
+
+    def keep(made: fx.GraphModule, _: list[Tensor]) -> Callable[..., Any]:
+        graphs.append(made.graph)
+        return make_boxed_func(made.forward)
+
+    return torch.compile(function, backend=aot_autograd(fw_compiler=keep), fullgraph=True), graphs
+
+
+def fake_operands(
+    dtype: torch.dtype, formats: tuple[torch.memory_format, torch.memory_format]
+) -> list[Tensor]:
+    x, w, b = (torch.empty(shape, dtype=dtype, device="cuda") for shape in SHAPES)
+    return [x.to(memory_format=formats[0]), w.to(memory_format=formats[1]), b]
+
+
+def call_of(made: fx.Graph, op: Any) -> fx.Node:
+    (call,) = (node for node in made.nodes if node.target is op)
+    return call
+
+
+def formats_of(call: fx.Node, count: int) -> list[bool]:
+    """Of its first operands: whether each is channels_last."""
+    return [call.args[i].meta["val"].is_contiguous(memory_format=CHANNELS_LAST) for i in range(count)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_bias_of_16_bits_is_added_where_it_can_be_fused(dtype: torch.dtype) -> None:
+    """An autocast casts it, which takes a kernel of its own unless the cast is fused with its one use."""
+    with FakeTensorMode(), torch.no_grad():
+        run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1).relu())
+        y = run(*fake_operands(dtype, (NCHW, NCHW)))
+    assert (y.dtype, y.shape) == (dtype, (2, 8, 10, 12))
+    call = call_of(graphs[0], OUTPUT)
+    added = [node for node in graphs[0].nodes if node.target is torch.ops.aten.add.Tensor]
+    if dtype == torch.float32:
+        assert call.args[2] is not None
+        assert not added
+    else:
+        assert call.args[2] is None
+        assert added[0].args[0] is call
+
+
+@pytest.mark.parametrize("formats", [(NCHW, NCHW), (NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
+def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, torch.memory_format]) -> None:
+    """As a first layer whose input is a reshaped vector: PyTorch's operator gives out what the weight's format says."""
+    wanted = formats[1] == CHANNELS_LAST
+    arguments = [2, 2], [1, 1], [0, 0], 1, [1, 1]
+    with FakeTensorMode(), torch.no_grad():
+        x, w, b = fake_operands(torch.float16, formats)
+        run, graphs = compiled(lambda *tensors: conv_transpose2d(*tensors, 2, 1))
+        y = run(x, w, b)
+        assert formats_of(call_of(graphs[0], OUTPUT), 1) == [wanted]
+        assert y.is_contiguous(memory_format=CHANNELS_LAST) == wanted
+        backward, graphs = compiled(
+            lambda *tensors: torch.ops.tconv_swap.conv_transpose2d_backward(
+                *tensors, *arguments, [True, True, False], "auto"
+            )
+        )
+        found = backward(torch.empty(y.shape, dtype=y.dtype, device="cuda"), x, w)
+    assert formats_of(call_of(graphs[0], GRADIENTS), 3) == [wanted] * 3
+    assert [one.is_contiguous(memory_format=CHANNELS_LAST) for one in found] == [wanted] * 2
+
+
+@pytest.mark.parametrize("formats", [(NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
+def test_the_graph_computes_the_same(
+    formats: tuple[torch.memory_format, torch.memory_format], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a graph for CUDA says, by the CPU: its output and gradients lie as PyTorch's and agree with float64's."""
+    monkeypatch.setattr(graph, "_is_for_a_compiler", lambda input: torch._C._len_torch_dispatch_stack() > 0)
+    torch.manual_seed(0)
+    leaves = [torch.randn(shape, dtype=torch.bfloat16) for shape in SHAPES]
+    leaves = [
+        *(one.to(memory_format=form) for one, form in zip(leaves[:2], formats, strict=True)),
+        leaves[2],
+    ]
+    tensors = [one.requires_grad_() for one in leaves]
+    run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1).tanh())
+    y = run(*tensors)
+    assert call_of(graphs[0], OUTPUT).args[2] is None
+    exact = [one.detach().double().requires_grad_() for one in tensors]
+    truth = F.conv_transpose2d(*exact, 2, 1).tanh()
+    assert y.is_contiguous(memory_format=CHANNELS_LAST)
+    cotangent = torch.randn_like(y)
+    found = [y, *torch.autograd.grad(y, tensors, cotangent)]
+    expected = [truth, *torch.autograd.grad(truth, exact, cotangent.double())]
+    for one, other in zip(found, expected, strict=True):
+        assert float((one.detach().double() - other).norm() / other.norm()) < 1e-2
