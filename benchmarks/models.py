@@ -20,9 +20,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from itertools import product
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,13 @@ from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.bench import BenchmarkReport, benchmark
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS, MODES
-from tconv_swap.measurement.stages import autocast_of, capture_calls, sum_of_squares
+from tconv_swap.measurement.stages import (
+    Stage,
+    autocast_of,
+    capture_calls,
+    network_variant,
+    sum_of_squares,
+)
 
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
@@ -294,16 +301,15 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
 
 
 def _run_once(case: Case, setting: Setting) -> None:
-    """Forward in eval mode, and a training step: what `benchmark` will run."""
+    """Each stage as `benchmark` will run it: another need of gradients would be another graph."""
     with _switched(case):
         original, swapped, inputs = _pair(case, NETWORKS[case.network], setting)
         networks = [swapped]
         if case.runtime == "compile":
             networks = [_compiled(original), _compiled(swapped)]
-        for network in networks:
-            with torch.no_grad():
-                inputs.map(torch.clone)(network.eval())
-            _loss(inputs.map(torch.clone)(network.train())).backward()
+        for network, stage in product(networks, get_args(Stage)):
+            variant = network_variant(network.train(stage != "forward"), inputs, stage, _loss)
+            variant.run(variant.prepare())
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 
 import tconv_swap
 from benchmarks import models, models_report
@@ -171,6 +174,26 @@ def test_compiling_ahead_ends_with_its_time() -> None:
     models.compile_ahead([models.Case("vae", "tf32", "nchw", "compile")], setting, 1, 0.01)
     assert time.monotonic() - begin < 20
     assert active_children() == []
+
+
+def test_what_is_compiled_ahead_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that nobody compiled ahead is compiled while the GPU waits."""
+    graphs: set[str] = set()
+
+    def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
+        graphs.add(graph.code)
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=keep)
+    monkeypatch.setattr(models, "_compiled", lambda network: torch.compile(network, backend=backend))
+    setting = models.Setting(torch.device("cpu"), True, 1)
+    case = models.Case("vae", "tf32", "nchw", "compile")
+    models._run_once(case, setting)
+    ahead = set(graphs)
+    torch.compiler.reset()
+    models.measure(case, setting)
+    assert ahead
+    assert graphs == ahead
 
 
 def test_interrupted_it_leaves_the_rows_that_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
