@@ -45,11 +45,11 @@ def output(
     if not _is_for_a_compiler(input):
         return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
     input = input.contiguous(memory_format=output_memory_format(input, weight))
-    apart = bias if input.dtype in (torch.float16, torch.bfloat16) else None
-    computed: Tensor = _output_op(
-        input, weight, None if apart is not None else bias, _as_list(arguments), backend
-    )
-    return computed if apart is None else computed + apart.view(-1, 1, 1)
+    if bias is None or input.dtype not in (torch.float16, torch.bfloat16):
+        return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
+    check_forward(input, weight, bias, tuple(arguments))
+    computed: Tensor = _output_op(input, weight, None, _as_list(arguments), backend)
+    return computed + bias.view(-1, 1, 1)
 
 
 def gradients(

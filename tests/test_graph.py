@@ -66,6 +66,16 @@ def test_a_bias_of_16_bits_is_added_where_it_can_be_fused(dtype: torch.dtype) ->
         assert added[0].args[0] is call
 
 
+@pytest.mark.parametrize("change", [dict(dtype=torch.float32), dict(size=(1,)), dict(size=(8, 1))], ids=str)
+def test_a_bias_that_does_not_fit_is_refused_there_too(change: dict[str, Any]) -> None:
+    with FakeTensorMode(), torch.no_grad():
+        x, w, _ = fake_operands(torch.float16, (NCHW, NCHW))
+        bad = torch.empty(**(dict(size=(8,), dtype=torch.float16) | change), device="cuda")
+        run, _ = compiled(lambda *tensors: conv_transpose2d(*tensors, 2, 1))
+        with pytest.raises(RuntimeError, match="bias"):
+            run(x, w, bad)
+
+
 @pytest.mark.parametrize("formats", [(NCHW, NCHW), (NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
 def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, torch.memory_format]) -> None:
     """As a first layer whose input is a reshaped vector: PyTorch's operator gives out what the weight's format says."""
@@ -110,4 +120,4 @@ def test_the_graph_computes_the_same(
     found = [y, *torch.autograd.grad(y, tensors, cotangent)]
     expected = [truth, *torch.autograd.grad(truth, exact, cotangent.double())]
     for one, other in zip(found, expected, strict=True):
-        assert float((one.detach().double() - other).norm() / other.norm()) < 1e-2
+        assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 1e-2
