@@ -65,8 +65,7 @@ def test_slices_are_short_and_their_sums_bounded(geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_boxes_are_what_the_copy_engine_takes(geometry: Geometry) -> None:
-    made = plan_grad_weight_rows.plan_grad_weight(problem(geometry), H200)
-    assert made is not None
+    (made,) = plan_grad_weight_rows.part_candidates(problem(geometry), H200, False, 1)
     maps = [one for step in made.launches for one in step.tensor_maps]
     assert len(maps) == 2
     for one in maps:
@@ -165,8 +164,7 @@ def test_images_whose_rows_follow_one_another() -> None:
 
 def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
     def parted(geometry: Geometry) -> int:
-        made = plan_grad_weight_rows.plan_grad_weight(problem(geometry), H200)
-        assert made is not None
+        (made,) = plan_grad_weight_rows.part_candidates(problem(geometry), H200, False, 1)
         return sum(step.kernel.entry == "part_phases" for step in made.launches)
 
     assert parted(UNET) == 1
@@ -221,8 +219,8 @@ def test_what_is_not_claimed() -> None:
     assert not plan_grad_weight_rows.claims(problem(replace(WIDE, height=4096, width=4096)), H200)
     # Kernel 2, stride 3: no tap reads a third of grad_output, so the bias is somebody else's.
     gaps = replace(UNET, stride=(3, 3))
-    assert plan_grad_weight_rows.plan_grad_weight(problem(gaps), H200) is not None
-    assert plan_grad_weight_rows.plan_grad_weight(problem(gaps), H200, with_bias=True) is None
+    assert plan_grad_weight_rows.part_candidates(problem(gaps), H200, False, 1)
+    assert not plan_grad_weight_rows.part_candidates(problem(gaps), H200, True, 1)
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -256,7 +254,7 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
     while True:
         geometry = random_geometry(rng)
         posed = plan.Problem(geometry, torch.float32, "tf32", rng.random() < 0.5, rng.random() < 0.5)
-        if rng.random() < 0.6 and plan_grad_weight_direct.plan_grad_weight(posed, device, with_bias):
+        if rng.random() < 0.6 and plan_grad_weight_direct.tiles_for(posed, device, with_bias):
             tile = rng.choice(plan_grad_weight_direct.tiles_for(posed, device, with_bias))
             return posed, plan_grad_weight_direct.plan_with_tile(posed, tile, device, with_bias)
         tiles = plan_grad_weight_in_place.tiles_for(posed, device, with_bias)
@@ -265,12 +263,12 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
                 posed, rng.choice(tiles), device, with_bias
             )
         if posed.channels_last:
-            if plan_grad_weight_turned.plan_grad_weight(posed, device, with_bias) is None:
+            if not plan_grad_weight_turned.part_candidates(posed, device, with_bias, 1):
                 continue
             stages = plan_grad_weight_turned.stages_of(geometry)
             tile = rng.choice(list(candidates(geometry, stages, device, (NOBODY,))))
             return posed, plan_grad_weight_turned.plan_with_tile(posed, tile, device, with_bias)
-        if plan_grad_weight_rows.plan_grad_weight(posed, device, with_bias) is None:
+        if not plan_grad_weight_rows.part_candidates(posed, device, with_bias, 1):
             continue
         lines = lines_of(geometry)
         tile = rng.choice(list(candidates(geometry, lines.stages(geometry.batch), device)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from tconv_swap.cuda import measured, plan
+from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
@@ -26,7 +27,6 @@ GENERAL = "general"
 WHY_NOT_GENERAL = (
     "of ours only the general kernels claim it: 0.06 to 0.95 of PyTorch's speed on an H200 (NOTES.md)"
 )
-_INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ def _only_general(problem: Problem, made: Plan) -> bool:
     geometry = problem.geometry
     batch, *image = geometry.output_shape
     largest = max(_elements(geometry.input_shape), batch * _elements(image))
-    return made.family == GENERAL and batch > 0 and largest <= _INT32_MAX
+    return made.family == GENERAL and batch > 0 and largest < INT32_LIMIT
 
 
 def _elements(shape: Sequence[int]) -> int:

@@ -84,9 +84,8 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device, wit
         if pairs >= PAIRS_TURNED or (geometry.kernel == geometry.stride and not with_bias):
             return _WHY.format(what="many channels in channels_last with TF32", speedup="0.78 to 0.94")
         return None
-    tf32 = problem.dtype == torch.float32 and problem.precision == "tf32"
     on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
-    if on_hopper and tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
+    if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
         return None
@@ -110,8 +109,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
     """Whether cuDNN computes this output of float32 without TF32 by a transform, whose time does not depend on the
     size of the kernel (benchmarks/NOTES.md has the table)."""
     geometry = problem.geometry
-    ieee = problem.dtype == torch.float32 and problem.precision != "tf32"
-    if device.compute_capability != 90 or family not in WIDE_FAMILIES or not ieee:
+    if device.compute_capability != 90 or family not in WIDE_FAMILIES or not problem.is_ieee:
         return False
     return (
         geometry.stride == geometry.dilation == (1, 1)

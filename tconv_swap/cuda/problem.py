@@ -34,3 +34,13 @@ class Problem:
     precision: str
     channels_last: bool
     weight_channels_last: bool
+
+    @property
+    def is_tf32(self) -> bool:
+        """float32, of which products may be rounded."""
+        return self.dtype == torch.float32 and self.precision == "tf32"
+
+    @property
+    def is_ieee(self) -> bool:
+        """float32, of which nothing may be rounded."""
+        return self.dtype == torch.float32 and self.precision != "tf32"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.plan_general import reduce_slices
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import ELEMENT_TYPES, Argument, Kernel, Launch, int64, workspace
@@ -57,16 +58,16 @@ class Block:
     columns: int
 
     def row_blocks(self, of: Matrices) -> int:
-        return -(-of.rows // self.rows)
+        return ceil_div(of.rows, self.rows)
 
     def slices(self, of: Matrices) -> int:
         """Blocks that share their rows."""
-        return -(-of.columns // self.columns) * -(-of.batch // self.matrices)
+        return ceil_div(of.columns, self.columns) * ceil_div(of.batch, self.matrices)
 
     def shared_bytes(self, of: Matrices) -> int:
         """Mirrors arrange.cu, which asserts that they agree."""
         lead = max(row * of.columns % of.piece for row in range(of.piece))
-        pitch = -(-(lead + self.columns) // of.piece) * of.piece
+        pitch = round_up(lead + self.columns, of.piece)
         return self.matrices * self.rows * (pitch + 1) * of.dtype.itemsize
 
 
@@ -86,8 +87,8 @@ def block_for(of: Matrices, device: Device) -> Block:
 def _block_of(of: Matrices, rows: int, most: int) -> Block:
     if of.columns <= most:
         return Block(max(1, min(of.batch, most // of.columns)), rows, of.columns)
-    strips = -(-of.columns // most)
-    return Block(1, rows, -(-of.columns // (strips * of.piece)) * of.piece)
+    strips = ceil_div(of.columns, most)
+    return Block(1, rows, ceil_div(of.columns, strips * of.piece) * of.piece)
 
 
 def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:

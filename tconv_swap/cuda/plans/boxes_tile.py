@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from math import gcd
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
 from tconv_swap.cuda.problem import Device
 
@@ -130,7 +131,7 @@ def slice_count(problem: StridedProblem, tile: BoxTile) -> int:
 
 
 def chunks(problem: StridedProblem) -> int:
-    return -(-problem.geometry.in_channels_per_group * problem.item // ROW_BYTES)
+    return ceil_div(problem.geometry.in_channels_per_group * problem.item, ROW_BYTES)
 
 
 def input_bytes(problem: StridedProblem, tile: BoxTile) -> int:
@@ -142,7 +143,7 @@ def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
     """Shared memory of one block; the kernel asserts that they agree."""
     return (
         1024
-        + tile.input_stages * (-(-input_bytes(problem, tile) // 1024) * 1024 + 16)
+        + tile.input_stages * (round_up(input_bytes(problem, tile), 1024) + 16)
         + tile.weight_stages * (tile.channels * ROW_BYTES + 16)
         + tile.teams * (tile.warpgroups * 64 * ROW_BYTES + 8)
     )
@@ -153,7 +154,7 @@ def tile_counts(problem: StridedProblem, tile: BoxTile) -> tuple[int, int, int]:
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
     if flat(problem):
         batch, cells_h = 1, batch * cells_h
-    return -(-batch // tile.images), -(-cells_h // tile.rows), -(-cells_w // tile.cols)
+    return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
 
 
 def work_count(problem: StridedProblem, tile: BoxTile) -> int:
@@ -162,8 +163,8 @@ def work_count(problem: StridedProblem, tile: BoxTile) -> int:
     geometry = problem.geometry
     tiles = images * rows * cols
     if tile.dense:
-        tiles = -(-geometry.batch * problem.cells[0] * problem.cells[1] // tile.cells)
-    blocks = -(-geometry.out_channels_per_group // tile.channels)
+        tiles = ceil_div(geometry.batch * problem.cells[0] * problem.cells[1], tile.cells)
+    blocks = ceil_div(geometry.out_channels_per_group, tile.channels)
     return tiles * blocks * geometry.groups * tile.splits
 
 
@@ -174,10 +175,10 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
     multiplies = geometry.taps * tile.cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
     weights = geometry.taps * tile.channels * ROW_BYTES
     fill = slice_count(problem, tile) * input_bytes(problem, tile) + weights
-    steps = -(-chunks(problem) // tile.splits)
+    steps = ceil_div(chunks(problem), tile.splits)
     main = steps * max(multiplies, fill / FILL_BYTES)
     store = tile.cells * tile.channels * out_item / STORE_BYTES
-    total = -(-work_count(problem, tile) // multiprocessors) * (main + store)
+    total = ceil_div(work_count(problem, tile), multiprocessors) * (main + store)
     if tile.splits > 1:
         count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
         total += LAUNCH_CLOCKS + 2 * 4 * count * tile.splits / MEMORY_BYTES
@@ -202,12 +203,12 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
     if tile.teams == 1:
         return True
     works = work_count(problem, tile)
-    turns = -(-works // device.multiprocessors)
+    turns = ceil_div(works, device.multiprocessors)
     batch, (rows, cols) = problem.geometry.batch, problem.cells
     if not flat(problem) and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
         return False
     channels = problem.geometry.out_channels_per_group
-    if -(-channels // tile.channels) * tile.channels > 1.25 * channels:
+    if round_up(channels, tile.channels) > 1.25 * channels:
         return False
     return (
         tile.m_tiles == 2
@@ -269,7 +270,7 @@ def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
 def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
     """All rows are of one map: so many cells in a row, or pieces of rows."""
     cells_w, cells = problem.cells[1], 64 * m_tiles * warpgroups
-    rows = -(-(cells_w - gcd(cells, cells_w) + cells) // cells_w)
+    rows = ceil_div(cells_w - gcd(cells, cells_w) + cells, cells_w)
     yield BoxTile(1, rows, cells_w, "", "", m_tiles, warpgroups, warpgroups, 0, dense=True)
     own = 64 * m_tiles
     # Equals in this order: rows of more than 64 cells were the slower.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.cells_tile import (
     Tile,
     halo,
@@ -15,7 +16,7 @@ from tconv_swap.cuda.plans.cells_tile import (
     product,
     store_elements,
 )
-from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.geometry import Geometry
 
 MULTIPROCESSORS = 132
@@ -80,7 +81,7 @@ def microseconds(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     computing += multiplies * rates.multiply + staged * rates.staged + done * p.m_tiles * rates.unit
     computing *= 1 + HIDING_WARPS / (tile.warps * tile.blocks_per_multiprocessor)
     blocks = tiles * p.passes
-    computing *= ceil_div(blocks, MULTIPROCESSORS) * MULTIPROCESSORS / blocks
+    computing *= round_up(blocks, MULTIPROCESSORS) / blocks
 
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     pixel = geometry.out_channels if channels_last else 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
-from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Geometry, phase_taps
 
@@ -118,7 +119,7 @@ def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tupl
     rows = tile.tile_h + (p.v - 1) * p.v_step
     copy = 1 if channels_last else copy_elements(geometry, item, channels_last)
     lead = horizontal.lowest % copy
-    columns = ceil_div(lead + tile.tile_w + horizontal.span, copy) * copy
+    columns = round_up(lead + tile.tile_w + horizontal.span, copy)
     pixels = rows * columns
     if channels_last:
         in_shared = pixels * (_aligned_to(words, 8, 4) if item == 2 else _aligned_to(words, 16, 8))
@@ -175,7 +176,7 @@ def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool)
     if tile.direct:
         return halo(geometry, tile, item, channels_last)[2] + weights
     cell, padded = _cell(geometry, item, channels_last)
-    line = ceil_div(tile.tile_w * (cell * item + 16 * padded), 16) * 16
+    line = round_up(tile.tile_w * (cell * item + 16 * padded), 16)
     staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)
     if not channels_last:
         staged = _aligned_to(staged // 4, 32, 4) * 4 * geometry.out_channels

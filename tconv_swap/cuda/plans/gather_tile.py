@@ -7,16 +7,13 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Geometry
 
 BANKS = 32
 #: A lane's place in the fragments of a multiply: (row or column of 8, k of 4).
 LANES = tuple((lane // 4, lane % 4) for lane in range(32))
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ def rows(geometry: Geometry, tile: GatherTile) -> int:
 def columns(geometry: Geometry, tile: GatherTile, channels_last: bool) -> int:
     load = 1 if channels_last else tile.load
     reach = (tile.tile_w - 1) * geometry.stride[1] + (geometry.kernel[1] - 1) * geometry.dilation[1] + 1
-    return ceil_div(_shift(geometry, load) + reach, load) * load
+    return round_up(_shift(geometry, load) + reach, load)
 
 
 def _shift(geometry: Geometry, load: int) -> int:
@@ -112,7 +109,7 @@ def laid_out(
             continue
         row = ceil_div(across, stride) * cell if cell != stride else across
         for pad in range(0, BANKS, 4):
-            pitch = ceil_div(row, 4) * 4 + pad
+            pitch = round_up(row, 4) + pad
             plane = _plane(down * pitch, tile.channels, channels_last)
             laid = replace(tile, cell=cell, row_pitch=pitch, plane=plane)
             passes = _passes(geometry, laid, channels_last, tuple(pixels), taps_on_rows)

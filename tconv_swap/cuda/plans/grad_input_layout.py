@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
@@ -140,7 +141,7 @@ def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
         return rows, cols * step, 0
     copy = _copy_elements(problem, tile)
     lead = -problem.geometry.padding[1] % copy
-    return rows, -(-(lead + step * (cols - 1) + reach + 1) // copy) * copy, lead
+    return rows, round_up(lead + step * (cols - 1) + reach + 1, copy), lead
 
 
 def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
@@ -154,7 +155,7 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
     elif problem.input_channels_last:
         halo_w = copied_cols
     else:
-        halo_w = -(-lead // step) + (copied_cols - 1 - lead) // step + 1
+        halo_w = ceil_div(lead, step) + (copied_cols - 1 - lead) // step + 1
     row_pitch = aligned_to(halo_w, 1, 8, cols) if rows > 1 and not narrow else halo_w
     image_pitch = copied_rows * row_pitch
     if narrow:
@@ -179,7 +180,7 @@ def shared_bytes(problem: StridedProblem, tile: Tile) -> int:
         if pictures > 1:
             picture = aligned_to(picture, 1, 32, 32 // min(32, pictures) % 32)
         input_words = tile.chunk_words * aligned_to(pictures * picture, 8, 32, 8)
-    input_words = -(-input_words // 4) * 4
+    input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(slice_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     stages = tile.stages * (input_words * 4 + weight_bytes)
@@ -197,7 +198,7 @@ def fill_slots(problem: StridedProblem, tile: Tile) -> int:
     rows, cols, _ = _copied(problem, tile)
     copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
     places = tile.images * rows * (cols // copy_pixels) * tile.chunk_words // 4
-    return -(-places // FILL_THREADS)
+    return ceil_div(places, FILL_THREADS)
 
 
 def fill_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:
@@ -221,8 +222,8 @@ def tile_registers(problem: StridedProblem, tile: Tile) -> int:
         places //= copy
         while sharers < tile.chunk_words and 2 * sharers * places <= tile.threads:
             sharers *= 2
-        staged = tile.chunk_words // sharers * 2 * -(-copy // 2) if problem.item == 2 else 0
-    slots = -(-places // (tile.threads // sharers))
+        staged = tile.chunk_words // sharers * 2 * ceil_div(copy, 2) if problem.item == 2 else 0
+    slots = ceil_div(places, tile.threads // sharers)
     reach = tile.fragment[1] * (tile.warp_rows - 1) + problem.most_shift[0] + 1
     fragments = 2 * tile.warp_images * reach * tile.warp_cols * problem.parts
     return 4 * tile.warp_fragments + fragments + slots * (3 + staged)

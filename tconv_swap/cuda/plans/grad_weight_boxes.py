@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from operator import itemgetter
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_cost import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.grad_weight_tile import Tile, ceil_div, pixel_tiles, tap_blocks, weight_tiles
+from tconv_swap.cuda.plans.grad_weight_tile import Tile, pixel_tiles, tap_blocks, weight_tiles
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import Pair
 
@@ -94,7 +95,7 @@ def box_count(problem: Problem, boxes: Boxes) -> int:
 
 def stage_bytes(problem: Problem, boxes: Boxes) -> int:
     def aligned(pixels: int) -> int:
-        return ceil_div(pixels * ROW_BYTES, BOX_ALIGNMENT) * BOX_ALIGNMENT
+        return round_up(pixels * ROW_BYTES, BOX_ALIGNMENT)
 
     box = math.prod(box_shape(problem, boxes))
     return boxes.input_blocks * aligned(boxes.tile.pixels) + box_count(problem, boxes) * aligned(box)
@@ -134,7 +135,7 @@ def _meets_unreached(problem: Problem, axis: int, cut: int) -> bool:
     output that belong to no gradient: zero times infinity is not a number."""
     g = problem.geometry
     size, stride = (g.height, g.width)[axis], g.stride[axis]
-    beyond = range(size, ceil_div(size, cut) * cut)
+    beyond = range(size, round_up(size, cut))
     if not beyond:
         return False
     real = reached(problem, axis)
@@ -185,7 +186,7 @@ def _with_most_stages(problem: Problem, boxes: Boxes, device: Device) -> Boxes |
 
 def _staged_row_bytes(tile: Tile) -> int:
     """Of one input channel's sums: grad_weight_store.cuh."""
-    return (ceil_div(tile.block_n * math.prod(tile.taps), 32) * 32 + 8) * 4
+    return (round_up(tile.block_n * math.prod(tile.taps), 32) + 8) * 4
 
 
 def _counts(taps: int) -> list[int]:

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks
 from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
-    ceil_div,
-    is_ieee,
     item_bytes,
     shared_bytes,
     step_pixels,
@@ -66,7 +65,7 @@ def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
 
 def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
     kinds = [(False, _warp_choices)]
-    if device.architecture == "sm_90a" and not is_ieee(problem):
+    if device.architecture == "sm_90a" and not problem.is_ieee:
         kinds.append((True, _warpgroup_choices if item_bytes(problem) == 2 else _swapped_choices))
     for taps, tap_step in _tap_choices(problem):
         for wgmma, choices in kinds:
@@ -165,7 +164,7 @@ def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
     least = min(48, max(16, widest[0]) * widest[1] * min(taps, 5) // 64)
     for warp_m, warp_n, warp_taps in itertools.product((64, 32, 16), (64, 32, 16, 8), (1, 2, 3, 4, 5, 6, 8)):
         sums = warp_m * warp_n * warp_taps // 32
-        if warp_taps > taps or not least <= sums <= 128 or (is_ieee(problem) and warp_m == 64):
+        if warp_taps > taps or not least <= sums <= 128 or (problem.is_ieee and warp_m == 64):
             continue
         if warp_m >= max(32, 2 * g.in_channels_per_group) or warp_n >= max(16, 2 * g.out_channels_per_group):
             continue
@@ -226,11 +225,11 @@ def registers(problem: Problem, tile: Tile) -> tuple[int, int]:
     """Of a thread: what the tile takes, about, and what there is."""
     staged = sum(window.staged_registers(tile.threads) for window in windows(problem, tile))
     if not tile.wgmma:
-        fragments = tile.warp_m // 16 * (8 if is_ieee(problem) else 4) + (16 if is_ieee(problem) else 8)
+        fragments = tile.warp_m // 16 * (8 if problem.is_ieee else 4) + (16 if problem.is_ieee else 8)
     else:
         fragments = 8 * tile.warp_taps if item_bytes(problem) == 4 else 0
     # Each quarter of a multiprocessor has its own registers.
-    threads = ceil_div(tile.threads * tile.blocks_per_multiprocessor, 128) * 128
+    threads = round_up(tile.threads * tile.blocks_per_multiprocessor, 128)
     taken = tile.sums + fragments + staged + tile.warp_taps + tile.warp_n // 8 + 48
     return taken, min(255, REGISTERS // threads // 8 * 8)
 

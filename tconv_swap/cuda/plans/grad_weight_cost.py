@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
     Window,
-    ceil_div,
-    is_ieee,
     item_bytes,
     pixel_tiles,
     step_pixels,
@@ -46,7 +45,7 @@ def expected_clocks(problem: Problem, tile: Tile, device: Device) -> float:
     # The four multipliers share the warps; a barrier and the trip to memory cost every tile, less where another block
     # goes on meanwhile.
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
-    clocks = clocks * ceil_div(resident, 4) * 4 / resident * math.sqrt(max(1.0, 8 / resident)) + 300
+    clocks = clocks * round_up(resident, 4) / resident * math.sqrt(max(1.0, 8 / resident)) + 300
     clocks *= 1 if tile.blocks_per_multiprocessor == 1 else 0.8
     slices = slices_of(problem, tile, device)
     tiles_of_slice = ceil_div(pixel_tiles(problem, tile), slices)
@@ -62,13 +61,13 @@ def expected_clocks(problem: Problem, tile: Tile, device: Device) -> float:
 
 def _mma_clocks(problem: Problem, tile: Tile) -> tuple[float, ...]:
     """Of one tile of pixels: the multiplier's, shared memory's, the instructions'."""
-    rounds = 3 if is_ieee(problem) else 1
+    rounds = 3 if problem.is_ieee else 1
     m, n = tile.warp_m // 16, tile.warp_n // 8
     warp_steps = math.prod(tile.warps[:3]) * tile.pixels / step_pixels(problem)
     multiplies = m * n * tile.warp_taps * warp_steps * rounds
     reads = (4 * m + 2 * n * tile.warp_taps) * warp_steps
-    conversions = (4 if is_ieee(problem) else 2) if item_bytes(problem) == 4 else 0.3
-    instructions = multiplies * (2 if is_ieee(problem) else 1) + reads * conversions + _copies(problem, tile)
+    conversions = (4 if problem.is_ieee else 2) if item_bytes(problem) == 4 else 0.3
+    instructions = multiplies * (2 if problem.is_ieee else 1) + reads * conversions + _copies(problem, tile)
     return multiplies * 1.5, reads, instructions / 4
 
 

@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     EXTRA_BYTES,
     PARTIAL_LIMIT_BYTES,
     PARTIAL_RATE,
     SLICE_CLOCKS,
-    ceil_div,
     weight_bytes,
 )
 from tconv_swap.cuda.problem import Device
@@ -72,7 +72,7 @@ def lies_as_lines(geometry: Geometry, pixels: Pixels) -> bool:
 
 def out_line(geometry: Geometry) -> int:
     """Columns from one row of grad_output to the next: rows are multiples of 16 bytes."""
-    return ceil_div(geometry.out_width, 4) * 4
+    return round_up(geometry.out_width, 4)
 
 
 def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
@@ -94,8 +94,8 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
         if rows * g.width % 8 == 0 and 16 <= rows * g.width <= 64 and (g.height % rows == 0 or nothing_below):
             yield Pixels(1, rows, g.width, g.width)
     for cols in (64, 56, 48, 40, 32, 24, 16):
-        if cols <= ceil_div(g.width, 8) * 8 and (g.width % cols == 0 or nothing_right):
-            yield Pixels(1, 1, cols, ceil_div(g.width, cols) * cols)
+        if cols <= round_up(g.width, 8) and (g.width % cols == 0 or nothing_right):
+            yield Pixels(1, 1, cols, round_up(g.width, cols))
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +166,7 @@ def columns_of(geometry: Geometry, pixels: Pixels) -> Columns:
         block = next(block for block in (8, 16, 32) if block >= min(32, g.out_width))
         return Columns(0, block, ceil_div(g.out_width, block), whole=True)
     reach = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] + 1 - g.padding[1]
-    left = ceil_div(g.padding[1], 4) * 4
+    left = round_up(g.padding[1], 4)
     return Columns(left, 32, ceil_div(left + max(reach, pixels.cols * g.stride[1]), 32), whole=False)
 
 

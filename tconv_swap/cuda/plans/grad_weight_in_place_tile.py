@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     EXTRA_BYTES,
     FILL_RATE,
@@ -14,7 +15,6 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     PARTIAL_LIMIT_BYTES,
     SLICE_CLOCKS,
     STAGE_PIXELS,
-    ceil_div,
     weight_bytes,
 )
 from tconv_swap.cuda.problem import Device
@@ -96,7 +96,7 @@ class Tile:
         return self.input_bytes + self.boxes(geometry) * self.box_bytes(geometry)
 
     def stage_bytes(self, geometry: Geometry) -> int:
-        return self.input_bytes + self.boxes(geometry) * ceil_div(self.box_bytes(geometry), 1024) * 1024
+        return self.input_bytes + self.boxes(geometry) * round_up(self.box_bytes(geometry), 1024)
 
     def ring(self, geometry: Geometry, device: Device) -> int:
         """Stages of it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tconv_swap.cuda.plans.grad_weight_tile import ceil_div
+from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.cuda.program import Argument, Constant, Kernel, Launch, output, workspace
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import gcd
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.problem import Device
 from tconv_swap.geometry import Geometry
 
@@ -25,10 +26,6 @@ NOBODY, INPUT, OUTPUT = 0, 1, 2
 FILL_RATE, SLICE_CLOCKS = 33, 4000
 #: Bytes a clock of the whole chip, of partial sums on their way to the L2 and back.
 PARTIAL_RATE = 1500
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def lines_of(geometry: Geometry) -> Lines:
     length = g.height * g.width
 
     def filled(box: int) -> float:
-        return length / (ceil_div(length, box) * box)
+        return length / (round_up(length, box))
 
     best = max(filled(box) for box in (8, 16, 32))
     box = next(box for box in (32, 16, 8) if filled(box) >= 0.85 * best)

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
 
-from tconv_swap.cuda.plans.grad_weight_rows_tile import PARTIAL_LIMIT_BYTES, ceil_div, weight_bytes
+from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.grad_weight_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import Geometry
 
@@ -90,7 +91,7 @@ def output_channels(problem: Problem, tile: StripTile) -> int:
     firsts = range(0, last + 1, tile.granules)
     most = max(min(first + tile.granules - 1, last) // taps - first // taps + 1 for first in firsts)
     unit = BOX_CHANNELS if problem.channels_last else GRANULE_CHANNELS
-    return ceil_div(most * GRANULE_CHANNELS, unit) * unit
+    return round_up(most * GRANULE_CHANNELS, unit)
 
 
 def output_pixels(problem: Problem, tile: StripTile) -> int:
@@ -115,9 +116,9 @@ def _row_bytes(problem: Problem, tile: StripTile) -> tuple[int, int]:
     item = problem.dtype.itemsize
     into = tile.channels * tile.strip * item
     if problem.channels_last:
-        return into, channels // BOX_CHANNELS * ceil_div(pixels * BOX_CHANNELS * 4, 1024) * 1024
+        return into, channels // BOX_CHANNELS * round_up(pixels * BOX_CHANNELS * 4, 1024)
     planes = planes_of(problem)
-    return into, planes * ceil_div(channels // planes * pixels * item, 128) * 128
+    return into, planes * round_up(channels // planes * pixels * item, 128)
 
 
 def shared_bytes(problem: Problem, tile: StripTile) -> int:

@@ -8,6 +8,7 @@ from functools import lru_cache
 
 import torch
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.geometry import Pair
 
@@ -61,17 +62,9 @@ class Tile:
         )
 
 
-def is_ieee(problem: Problem) -> bool:
-    return problem.dtype == torch.float32 and problem.precision != "tf32"
-
-
 def step_pixels(problem: Problem) -> int:
     """Pixels of one multiply."""
     return 8 if item_bytes(problem) == 4 else 16
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 def item_bytes(problem: Problem) -> int:
@@ -139,7 +132,7 @@ def _window(
     images, rows, cols = pixels[0], pixels[1] + shifts[0], pixels[2] + shifts[1]
     lead, stride = 0 if problem.channels_last else lead, strides[1]
     if stride == 1 and not problem.channels_last:
-        cols = ceil_div(cols + lead, copy) * copy
+        cols = round_up(cols + lead, copy)
     positions = images * phases[0] * rows * phases[1] * cols
     per_row = phases[1] * cols
     if not problem.channels_last and copy > 1:
@@ -156,7 +149,7 @@ def _window(
     through_registers = item == 2 and (not problem.channels_last or copy == 1)
     table = 16 * pieces if problem.channels_last or through_registers else 0
     span = rows * strides[0], cols * stride + copy
-    return Window(channels, positions, pieces, copy, ceil_div(size, 16) * 16, table, through_registers, span)
+    return Window(channels, positions, pieces, copy, round_up(size, 16), table, through_registers, span)
 
 
 @lru_cache(maxsize=4096)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import ceil
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.narrow_tile import (
     REGISTER_MARGIN,
     Tile,
     axes,
-    ceil_div,
     columns_of_tiles,
     input_loads,
     input_tile,
@@ -76,7 +76,7 @@ def microseconds(
         blocks = across * ceil_div(down, repeat)
         rounds = blocks / (multiprocessors * fit)
         if rounds <= 1:
-            uneven = ceil_div(blocks, multiprocessors) * multiprocessors / blocks
+            uneven = round_up(blocks, multiprocessors) / blocks
         else:
             uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
         lone = 8 / (min(fit, blocks / multiprocessors) * warps)
@@ -94,7 +94,7 @@ def microseconds(
 
 def _blocks_per_multiprocessor(geometry: Geometry, tile: Tile, channels_last: bool, warps: int) -> int:
     needed = max(32, registers(geometry, tile, channels_last) - REGISTER_MARGIN)
-    by_registers = 65536 // (ceil_div(needed, 8) * 8 * 32 * warps)
+    by_registers = 65536 // (round_up(needed, 8) * 32 * warps)
     by_shared_memory = 227 * 1024 // (shared_bytes(geometry, tile, channels_last) + 1024)
     return max(1, min(by_registers, by_shared_memory, 64 // warps, 32))
 
@@ -138,7 +138,7 @@ def _input_bytes(geometry: Geometry, tile: Tile, channels_last: bool, element_by
     chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
     used = 1.0 if tile.phases_h == vertical.stride else vertical.used
     runs, length = (columns, channels) if channels_last else (channels, columns)
-    return chunks * used * tile.block_images * rows * runs * ceil_div(length * element_bytes, 32) * 32
+    return chunks * used * tile.block_images * rows * runs * round_up(length * element_bytes, 32)
 
 
 def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> tuple[float, float]:

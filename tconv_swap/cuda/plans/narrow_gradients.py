@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import torch
 
-from tconv_swap.cuda.plans.gather_tile import GatherTile, ceil_div, fitting, loads, rows
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.gather_tile import GatherTile, fitting, loads, rows
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import ELEMENT_TYPES, Constant, Launch
 from tconv_swap.geometry import Geometry
 
 FAMILY = "narrow"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INT32_MAX = 2**31 - 1
 #: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed; so do we.
 TF32_CHANNELS = 8
 #: Tiles are chosen for the largest of these not above the batch.
@@ -50,7 +50,6 @@ ISSUED_PER_CYCLE = 2.6
 L2_BYTES_PER_CYCLE = 3000
 #: Channels whose sums a block can keep beside the weight's.
 BIAS_CHANNELS = 16
-WORKSPACE_ALIGNMENT = 256
 #: The values of ptx::TF32 and ptx::IEEE in csrc/kernels/mma.cuh.
 TF32, IEEE = 0, 3
 
@@ -60,7 +59,7 @@ def claims(problem: Problem, device: Device) -> bool:
     geometry = problem.geometry
     if problem.dtype not in DTYPES or device.compute_capability < 80 or geometry.batch == 0:
         return False
-    if geometry.batch * geometry.height > INT32_MAX:
+    if geometry.batch * geometry.height >= INT32_LIMIT:
         return False
     channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
     return min(channels) <= NARROW_CHANNELS or (
@@ -80,7 +79,8 @@ def input_bytes(geometry: Geometry) -> int:
     return 4 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
 
 
-def is_ieee(problem: Problem) -> bool:
+def rounds_nothing(problem: Problem) -> bool:
+    """Whether float32 is computed by products of parts, TF32 allowed or not."""
     if problem.dtype != torch.float32:
         return False
     geometry = problem.geometry
@@ -98,11 +98,11 @@ def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:
     )
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Index", "int" if largest <= INT32_MAX else "long long"),
+        ("Index", "int" if largest < INT32_LIMIT else "long long"),
         *geometry.constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        ("PRECISION", IEEE if is_ieee(problem) else TF32),
+        ("PRECISION", IEEE if rounds_nothing(problem) else TF32),
     )
 
 

@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass
 from math import ceil
 
 from tconv_swap.cuda.plans.gather_tile import GatherTile, columns, loads, rows, sectors
-from tconv_swap.cuda.plans.narrow_gradients import KEPT_PLACES, is_ieee
+from tconv_swap.cuda.plans.narrow_gradients import KEPT_PLACES, rounds_nothing
 from tconv_swap.cuda.problem import Device, Problem
 
 #: Microseconds for each, and on top of that where few warps hide each other's waits, times 8 / warps.
@@ -145,7 +145,7 @@ def work_of(
 
     few_channels = geometry.in_channels_per_group <= 8
     products, additions, splitting = 1, 0, 1 if bytes_ == 4 else 0
-    if is_ieee(problem):
+    if rounds_nothing(problem):
         products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
     m, n = multiplies.m_tiles, multiplies.n_tiles
     instructions = n * 2 * (1 + splitting) + 2 + m * 4 * (1 + splitting) + m * n * (products + additions)

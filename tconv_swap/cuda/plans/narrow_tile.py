@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 from math import gcd
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Geometry, phase_taps
 
@@ -102,10 +103,6 @@ def _axis(geometry: Geometry, index: int, out_size: int) -> Axis:
     )
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def threads(geometry: Geometry, tile: Tile) -> int:
     columns = geometry.stride[1] // tile.phases_w * tile.lanes_w
     return tile.lanes_c * columns * tile.slices_c * tile.lanes_h * tile.block_images
@@ -159,7 +156,7 @@ def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> Shared
     image = rows * row if channels_last else channels * channel
 
     vector = weight_vector(tile)
-    slice_ = ceil_div(tile.thread_channels, vector) * vector
+    slice_ = round_up(tile.thread_channels, vector)
     tap = tile.lanes_c * tile.slices_c * slice_
     if tile.phases_w != horizontal.stride and tap // vector % 2 == 0:
         tap += vector
@@ -167,7 +164,7 @@ def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> Shared
     chunks = ceil_div(geometry.in_channels_per_group, tile.chunk) if tile.resident else 1
     weights = tile.chunk * chunks * weight_rows * horizontal.kernel * tap
     return SharedLayout(
-        pixel, row, channel, image, ceil_div(tile.block_images * image, 4) * 4, tap, slice_, weights
+        pixel, row, channel, image, round_up(tile.block_images * image, 4), tap, slice_, weights
     )
 
 

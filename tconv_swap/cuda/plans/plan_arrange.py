@@ -11,6 +11,7 @@ import torch
 from tconv_swap.cuda.plans import plan_grad_input, plan_grad_input_boxes, plan_grad_weight_boxes
 from tconv_swap.cuda.plans.arrangement import Matrices, activation, add_up_sums, arrange, sums_bytes
 from tconv_swap.cuda.plans.grad_input_layout import as_convolution
+from tconv_swap.cuda.plans.room import Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -134,18 +135,12 @@ def arranged_grad_weight(problem: Problem, device: Device) -> Piece | None:
 def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:
     """What the pieces read is arranged once, the bias's gradient comes with grad_output's arranging."""
     tensors = tensors_of(problem)
-    taken = 0
-
-    def take(size: int) -> Argument:
-        nonlocal taken
-        begin, taken = taken, taken + -(-size // 256) * 256
-        return workspace(begin)
-
-    sums = take(sums_bytes(tensors[GRAD_OUTPUT], device)).value if wants_bias else None
+    room = Room()
+    sums = room.take(sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
     launches: list[Launch] = []
     places: dict[Argument, Argument] = {}
     for index in sorted({index for piece in pieces for index in piece.arranged}):
-        places[input_(index)] = place = take(tensors[index].bytes)
+        places[input_(index)] = place = workspace(room.take(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
         launches.append(arrange(tensors[index], input_(index), place, device, with_sums))
     launches[0] = replace(launches[0], overlaps_previous=False)
@@ -153,10 +148,13 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
     if sums is not None:
         launches.append(add_up_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
         outputs.append(Output((problem.geometry.out_channels,)))
-    results = [take(piece.turned.bytes) if piece.turned else output(i) for i, piece in enumerate(pieces)]
+    results = [
+        workspace(room.take(piece.turned.bytes)) if piece.turned else output(i)
+        for i, piece in enumerate(pieces)
+    ]
     for index, (piece, result) in enumerate(zip(pieces, results, strict=True)):
         arranged = {input_(i): places[input_(i)] for i in piece.arranged}
-        launches += _placed(piece.part, arranged, result, taken)
+        launches += _placed(piece.part, arranged, result, room.bytes)
         if piece.turned is not None:
             back = arrange(piece.turned, result, output(index), device)
             launches.append(replace(back, overlaps_previous=False))
@@ -165,7 +163,7 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
         "; ".join(("by way of channels_last", *(piece.part.why for piece in pieces))),
         tuple(outputs),
         tuple(launches),
-        taken + max(piece.part.workspace_bytes for piece in pieces),
+        room.bytes + max(piece.part.workspace_bytes for piece in pieces),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans import plan_narrow
 from tconv_swap.cuda.plans.cells_cost import microseconds
 from tconv_swap.cuda.plans.cells_tile import (
@@ -18,7 +19,7 @@ from tconv_swap.cuda.plans.cells_tile import (
     shared_bytes,
     stores_directly,
 )
-from tconv_swap.cuda.plans.narrow_tile import axes, ceil_div
+from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.cuda.plans.plan_narrow import NOMINAL_BATCHES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -35,7 +36,6 @@ from tconv_swap.cuda.program import (
 )
 from tconv_swap.geometry import Geometry
 
-INT32_LIMIT = 2**31
 _PACK_THREADS = 256
 #: The values are shared with csrc/kernels/mma.cuh.
 _PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
@@ -191,7 +191,7 @@ def _blocks(problem: Problem, tile: Tile, device: Device) -> int:
         return 0
     room = min(SHARED_BYTES, device.shared_memory_per_block + RESERVED_BYTES)
     # Registers are handed out by eights.
-    return min(room // (shared + RESERVED_BYTES), REGISTERS // (32 * tile.warps * ceil_div(needed, 8) * 8))
+    return min(room // (shared + RESERVED_BYTES), REGISTERS // (32 * tile.warps * round_up(needed, 8)))
 
 
 def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:

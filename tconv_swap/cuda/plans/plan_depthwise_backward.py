@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -27,7 +29,6 @@ from tconv_swap.geometry import Geometry
 FAMILY = "depthwise"
 WHY = "depthwise: every gradient from one pass over grad_output"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INT32_MAX = 2**31 - 1
 #: Bytes that one access of a thread moves at most.
 WIDEST_ACCESS = 16
 #: Taps times channels whose weights and sums a thread keeps in registers, and words of grad_output that it asks for.
@@ -48,7 +49,6 @@ NOMINAL_BATCHES = tuple(1 << n for n in range(7))
 #: Partial sums of grad_weight, in bytes for each byte of grad_output and input: more, and they take their time.
 MOST_PARTIAL = 1 / 4
 SHARED_BYTES = 96 << 10
-WORKSPACE_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,6 @@ class Walk:
         return 4 * max(gathered if mask[0] and self.phases > 1 else 0, reduced)
 
 
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def lags(geometry: Geometry) -> int:
     """Rows of the input that a step's rows of grad_output meet."""
     return (geometry.kernel[0] - 1) * geometry.dilation[0] // geometry.stride[0] + 1
@@ -102,7 +98,7 @@ def columns(geometry: Geometry, own_w: int) -> int:
 def claims(problem: Problem) -> bool:
     """Whether a problem is the kernel's, if a thread can keep its taps."""
     g = problem.geometry
-    if problem.dtype not in DTYPES or g.batch == 0 or g.batch * g.height * g.width > INT32_MAX:
+    if problem.dtype not in DTYPES or g.batch == 0 or g.batch * g.height * g.width >= INT32_LIMIT:
         return False
     return g.groups == g.in_channels == g.out_channels
 
@@ -228,7 +224,7 @@ def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], 
     repeat = _repeat(problem, walk, turns, slice_bytes) if wants_weight or wants_bias else 1
     slices = ceil_div(turns, repeat)
     split = slices > 1
-    bias_at = ceil_div(4 * slices * count, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT if wants_weight else 0
+    bias_at = round_up(4 * slices * count, WORKSPACE_ALIGNMENT) if wants_weight else 0
     weight_index, bias_index = int(wants_input), int(wants_input) + int(wants_weight)
 
     def place(wanted: bool, index: int, at: int) -> Argument:
@@ -272,7 +268,7 @@ def _constants(
     largest = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Index", "int" if largest <= INT32_MAX else "long long"),
+        ("Index", "int" if largest < INT32_LIMIT else "long long"),
         *g.constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),

@@ -9,7 +9,7 @@ from itertools import pairwise, product
 
 import torch
 
-from tconv_swap.cuda.plans.narrow_tile import ceil_div
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -34,7 +34,6 @@ _KINDS = {
     torch.bfloat16: ElementKind.BFLOAT16,
     torch.float32: ElementKind.FLOAT32,
 }
-INT32_LIMIT = 2**31
 #: Input channels: fewer leave most of a multiply of 16 empty, more are not brought by one box.
 CHANNELS = (8, 256)
 #: Products of a pixel that a thread's registers hold, and the fewest that are worth it.
@@ -116,7 +115,7 @@ def warps(tile: Tile) -> int:
 
 def _columns(geometry: Geometry) -> int:
     """Of the product, padded."""
-    return max(16, ceil_div(products(geometry), 8) * 8)
+    return max(16, round_up(products(geometry), 8))
 
 
 def _cell_rows(geometry: Geometry) -> int:
@@ -127,11 +126,11 @@ def _cell_rows(geometry: Geometry) -> int:
 def _box(problem: Problem, tile: Tile) -> tuple[int, int]:
     """(bytes of a line of a box, elements of all channels of a pixel), as fold_input.cuh has them."""
     item = problem.dtype.itemsize
-    k = ceil_div(problem.geometry.in_channels, 16) * 16
+    k = round_up(problem.geometry.in_channels, 16)
     if not problem.channels_last:
         return tile.panel_pixels * item, k
     line = next((power for power in (32, 64) if k * item <= power), 128)
-    return line, ceil_div(k * item, line) * line // item
+    return line, round_up(k * item, line) // item
 
 
 def _parts(problem: Problem) -> int:
@@ -164,17 +163,17 @@ def strips_of(problem: Problem, tile: Tile, device: Device) -> int:
 def shared_bytes(problem: Problem, tile: Tile) -> int:
     """As csrc/kernels/forward_fold.cu lays it out; it asserts that they agree."""
     geometry, item = problem.geometry, problem.dtype.itemsize
-    m, k = products(geometry), ceil_div(geometry.in_channels, 16) * 16
+    m, k = products(geometry), round_up(geometry.in_channels, 16)
     stage = _box(problem, tile)[1] * tile.columns * tile.step_rows * item
     weights = _parts(problem) * k * _columns(geometry) * 2
     left = right = 0
     if geometry.width <= tile.columns:
         stride, padding = geometry.stride[1], geometry.padding[1]
-        left = max(0, ceil_div(_reach(geometry, 1) - 1 - padding // stride, 2) * 2)
+        left = max(0, round_up(_reach(geometry, 1) - 1 - padding // stride, 2))
         groups, _ = _tile_groups(problem, tile)
         last = groups * ceil_div(4, item * stride) + (padding - 1) // stride
         right = max(0, last - tile.columns + 1)
-    pitch = ceil_div(left + tile.columns + right - 4, 16) * 16 + 4
+    pitch = round_up(left + tile.columns + right - 4, 16) + 4
     return tile.stages * (stage + 8) + weights + tile.buffers * tile.step_rows * m * pitch * 4
 
 

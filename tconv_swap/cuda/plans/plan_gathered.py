@@ -8,17 +8,17 @@ from itertools import product
 
 import torch
 
-from tconv_swap.cuda.plans.gather_tile import ceil_div
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.narrow_gradients import (
     BIAS_CHANNELS,
     IEEE,
     LONGEST_CHAIN,
     NARROW_CHANNELS,
     TF32_CHANNELS,
-    WORKSPACE_ALIGNMENT,
     overlapping,
 )
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -51,7 +51,6 @@ FEWEST_CHANNELS, FEWEST_PIXELS = 40, 64
 #: In 16 bits: pixels of an image that tiles of 128 cut well, and taps from which the sums are many.
 LARGE_IMAGE, MANY_SUMS = 512, 64
 RESERVED_BYTES = 1024
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +121,9 @@ def claims(problem: Problem, device: Device) -> bool:
         and geometry.out_channels * geometry.taps <= MOST_TAPS
         and max(geometry.kernel) <= MOST_KERNEL
         and run * item % 16 == 0
-        and geometry.in_channels * image <= INT32_MAX
-        and geometry.out_channels * geometry.out_height * geometry.out_width <= INT32_MAX
-        and geometry.batch * ceil_div(image, 32) <= INT32_MAX // 2
+        and geometry.in_channels * image < INT32_LIMIT
+        and geometry.out_channels * geometry.out_height * geometry.out_width < INT32_LIMIT
+        and geometry.batch * ceil_div(image, 32) < INT32_LIMIT // 2
     )
 
 
@@ -245,7 +244,7 @@ def build(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     slices = min(runs, max(blocks, ceil_div(runs, most)))
     count = geometry.in_channels * geometry.out_channels * geometry.taps
     slices = max(1, min(slices, WORKSPACE_LIMIT_BYTES // (4 * (count + 2 * geometry.out_channels)) - 1))
-    bias_at = ceil_div(4 * count * slices, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    bias_at = round_up(4 * count * slices, WORKSPACE_ALIGNMENT)
     shared = shared_bytes(problem, tile)
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -92,9 +93,11 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
     geometry = problem.geometry
     tile = _tile(geometry.out_channels_per_group)
     phases = geometry.stride[0] * geometry.stride[1]
-    cells = -(-geometry.out_height // geometry.stride[0]) * -(-geometry.out_width // geometry.stride[1])
-    tiles_m = -(-geometry.batch * cells // tile.m)
-    tiles_n = -(-geometry.out_channels_per_group // tile.n)
+    cells = ceil_div(geometry.out_height, geometry.stride[0]) * ceil_div(
+        geometry.out_width, geometry.stride[1]
+    )
+    tiles_m = ceil_div(geometry.batch * cells, tile.m)
+    tiles_n = ceil_div(geometry.out_channels_per_group, tile.n)
     kernel = Kernel(
         "general_forward.cu",
         "general_forward",
@@ -124,8 +127,8 @@ def plan_grad_input(problem: Problem) -> Part:
     if geometry.batch == 0:
         return Part("general", _WHY, ())
     tile = _tile(geometry.in_channels_per_group)
-    tiles_m = -(-geometry.batch * geometry.height * geometry.width // tile.m)
-    tiles_n = -(-geometry.in_channels_per_group // tile.n)
+    tiles_m = ceil_div(geometry.batch * geometry.height * geometry.width, tile.m)
+    tiles_n = ceil_div(geometry.in_channels_per_group, tile.n)
     kernel = Kernel("general_grad_input.cu", "general_grad_input", (*_common(problem), *tile.constants))
     launch = Launch(
         kernel,
@@ -139,10 +142,10 @@ def plan_grad_input(problem: Problem) -> Part:
 def _split(length: int, blocks: int, least: int, slice_bytes: int, multiprocessors: int) -> tuple[int, int]:
     """How many slices a sum of ``length`` terms is cut into when one slice fills ``blocks`` blocks, and the
     length of a slice: enough to fill the chip, none shorter than ``least``, within the workspace limit."""
-    wanted = -(-multiprocessors * BLOCKS_PER_MULTIPROCESSOR // blocks)
+    wanted = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, blocks)
     slices = max(1, min(wanted, length // least, WORKSPACE_LIMIT_BYTES // slice_bytes))
-    per_slice = max(1, -(-length // slices))
-    return max(1, -(-length // per_slice)), per_slice
+    per_slice = max(1, ceil_div(length, slices))
+    return max(1, ceil_div(length, per_slice)), per_slice
 
 
 def _sum_bytes(dtype: torch.dtype) -> int:
@@ -168,7 +171,7 @@ def reduce_slices(
     )
     return Launch(
         kernel,
-        grid=-(-count * lanes // REDUCE_THREADS),
+        grid=ceil_div(count * lanes, REDUCE_THREADS),
         block=REDUCE_THREADS,
         arguments=(workspace(offset), output(index), int64(count), int64(slices)),
         overlaps_previous=overlaps_previous,
@@ -183,7 +186,7 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
     geometry, dtype = problem.geometry, problem.dtype
     columns = geometry.taps * geometry.out_channels_per_group
     tile = _tile(columns)
-    blocks = -(-geometry.in_channels_per_group // tile.m) * -(-columns // tile.n) * geometry.groups
+    blocks = ceil_div(geometry.in_channels_per_group, tile.m) * ceil_div(columns, tile.n) * geometry.groups
     count = geometry.in_channels * columns
     pixels = geometry.batch * geometry.height * geometry.width
     slices, per_slice = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
@@ -204,7 +207,7 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     geometry, dtype = problem.geometry, problem.dtype
     threads = 256
     channels = geometry.out_channels
-    blocks = -(-channels // 32) if problem.channels_last else channels
+    blocks = ceil_div(channels, 32) if problem.channels_last else channels
     positions = geometry.batch * geometry.out_height * geometry.out_width
     slices, per_slice = _split(
         positions, blocks, 4 * threads, 2 * channels * _sum_bytes(dtype), device.multiprocessors

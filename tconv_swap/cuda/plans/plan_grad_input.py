@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice, product, zip_longest
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans import (
     plan_grad_input_boxes,
     plan_grad_input_unfolded,
@@ -163,8 +164,8 @@ def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
 
     def fits(tile: Tile) -> bool:
         # Offsets from a tile's first image are counted in 32 bits.
-        images = 1 + -(-tile.cols // (cells_h * cells_w)) if problem.flat else tile.images
-        if images * image_bytes >= plan_tile.INT32_LIMIT:
+        images = 1 + ceil_div(tile.cols, cells_h * cells_w) if problem.flat else tile.images
+        if images * image_bytes >= INT32_LIMIT:
             return False
         if tile.wgmma and fill_registers(problem, tile, 1) > _fill_room(problem, tile):
             return False
@@ -223,7 +224,7 @@ def _fill_ahead(problem: StridedProblem, tile: Tile) -> int:
 def _split(problem: StridedProblem, tile: Tile, multiprocessors: int) -> Tile:
     """The same tile, with the sum over channels split over several blocks when there are few tiles."""
     geometry = problem.geometry
-    chunks, blocks = -(-problem.words // tile.chunk_words), block_count(problem, tile)
+    chunks, blocks = ceil_div(problem.words, tile.chunk_words), block_count(problem, tile)
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     most, splits = min(chunks, WORKSPACE_LIMIT_BYTES // (4 * count)), 1
     if 4 * blocks < 3 * multiprocessors:
@@ -292,7 +293,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
 
 
 def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
-    tiles_of_channels = -(-problem.geometry.out_channels_per_group // 16)
+    tiles_of_channels = ceil_div(problem.geometry.out_channels_per_group, 16)
     # 32 fragments of sums are 128 registers; three products want some for themselves.
     ieee = problem.precision == "IEEE"
     budget = 16 if ieee else 32

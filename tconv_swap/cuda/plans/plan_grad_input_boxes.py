@@ -7,6 +7,7 @@ from itertools import islice
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans import boxes_tile, plan_tile
 from tconv_swap.cuda.plans.boxes_tile import BoxTile
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
@@ -40,7 +41,6 @@ ELEMENT_KINDS = {
     "BF16": ElementKind.BFLOAT16,
 }
 _ALIGNMENT = 16
-_INT32_LIMIT = 2**31
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
@@ -61,7 +61,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     return (
         max(problem.step) <= boxes_tile.MOST_STEP
         and geometry.taps <= MOST_TAPS
-        and max(pixels, geometry.batch * problem.cells[0] * problem.cells[1]) < _INT32_LIMIT
+        and max(pixels, geometry.batch * problem.cells[0] * problem.cells[1]) < INT32_LIMIT
     )
 
 

@@ -8,11 +8,13 @@ from itertools import islice
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, round_up
 from tconv_swap.cuda.plans import plan_tile, unfolded_tile
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
+from tconv_swap.cuda.plans.part_phases import part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.plan_grad_input_boxes import ELEMENT_KINDS
-from tconv_swap.cuda.plans.plan_grad_weight_rows import unparted
+from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.plans.unfolded_tile import UnfoldedTile
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
@@ -37,8 +39,6 @@ LEAST_CHANNELS = 32
 MOST_PADDED_BYTES = 1 << 30
 #: Multiply-adds for each element of grad_output from which making that copy pays.
 LEAST_MACS_PER_PADDED = 768
-_PAD_THREADS = 256
-_INT32_LIMIT = 2**31
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
@@ -56,7 +56,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MOST_PADDED_BYTES):
         return False
     pixels = geometry.batch * max(geometry.height * geometry.width, problem.cells[0] * problem.cells[1])
-    return pixels < _INT32_LIMIT and geometry.batch * geometry.in_channels < _INT32_LIMIT
+    return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
 
 
 def aligned(problem: StridedProblem) -> bool:
@@ -88,7 +88,7 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
     works = unfolded_tile.work_count(problem, tile)
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     split = tile.splits > 1
-    partial_bytes = -(-4 * count * tile.splits // 256) * 256 if split else 0
+    partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
     grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)
     _, tiles_h, tiles_w = unfolded_tile.tile_counts(problem, tile)
     shared = unfolded_tile.shared_bytes(problem, tile)
@@ -137,7 +137,7 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
     )
     launches = [main]
     if not aligned(problem):
-        launches = [_pad_rows(problem, grad_output), replace(main, overlaps_previous=True)]
+        launches = [_pad_rows(problem, partial_bytes), replace(main, overlaps_previous=True)]
     if split:
         launches.append(plan_tile.reduce_launch(problem, tile.splits, 0, count))
     return Part(
@@ -150,7 +150,7 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
 
 def _padded_width(problem: StridedProblem) -> int:
     align = unfolded_tile.ALIGNMENT // problem.item
-    return -(-problem.geometry.width // align) * align
+    return round_up(problem.geometry.width, align)
 
 
 def _padded_bytes(problem: StridedProblem) -> int:
@@ -158,35 +158,13 @@ def _padded_bytes(problem: StridedProblem) -> int:
     return geometry.batch * geometry.in_channels * geometry.height * _padded_width(problem) * problem.item
 
 
-def _pad_rows(problem: StridedProblem, to: Argument) -> Launch:
+def _pad_rows(problem: StridedProblem, to: int) -> Launch:
     """grad_output (float32) with rows that the copy engine can read: one phase of all, in lines that are longer."""
-    geometry = problem.geometry
-    width = _padded_width(problem)
-    lines = geometry.batch * geometry.in_channels
-    positions = geometry.height * width
-    segment = min(-(-positions // 32) * 32, 1024)
-    kernel = Kernel(
-        "part_phases.cu",
-        "part_phases",
-        (
-            ("CHANNELS", geometry.in_channels),
-            ("SOURCE_H", geometry.height),
-            ("SOURCE_W", geometry.width),
-            ("CELL_ROWS", geometry.height),
-            ("CELL_COLS", width),
-            ("CHANNEL_PITCH", positions),
-            *unparted(geometry.height),
-            ("SEGMENT", segment),
-            ("WITH_BIAS", False),
-            ("THREADS", _PAD_THREADS),
-        ),
-    )
-    return Launch(
-        kernel,
-        grid=-(-lines * -(-positions // segment) // (_PAD_THREADS // 32)),
-        block=_PAD_THREADS,
-        arguments=(input_(0), to, workspace(0), int64(geometry.batch)),
-    )
+    g = problem.geometry
+    planes = planes_of(1, g.in_channels, (g.height, _padded_width(problem)))
+    segment = min(round_up(planes.pitch, 32), 1024)
+    size = (g.height, g.width)
+    return part_phases(g.batch, input_(0), to, planes, size, unparted(g.height), segment=segment)
 
 
 def _grad_output_map(problem: StridedProblem, tile: UnfoldedTile, base: Argument) -> TensorMap:

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans import (
     plan_grad_weight_boxes,
     plan_grad_weight_direct,
@@ -24,8 +25,6 @@ from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks, slice_bytes,
 from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
 from tconv_swap.cuda.plans.grad_weight_tile import (
     Tile,
-    ceil_div,
-    is_ieee,
     item_bytes,
     pixel_tiles,
     shared_bytes,
@@ -48,7 +47,6 @@ from tconv_swap.cuda.program import (
 )
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-INT32_LIMIT = 2**31
 #: Of a group, from which tiles with pixels along lines are filled; the least work they were measured to be faster at.
 MANY_CHANNELS = 64
 LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
@@ -209,7 +207,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     g = problem.geometry
     into, out = windows(problem, tile)
     slices = slices_of(problem, tile, device)
-    ieee = is_ieee(problem)
+    ieee = problem.is_ieee
     precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if ieee else 0)
     step = step_pixels(problem)
     multiplies = tile.pixels // step // tile.warps[3]

@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans.grad_weight_boxes import (
     ASKING_THREADS,
     BIAS_THREADS,
@@ -21,7 +22,7 @@ from tconv_swap.cuda.plans.grad_weight_boxes import (
     slice_bytes,
 )
 from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
-from tconv_swap.cuda.plans.grad_weight_tile import ceil_div, pixel_tiles, tap_blocks, weight_tiles
+from tconv_swap.cuda.plans.grad_weight_tile import pixel_tiles, tap_blocks, weight_tiles
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -46,7 +47,6 @@ _ALIGNMENT = 16
 _LEAST_IN, _LEAST_OUT = 33, 17
 #: In, where the kernel leaves gaps: memory bounds those (measured: faster).
 _LEAST_IN_WITH_GAPS = 32
-_INT32_LIMIT = 2**31
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
@@ -69,7 +69,7 @@ def claims(problem: Problem, device: Device) -> bool:
     least_in = _LEAST_IN_WITH_GAPS if has_gaps(problem) else _LEAST_IN
     if g.in_channels_per_group < least_in or g.out_channels_per_group < _LEAST_OUT:
         return False
-    return 0 < g.batch < _INT32_LIMIT and max(g.out_height, g.out_width) < _INT32_LIMIT // 16
+    return 0 < g.batch < INT32_LIMIT and max(g.out_height, g.out_width) < INT32_LIMIT // 16
 
 
 def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:

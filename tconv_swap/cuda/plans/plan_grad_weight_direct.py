@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
+from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
     Tile,
     candidates,
@@ -14,16 +13,11 @@ from tconv_swap.cuda.plans.grad_weight_direct_tile import (
     taps_together,
     tiles_of,
 )
+from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.cuda.plans.part_phases import bias_rows_of, part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.plan_grad_weight_rows import (
-    Room,
-    bias_rows_of,
-    part_phases,
-    planes_of,
-    reduce,
-    unparted,
-)
+from tconv_swap.cuda.plans.room import Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -41,24 +35,18 @@ from tconv_swap.cuda.program import (
 from tconv_swap.geometry import Geometry
 
 _FAMILY = "weight rows"
-#: Stages and the coordinates of boxes are counted in 32 bits.
-_INT32_LIMIT = 2**31
 
 
-def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
-    the bias. None for what this family does not claim.
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first.
+
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. Empty for what this family does not claim.
 
     Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
     multiple of 16 bytes; at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the
     bias 8 bytes for each slice, row of a stride and output channel, or segment of a copied image.
     """
-    parts = part_candidates(problem, device, with_bias, count=1)
-    return parts[0] if parts else None
-
-
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
     g = problem.geometry
     tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
     return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
@@ -75,13 +63,13 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernel can do it, if there is a tile."""
     g = problem.geometry
-    if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
+    if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     if problem.channels_last or g.batch == 0:
         return False
     image = max(g.in_channels * g.height * (g.width + 64), g.out_channels * g.out_height * (g.out_width + 3))
     pixels = g.batch * g.height * (g.width + 64)
-    return 4 * image < _INT32_LIMIT and pixels < _INT32_LIMIT and weight_bytes(g) < _INT32_LIMIT
+    return 4 * image < INT32_LIMIT and pixels < INT32_LIMIT and weight_bytes(g) < INT32_LIMIT
 
 
 def _adds_all_of_grad_output(geometry: Geometry) -> bool:
@@ -106,22 +94,20 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     if not lies_as_lines(g, pixels):
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
-        launches.append(
-            part_phases(problem, input_(1), in_at, into, (g.height, g.width), unparted(g.height), None)
-        )
+        launches.append(part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), unparted(g.height)))
     # Copied, grad_output is added up on the way.
     out = planes_of(1, g.out_channels, (g.out_height, out_line(g)))
     out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
     copies_output = out_line(g) != g.out_width
     if copies_output:
         out_at = room.take(out.bytes(g.batch))
-        out_base, bias_rows = workspace(out_at), bias_rows_of(problem, out)
+        out_base, bias_rows = workspace(out_at), bias_rows_of(g.batch, out)
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     if copies_output:
         size = (g.out_height, g.out_width)
         launches.append(
             part_phases(
-                problem, input_(0), out_at, out, size, unparted(g.out_height), bias_at if with_bias else None
+                g.batch, input_(0), out_at, out, size, unparted(g.out_height), bias_at if with_bias else None
             )
         )
     adds_bias = with_bias and not copies_output

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-import torch
-
+from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
     BOX,
     STEP_LIMIT,
@@ -15,10 +14,11 @@ from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
     rows_follow,
     tiles_of,
 )
+from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.plan_grad_weight_rows import Room, reduce
 from tconv_swap.cuda.plans.plan_grad_weight_turned import reads_all_of_grad_output
+from tconv_swap.cuda.plans.room import Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -36,23 +36,17 @@ from tconv_swap.cuda.program import (
 from tconv_swap.geometry import Geometry
 
 _FAMILY = "weight rows"
-#: Coordinates of boxes and stages are counted in 32 bits.
-_INT32_LIMIT = 2**31
 
 
-def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
-    the bias. None for what this family does not claim.
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first.
+
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. Empty for what this family does not claim.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for
     each slice, offset in a stride and output channel.
     """
-    parts = part_candidates(problem, device, with_bias, count=1)
-    return parts[0] if parts else None
-
-
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
     g = problem.geometry
     tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
     return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
@@ -69,13 +63,13 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernel can do it, if there is a tile."""
     g = problem.geometry
-    if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
+    if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     # A pixel's channels, and those of a group, begin at multiples of 16 bytes.
     if (g.in_channels_per_group | g.out_channels_per_group) % 4 or max(g.stride) > STEP_LIMIT:
         return False
     pixels = max(g.height * (g.width + BOX), g.out_height * g.out_width) * g.batch
-    return problem.channels_last and 0 < pixels < _INT32_LIMIT
+    return problem.channels_last and 0 < pixels < INT32_LIMIT
 
 
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import gcd
 
-import torch
-
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     EXTRA_BYTES,
     Lines,
     Tile,
     blocks_of,
     candidates,
-    ceil_div,
     expected_clocks,
     lines_of,
     weight_bytes,
 )
+from tconv_swap.cuda.plans.part_phases import bias_rows_of, part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import reduce_slices
+from tconv_swap.cuda.plans.room import Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
-    ELEMENT_TYPES,
-    Argument,
     Constant,
     ElementKind,
     Kernel,
     Launch,
     Part,
-    TensorMap,
     input_,
     int64,
     output,
@@ -39,31 +36,21 @@ from tconv_swap.geometry import Geometry, Pair
 
 _FAMILY = "weight rows"
 _THREADS = 384
-_PART_THREADS = 256
-_REDUCE_THREADS = 256
 _MOST_STAGES_IN_RING = 6
-#: Of a pass that parts a tensor, for the whole chip to be busy.
-_ENOUGH_WARPS = 8192
-#: Offsets within an image, and coordinates of boxes, are counted in 32 bits.
-_INT32_LIMIT = 2**31
 #: Planes that one thread makes.
 _MOST_PLANES = 36
 
 
-def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
-    the bias. None for what this family does not claim.
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first.
+
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. Empty for what this family does not claim.
 
     Workspace: a copy of grad_output for every column of taps in a stride (and row, where rows are unfolded), one of
     the input where it does not lie as lines of pixels already, and at most 64 MiB of partial sums, or one copy of the
     gradient if that is more.
     """
-    parts = part_candidates(problem, device, with_bias, count=1)
-    return parts[0] if parts else None
-
-
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _reads_all_of_grad_output(g)):
         return []
@@ -76,7 +63,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernels can do it."""
     g = problem.geometry
-    if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
+    if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     if problem.channels_last or g.batch == 0:
         return False
@@ -88,11 +75,11 @@ def claims(problem: Problem, device: Device) -> bool:
     line = (ceil_div(g.out_height, g.stride[0]) + lines.lead) * g.width
     if (
         max(image, g.out_channels * line, (lines.lead + g.kernel[0] * g.dilation[0]) * g.width) * 4
-        >= _INT32_LIMIT
+        >= INT32_LIMIT
     ):
         return False
     pixels = g.batch * g.height * g.width
-    return pixels * g.taps < _INT32_LIMIT
+    return pixels * g.taps < INT32_LIMIT
 
 
 def _phases(geometry: Geometry, lines: Lines) -> Pair:
@@ -114,35 +101,6 @@ def _reads_all_of_grad_output(geometry: Geometry) -> bool:
     return all_cols and {offset % g.stride[0] for offset in offsets[0]} == set(range(g.stride[0]))
 
 
-@dataclass(frozen=True, slots=True)
-class Planes:
-    """A tensor of lines of pixels, [plane][n][channel][cell row][cell column]; ``pitch``: floats of a line."""
-
-    planes: int
-    channels: int
-    cells: Pair
-    pitch: int
-
-    def bytes(self, batch: int) -> int:
-        return 4 * self.planes * batch * self.channels * self.pitch
-
-    def map(self, base: Argument, box: int, rows: int, batch: int, element: ElementKind) -> TensorMap:
-        """``box``: pixels, ``rows``: channels that a box brings."""
-        return TensorMap(
-            base,
-            element,
-            sizes=(self.cells[0] * self.cells[1], self.channels, self.planes * batch),
-            strides=(4 * self.pitch, 4 * self.channels * self.pitch),
-            box=(box, rows, 1),
-            steps=(1, 1, 1),
-            swizzle_bytes=4 * box,
-        )
-
-
-def planes_of(planes: int, channels: int, cells: Pair) -> Planes:
-    return Planes(planes, channels, cells, ceil_div(cells[0] * cells[1], 4) * 4)
-
-
 def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, with_bias: bool) -> Part:
     """The plan that computes the problem with this tile."""
     g = problem.geometry
@@ -153,16 +111,14 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     lies_as_lines = into.pitch == g.height * g.width
     room = Room()
     out_at = room.take(out.bytes(g.batch))
-    bias_rows = bias_rows_of(problem, out)
+    bias_rows = bias_rows_of(g.batch, out)
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
     if not lies_as_lines:
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
-        launches.append(
-            part_phases(problem, input_(1), in_at, into, (g.height, g.width), unparted(g.height), None)
-        )
+        launches.append(part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), unparted(g.height)))
     parting = (
         ("PIXELS_H", g.height),
         ("KERNEL_H", g.kernel[0]),
@@ -179,7 +135,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
-        part_phases(problem, input_(0), out_at, out, out_size, parting, bias_at if with_bias else None)
+        part_phases(g.batch, input_(0), out_at, out, out_size, parting, bias_at if with_bias else None)
     )
     direct = tile.slices == 1 and problem.weight_channels_last
     partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
@@ -224,111 +180,3 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     if with_bias:
         launches.append(reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1))
     return Part(_FAMILY, f"wgmma, {tile}, boxes of {lines.box} pixels", tuple(launches), room.bytes)
-
-
-class Room:
-    """The workspace, dealt out."""
-
-    def __init__(self) -> None:
-        self.bytes = 0
-
-    def take(self, size: int) -> int:
-        at = self.bytes
-        self.bytes += ceil_div(size, 256) * 256
-        return at
-
-
-def unparted(height: int) -> tuple[tuple[str, Constant], ...]:
-    """How part_phases.cu leaves pixels where they are, of images of so many rows."""
-    return (
-        ("PIXELS_H", height),
-        ("ROW_PHASES", 1),
-        ("COL_PHASES", 1),
-        *((f"{name}_{axis}", 1) for name in ("STRIDE", "DILATION") for axis in "HW"),
-        ("KERNEL_H", 1),
-        ("PADDING_H", 0),
-        ("PADDING_W", 0),
-        ("UNFOLD_ROWS", False),
-        ("LEAD", 0),
-    )
-
-
-def _segment(problem: Problem, planes: Planes) -> int:
-    """Positions that a warp parts."""
-    positions = ceil_div(planes.cells[0] * planes.cells[1], 32) * 32
-    most = problem.geometry.batch * planes.channels * positions // _ENOUGH_WARPS
-    return min(positions, 1024 if most >= 1024 else 256)
-
-
-def bias_rows_of(problem: Problem, planes: Planes) -> int:
-    """What the parting leaves of each channel's sum: of every segment a sum, and what rounding left of it."""
-    segments = ceil_div(planes.cells[0] * planes.cells[1], _segment(problem, planes))
-    return 2 * problem.geometry.batch * segments
-
-
-def part_phases(
-    problem: Problem,
-    source: Argument,
-    to: int,
-    planes: Planes,
-    size: Pair,
-    parting: tuple[tuple[str, Constant], ...],
-    bias_at: int | None,
-) -> Launch:
-    """``size``: of the source, in pixels; ``bias_at``: where the sums of the segments go, in the workspace."""
-    batch = problem.geometry.batch
-    segment = _segment(problem, planes)
-    warps = batch * planes.channels * ceil_div(planes.cells[0] * planes.cells[1], segment)
-    kernel = Kernel(
-        "part_phases.cu",
-        "part_phases",
-        (
-            ("CHANNELS", planes.channels),
-            ("SOURCE_H", size[0]),
-            ("SOURCE_W", size[1]),
-            ("CELL_ROWS", planes.cells[0]),
-            ("CELL_COLS", planes.cells[1]),
-            ("CHANNEL_PITCH", planes.pitch),
-            *parting,
-            ("SEGMENT", segment),
-            ("WITH_BIAS", bias_at is not None),
-            ("THREADS", _PART_THREADS),
-        ),
-    )
-    return Launch(
-        kernel,
-        grid=ceil_div(warps, _PART_THREADS // 32),
-        block=_PART_THREADS,
-        arguments=(source, workspace(to), workspace(bias_at or 0), int64(batch)),
-    )
-
-
-def reduce(problem: Problem, slices: int, partial_at: int) -> Launch:
-    """The slices' sums, added up, in the order of the weight."""
-    g = problem.geometry
-    sharers = next(sharers for sharers in (1, 2, 4, 8) if slices <= 4 * sharers or sharers == 8)
-    columns = max(32, min(256, 2048 // g.taps // 32 * 32))
-    columns = min(columns, ceil_div(g.out_channels_per_group, 8) * 8)
-    if sharers == 1:
-        grid = g.in_channels * ceil_div(g.out_channels_per_group, columns)
-    else:
-        grid = ceil_div(weight_bytes(g) // 4 * sharers, _REDUCE_THREADS)
-    kernel = Kernel(
-        "grad_weight_rows_reduce.cu",
-        "grad_weight_rows_reduce",
-        (
-            ("Element", ELEMENT_TYPES[problem.dtype]),
-            *g.layer_constants,
-            ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-            ("SHARERS", sharers),
-            ("COLUMNS", columns),
-            ("THREADS", _REDUCE_THREADS),
-        ),
-    )
-    return Launch(
-        kernel,
-        grid=grid,
-        block=_REDUCE_THREADS,
-        arguments=(workspace(partial_at), output(0), int64(slices)),
-        overlaps_previous=True,
-    )

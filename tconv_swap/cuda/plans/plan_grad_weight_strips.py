@@ -8,6 +8,8 @@ from itertools import accumulate
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT
+from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import weight_bytes
 from tconv_swap.cuda.plans.grad_weight_strips_tile import (
     BOX_BYTES,
@@ -24,7 +26,6 @@ from tconv_swap.cuda.plans.grad_weight_strips_tile import (
     shared_bytes,
     tiles_of,
 )
-from tconv_swap.cuda.plans.plan_grad_weight_rows import reduce
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -50,8 +51,6 @@ _KINDS = {
 }
 #: As the kernel counts them.
 _PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-#: Pixels are counted in 32 bits.
-_INT32_LIMIT = 2**31
 
 
 def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
@@ -79,7 +78,7 @@ def claims(problem: Problem, device: Device) -> bool:
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype not in _KINDS:
         return False
-    if problem.dtype == torch.float32 and problem.precision != "tf32":
+    if problem.is_ieee:
         return False
     if g.batch == 0 or g.stride != (1, 1) or g.dilation != (1, 1):
         return False
@@ -94,7 +93,7 @@ def claims(problem: Problem, device: Device) -> bool:
     elif g.width % unit or (in_lines(problem) and (g.padding[1] > 0 or g.out_channels_per_group % planes)):
         return False
     pixels = max(g.height * g.width, g.out_height * g.out_width)
-    return max(pixels * planes, g.batch * (g.out_height + 8) * g.width) < _INT32_LIMIT
+    return max(pixels * planes, g.batch * (g.out_height + 8) * g.width) < INT32_LIMIT
 
 
 def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     EXTRA_BYTES,
     NOBODY,
@@ -11,12 +11,11 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     Tile,
     blocks_of,
     candidates,
-    ceil_div,
     expected_clocks,
     weight_bytes,
 )
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.plan_grad_weight_rows import Room, reduce
+from tconv_swap.cuda.plans.room import Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Kernel, Launch, Part, input_, int64, output, workspace
 from tconv_swap.geometry import Geometry
@@ -25,23 +24,17 @@ _FAMILY = "turned weight rows"
 _THREADS = 384
 _FILLING_WARPS = 4
 _MOST_STAGES_IN_RING = 6
-#: Pixels are counted in 32 bits.
-_INT32_LIMIT = 2**31
 
 
-def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input. Outputs: the gradient of the weight, and with ``with_bias`` that of the bias. None
-    for what this family does not claim.
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first.
+
+    Inputs: grad_output, input. Outputs: the gradient of the weight, and with ``with_bias`` that of the bias. Empty for
+    what this family does not claim.
 
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and 16 bytes for each slice,
     tap and output channel for the bias.
     """
-    parts = part_candidates(problem, device, with_bias, count=1)
-    return parts[0] if parts else None
-
-
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
         return []
@@ -56,10 +49,10 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernel can do it."""
     g = problem.geometry
-    if device.architecture != "sm_90a" or problem.dtype != torch.float32 or problem.precision != "tf32":
+    if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     pixels = max(g.height * g.width, g.out_height * g.out_width) * g.batch
-    return problem.channels_last and 0 < pixels < _INT32_LIMIT
+    return problem.channels_last and 0 < pixels < INT32_LIMIT
 
 
 def stages_of(geometry: Geometry) -> int:

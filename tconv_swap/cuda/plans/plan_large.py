@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from tconv_swap.cuda.plans.gather_tile import ceil_div
-from tconv_swap.cuda.plans.narrow_gradients import IEEE, MANY_TAPS, WORKSPACE_ALIGNMENT, overlapping
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.narrow_gradients import IEEE, MANY_TAPS, overlapping
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -35,7 +36,6 @@ LONGEST_CHAIN = 256
 MANY_TAPS_FLOAT32 = 2048
 #: Of a split.
 FEWEST_STEPS = 8
-INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def claims(problem: Problem, device: Device) -> bool:
         g.in_channels * g.out_channels * g.taps,
     )
     ieee = problem.dtype != torch.float32 or g.taps >= MANY_TAPS or problem.precision == "ieee"
-    return whole and g.in_channels <= MOST_CHANNELS and max(sizes) <= INT32_MAX and ieee
+    return whole and g.in_channels <= MOST_CHANNELS and max(sizes) < INT32_LIMIT and ieee
 
 
 def pays(problem: Problem) -> bool:
@@ -105,7 +105,7 @@ def partial_bytes(problem: Problem, shape: Shape) -> int:
     geometry = problem.geometry
     images = 4 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
     weights = 4 * geometry.in_channels * geometry.out_channels * geometry.taps
-    copies = ceil_div(images * shape.chunks, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    copies = round_up(images * shape.chunks, WORKSPACE_ALIGNMENT)
     return copies + (weights * shape.splits if shape.splits > 1 else 0)
 
 
@@ -150,7 +150,7 @@ def build(problem: Problem, shape: Shape, device: Device) -> Part:
     )
     inputs = g.batch * g.in_channels * g.height * g.width
     weights = g.in_channels * g.out_channels * g.taps
-    weights_at = ceil_div(4 * inputs * shape.chunks, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    weights_at = round_up(4 * inputs * shape.chunks, WORKSPACE_ALIGNMENT)
     split = shape.splits > 1
     launch = Launch(
         Kernel("gradients_large.cu", "gradients_large", constants),

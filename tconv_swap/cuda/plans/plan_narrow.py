@@ -8,6 +8,7 @@ from math import log2, sqrt
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans.narrow_cost import microseconds
 from tconv_swap.cuda.plans.narrow_tile import (
     MAX_SUMS,
@@ -16,7 +17,6 @@ from tconv_swap.cuda.plans.narrow_tile import (
     UNROLLED_MULTIPLY_ADDS,
     Tile,
     axes,
-    ceil_div,
     columns_of_tiles,
     input_loads,
     registers,
@@ -31,7 +31,6 @@ from tconv_swap.geometry import Geometry
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
-INT32_MAX = 2**31 - 1
 #: Above so many multiply-adds for each element moved or each output, FFMA bounds the time, and tensor cores are the
 #: tool ...
 MULTIPLY_ADDS_PER_ELEMENT = 84
@@ -91,7 +90,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
         return []
     plans = []
     for tile in rank(geometry, dtype, channels_last, device)[:count]:
-        if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) > INT32_MAX:
+        if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) >= INT32_LIMIT:
             continue
         time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, device.multiprocessors)
         channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
@@ -306,7 +305,7 @@ def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -
         "forward_narrow",
         (
             ("Element", ELEMENT_TYPES[problem.dtype]),
-            ("Index", "int" if image * tile.block_images <= INT32_MAX else "long long"),
+            ("Index", "int" if image * tile.block_images < INT32_LIMIT else "long long"),
             *geometry.constants,
             ("CHANNELS_LAST", channels_last),
             ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),

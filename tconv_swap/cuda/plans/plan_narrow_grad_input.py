@@ -8,9 +8,9 @@ from itertools import product
 
 import torch
 
+from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.plans.gather_tile import (
     GatherTile,
-    ceil_div,
     chunk_taps,
     chunks,
     laid_out,
@@ -28,13 +28,13 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     claims,
     common_constants,
     input_bytes,
-    is_ieee,
     loadable,
     loader_registers,
     nominal_problem,
     overlapping,
     powers,
     resident_blocks,
+    rounds_nothing,
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_INPUT, Multiplies, microseconds, work_of
@@ -162,7 +162,7 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             load = load_width(geometry, groups * chunk[0], problem.channels_last, element_bytes, asynchronous)
             for warps_p, store, n_tiles in product(powers(most_p), (1, 2), (2, 4, 8)):
-                if m_tiles * n_tiles > (8 if is_ieee(problem) else 16):
+                if m_tiles * n_tiles > (8 if rounds_nothing(problem) else 16):
                     continue
                 if warps_p * warps_m * groups < 4 and warps_p * 2 <= most_p:
                     continue
@@ -240,7 +240,7 @@ def _with_splits(
     if splits > 1 and input_bytes(geometry) * splits > WORKSPACE_LIMIT_BYTES:
         return None
     in_registers = here == 1 and splits == 1 and weight_rows == block_m
-    ieee = is_ieee(problem)
+    ieee = rounds_nothing(problem)
     # IEEE keeps two parts of each.
     weight_registers = k_steps * m_tiles * (8 if ieee else 4)
     in_registers = in_registers and weight_registers <= WEIGHT_REGISTERS * (2 / 3 if ieee else 1)

@@ -9,9 +9,9 @@ from math import gcd
 
 import torch
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.gather_tile import (
     GatherTile,
-    ceil_div,
     chunks,
     laid_out,
     load_width,
@@ -28,21 +28,21 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     REGISTER_MARGIN,
     REGISTERS,
     SHARED_BYTES,
-    WORKSPACE_ALIGNMENT,
     chunk_shapes,
     claims,
     common_constants,
-    is_ieee,
     loadable,
     loader_registers,
     nominal_problem,
     overlapping,
     powers,
     resident_blocks,
+    rounds_nothing,
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, int64, output, workspace
 from tconv_swap.geometry import Geometry
@@ -153,7 +153,7 @@ def build_grad_weight(
         ),
     )
     count = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
-    bias_at = ceil_div(4 * count * slices, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+    bias_at = round_up(4 * count * slices, WORKSPACE_ALIGNMENT)
     bias = output(1 if with_bias else 0)
     shared = tile.shared_bytes
     if with_bias:
@@ -220,7 +220,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
             continue
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
-            least_n = ceil_div(n_total, MOST_SUMS[is_ieee(problem)] // m_tiles)
+            least_n = ceil_div(n_total, MOST_SUMS[rounds_nothing(problem)] // m_tiles)
             load = load_width(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
             for warps_n, warps_k, tile_w, tile_h in product(
                 sorted({least_n, min(2 * least_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
@@ -260,11 +260,11 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     units = tile_h * tile_w // 16 // warps_k
                     depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
                     needed = (
-                        (70 if is_ieee(problem) else 45)
+                        (70 if rounds_nothing(problem) else 45)
                         + sums
                         + 8 * m_tiles
                         + words * depth
-                        + n_tiles * (7 if is_ieee(problem) else 3)
+                        + n_tiles * (7 if rounds_nothing(problem) else 3)
                         + loader_registers(problem, gather)
                     )
                     if shared > min(SHARED_BYTES, device.shared_memory_per_block) or needed > 250:
@@ -280,7 +280,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         warps_k,
                         vector,
                         depth,
-                        is_ieee(problem),
+                        rounds_nothing(problem),
                         needed,
                         shared,
                         passes,

@@ -8,7 +8,7 @@ from itertools import product
 
 import torch
 
-from tconv_swap.cuda.plans.narrow_tile import ceil_div
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -34,7 +34,6 @@ MOST_WARPS = 8
 MOST_IMAGES = 256
 #: Images x outputs.
 MODERATE_TILE = 64 * 64
-INT32_LIMIT = 2**31
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +79,7 @@ def _same_order(problem: Problem) -> bool:
 
 
 def _precision(problem: Problem) -> int:
-    tf32 = problem.dtype == torch.float32 and problem.precision == "tf32"
-    return _TF32 if tf32 else _PRECISIONS[problem.dtype]
+    return _TF32 if problem.is_tf32 else _PRECISIONS[problem.dtype]
 
 
 def _chunk(problem: Problem) -> int:
@@ -90,7 +88,7 @@ def _chunk(problem: Problem) -> int:
     step = 8 if _precision(problem) == _TF32 else 16
 
     def chunk(count: int) -> int:
-        return ceil_div(ceil_div(channels, count), step) * step
+        return round_up(ceil_div(channels, count), step)
 
     least, most = (ceil_div(channels * item, size) for size in reversed(CHUNK_BYTES))
     return chunk(min(range(least, most + 1), key=lambda count: (count * chunk(count), -count)))

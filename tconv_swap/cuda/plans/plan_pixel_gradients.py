@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.plan_general import reduce_slices
+from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -37,7 +39,6 @@ CLUSTERS = (4, 2, 1)
 _MOST_IMAGES = 512
 #: Bytes of which a row must be a multiple.
 _ALIGNMENT = 16
-_INT32_LIMIT = 2**31
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -46,7 +47,7 @@ def claims(problem: Problem, device: Device) -> bool:
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.dtype == torch.float64:
         return False
-    if problem.dtype == torch.float32 and problem.precision != "tf32":
+    if problem.is_ieee:
         return False
     one_product = (
         g.height == g.width == g.groups == 1
@@ -57,7 +58,7 @@ def claims(problem: Problem, device: Device) -> bool:
     same_order = problem.channels_last == problem.weight_channels_last or g.taps == 1
     whole = columns_of(g) * problem.dtype.itemsize % _ALIGNMENT == 0 and g.in_channels % 4 == 0
     return (
-        one_product and same_order and whole and 0 < g.batch <= _MOST_IMAGES and columns_of(g) < _INT32_LIMIT
+        one_product and same_order and whole and 0 < g.batch <= _MOST_IMAGES and columns_of(g) < INT32_LIMIT
     )
 
 
@@ -66,7 +67,7 @@ def columns_of(geometry: Geometry) -> int:
 
 
 def cluster_of(geometry: Geometry) -> int:
-    blocks = -(-columns_of(geometry) // COLUMNS)
+    blocks = ceil_div(columns_of(geometry), COLUMNS)
     return next(size for size in CLUSTERS if blocks % size == 0)
 
 
@@ -83,10 +84,10 @@ def plan_backward(
     g, item = problem.geometry, problem.dtype.itemsize
     wants_input, wants_weight, wants_bias = output_mask
     columns = columns_of(g)
-    blocks = -(-columns // COLUMNS)
+    blocks = ceil_div(columns, COLUMNS)
     cluster = cluster or cluster_of(g)
     sums = blocks // cluster if wants_input else 0
-    columns_at = -(-sums * g.batch * g.in_channels * 4 // 256) * 256
+    columns_at = round_up(sums * g.batch * g.in_channels * 4, WORKSPACE_ALIGNMENT)
     box_columns = 128 // item
     boxes = 2 * (COLUMNS // box_columns) + CHANNELS // box_columns
     shared = 2048 + boxes * _BOX_BYTES + (IMAGES * _SUMS_PITCH * 4 if wants_input else 0)
@@ -119,7 +120,7 @@ def plan_backward(
     launches = [
         Launch(
             kernel,
-            grid=blocks * -(-g.in_channels // CHANNELS),
+            grid=blocks * ceil_div(g.in_channels, CHANNELS),
             block=_THREADS,
             arguments=(
                 tensor_map(0),

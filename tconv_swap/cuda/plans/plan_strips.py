@@ -9,6 +9,7 @@ from math import gcd
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -47,13 +48,8 @@ _EXTRA_BYTES = 1024 + 16
 _MOST_SLOTS = 4
 #: Columns of a multiply that the kernel knows; sums of a thread. Three warpgroups were slower.
 _WIDTHS, _MOST_SUMS, _WARPGROUPS = (64, 96, 128, 192, 256), 96, (1, 2)
-_INT32_LIMIT = 2**31
 #: Clocks of a row of the input beside its multiplies.
 _ROW_CLOCKS = 400
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +138,7 @@ def claims(problem: TileProblem, device: Device) -> bool:
         if planes_of(problem) > 2 or g.in_channels % planes_of(problem):
             return False
     pixels = max(g.height * g.width, g.out_height * g.out_width)
-    return pixels < _INT32_LIMIT and g.batch * (g.out_height + 8) * (g.out_width + 8) < _INT32_LIMIT
+    return pixels < INT32_LIMIT and g.batch * (g.out_height + 8) * (g.out_width + 8) < INT32_LIMIT
 
 
 def _alignment(problem: TileProblem) -> int:
@@ -174,7 +170,7 @@ def pitch(problem: TileProblem, warpgroups: int) -> int:
     read = warpgroups * _PIXELS + g.kernel[1] - 1 + lead
     # float32: rows of four channels 8 words apart; 16 bits: of every other channel, which is the next in two planes.
     begin, period = (8, 32) if problem.item == 4 else (16, 32) if planes_of(problem) == 2 else (8, 16)
-    return ceil_div(read - begin, period) * period + begin
+    return round_up(read - begin, period) + begin
 
 
 def chunk_bytes(problem: TileProblem) -> int:
@@ -185,7 +181,7 @@ def chunk_bytes(problem: TileProblem) -> int:
 def _channels(problem: TileProblem) -> int:
     """Of the input, in whole chunks."""
     chunk = chunk_bytes(problem) // problem.item
-    return ceil_div(problem.geometry.in_channels, chunk) * chunk
+    return round_up(problem.geometry.in_channels, chunk)
 
 
 def _weight_bytes(problem: TileProblem, channels: int, stacked: bool) -> int:
@@ -197,7 +193,7 @@ def _weight_bytes(problem: TileProblem, channels: int, stacked: bool) -> int:
 def _row_bytes(problem: TileProblem, warpgroups: int) -> int:
     planes = planes_of(problem)
     plane = _channels(problem) // planes * pitch(problem, warpgroups) * problem.item
-    return planes * ceil_div(plane, 128) * 128
+    return planes * round_up(plane, 128)
 
 
 def shared_bytes(problem: TileProblem, tile: Tile) -> int:

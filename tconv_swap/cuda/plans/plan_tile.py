@@ -9,6 +9,7 @@ from itertools import islice, zip_longest
 
 import torch
 
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans import nchw_boxes
 from tconv_swap.cuda.plans.arrangement import activation, arrange
 from tconv_swap.cuda.plans.tile_choice import (
@@ -48,7 +49,6 @@ from tconv_swap.cuda.program import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _PACK_THREADS = 256
 _REDUCE_THREADS = 256
-INT32_LIMIT = 2**31
 #: Most columns of phases, and most groups of phases that a block each computes.
 MOST_PHASES = 8
 #: Most tiles of one block of forward_wgmma.cu.
@@ -141,16 +141,16 @@ def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
     if not tile.wgmma:
         return blocks
     room = multiprocessors * tile.blocks_per_multiprocessor
-    rounds = -(-blocks // (room * TURNS))
-    turns = -(-blocks // (room * rounds))
-    return -(-blocks // turns)
+    rounds = ceil_div(blocks, room * TURNS)
+    turns = ceil_div(blocks, room * rounds)
+    return ceil_div(blocks, turns)
 
 
 def pack_launch(problem: TileProblem, tile: Tile) -> tuple[Launch, int]:
     """The launch that packs the weight, input 1, at the beginning of the workspace, and how many bytes that takes."""
     geometry = problem.geometry
-    m_tiles = -(-geometry.out_channels_per_group // problem.block_channels(tile)) * tile.block_m // 16
-    steps = -(-problem.words // tile.chunk_words) * tile.chunk_words // STEP_WORDS
+    m_tiles = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile)) * tile.block_m // 16
+    steps = round_up(problem.words, tile.chunk_words) // STEP_WORDS
     packed_bytes = (
         m_tiles * geometry.groups * steps * sum(group_taps(problem)) * problem.parts * TAP_TILE_BYTES
     )
@@ -165,7 +165,7 @@ def pack_launch(problem: TileProblem, tile: Tile) -> tuple[Launch, int]:
                 ("THREADS", _PACK_THREADS),
             ),
         ),
-        grid=-(-packed_bytes // problem.parts // (16 * _PACK_THREADS)),
+        grid=ceil_div(packed_bytes // problem.parts, 16 * _PACK_THREADS),
         block=_PACK_THREADS,
         arguments=(input_(1), workspace(0)),
     )
@@ -212,7 +212,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     source = input_(0)
     if problem.arranged:
         given = activation(geometry.input_shape, problem.dtype)
-        source, used = workspace(used), used + -(-given.bytes // 16) * 16
+        source, used = workspace(used), used + round_up(given.bytes, 16)
         arranging = arrange(given, input_(0), source, device)
         launches.append(replace(arranging, overlaps_previous=bool(launches)))
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -370,7 +370,7 @@ def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) ->
     )
     return Launch(
         kernel,
-        grid=-(-count // (_REDUCE_THREADS * vector)),
+        grid=ceil_div(count, _REDUCE_THREADS * vector),
         block=_REDUCE_THREADS,
         arguments=(workspace(offset), input_(2), output(0), int64(count)),
         overlaps_previous=True,

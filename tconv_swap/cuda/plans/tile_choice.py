@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.tile_layout import (
     Tile,
     TileProblem,
@@ -102,7 +103,7 @@ def _stacked(problem: TileProblem) -> TileProblem:
 
 def _split(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
     """The same tile, with the sum over input channels split over several blocks when there are few tiles."""
-    chunks, blocks = -(-problem.words // tile.chunk_words), block_count(problem, tile)
+    chunks, blocks = ceil_div(problem.words, tile.chunk_words), block_count(problem, tile)
     splits = 1
     if 4 * blocks < 3 * multiprocessors:
         room = multiprocessors * tile.blocks_per_multiprocessor
@@ -199,10 +200,10 @@ def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
         rows, cols = 1, 16 * fragments
         pays = not problem.output_channels_last and width % 2 == 0 and (width < 16 or fragments == 7)
     else:
-        fragments = min(ROW_FRAGMENTS, key=lambda n: -(-width // (8 * n)) * n)
+        fragments = min(ROW_FRAGMENTS, key=lambda n: ceil_div(width, 8 * n) * n)
         rows, cols = 2, 8 * fragments
-        covered = -(-height // rows) * rows * -(-width // cols) * cols
-        others = -(-height // 8) * 8 * -(-width // 16) * 16
+        covered = round_up(height, rows) * round_up(width, cols)
+        others = round_up(height, 8) * round_up(width, 16)
         pays = 20 * covered <= 19 * others if problem.output_channels_last else covered <= others
     if fragments and pays:
         tile = Tile(4, 1, 1, rows, cols, 1, 1, fragments, 8, 2, 1, wgmma=True, boxes=True)
@@ -228,7 +229,7 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
     # As they lie, rows of a multiply are channels in their order, whose sums take longer to leave.
     boxed = weights_come_by_boxes(problem) and PACKING_PAYS * weights >= outputs
     blocks = block_count(problem, tile)
-    m_blocks = -(-out_channels // problem.block_channels(tile))
+    m_blocks = ceil_div(out_channels, problem.block_channels(tile))
     one_weight = m_blocks * geometry.groups * len(group_taps(problem)) == 1
     many_turns = blocks >= 2 * multiprocessors * tile.blocks_per_multiprocessor
     # Narrow maps come once for each shift: in longer rows, though fewer at a time.
@@ -266,7 +267,7 @@ def _turned_tiles(problem: TileProblem) -> Iterator[Tile]:
     elif phases > 1:
         # Whole rows of cells: their outputs leave in runs of 128 and more.
         arranged = arrange(problem, 1 << (32 // phases).bit_length() - 1, 2, 1)
-        covered = -(-problem.cells[1] // arranged[2]) * arranged[2]
+        covered = round_up(problem.cells[1], arranged[2])
         if not (narrow or problem.stack > 1) or arranged[5] < 8 or 10 * covered > 11 * problem.cells[1]:
             return
         fill_warps = 4 if narrow else 8
@@ -358,7 +359,7 @@ def _fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
     phases = problem.phases[0] * problem.phases[1]
 
     def covered(rows: int) -> int:
-        return -(-height // rows) * rows
+        return round_up(height, rows)
 
     if tile.warp_rows == tile.rows == 16 and height > 16:
         rows = min(range(15, 7, -1), key=covered)
@@ -374,7 +375,7 @@ def _fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
 
 def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
     phases = problem.phases[0] * problem.phases[1]
-    tiles_of_channels = -(-problem.geometry.out_channels_per_group // 16)
+    tiles_of_channels = ceil_div(problem.geometry.out_channels_per_group, 16)
     # 32 fragments of sums are 128 registers; three products want some for themselves.
     ieee = problem.precision == "IEEE"
     budget = 16 if ieee else 32

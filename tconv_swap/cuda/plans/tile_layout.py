@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.geometry import Geometry, Pair
 
 #: Threads of grad_input_wgmma.cu that bring the input.
@@ -124,7 +125,7 @@ class TileProblem:
     @property
     def words(self) -> int:
         """Words of k of one group: input channels, or pairs of them."""
-        return -(-self.geometry.in_channels_per_group * self.item // 4)
+        return ceil_div(self.geometry.in_channels_per_group * self.item, 4)
 
     @property
     def phases(self) -> Pair:
@@ -144,7 +145,7 @@ class TileProblem:
     def cells(self) -> Pair:
         geometry = self.geometry
         rows = self.stack if self.stack > 1 else geometry.stride[0]
-        return (-(-geometry.out_height // rows), -(-geometry.out_width // geometry.stride[1]))
+        return (ceil_div(geometry.out_height, rows), ceil_div(geometry.out_width, geometry.stride[1]))
 
     @property
     def cell_input_rows(self) -> int:
@@ -249,8 +250,12 @@ def weights_come_by_boxes(problem: TileProblem) -> bool:
 def block_count(problem: TileProblem, tile: Tile) -> int:
     geometry, (cells_h, cells_w) = problem.geometry, problem.cells
     if problem.flat:
-        tiles = -(-geometry.batch * cells_h * cells_w // tile.cols)
+        tiles = ceil_div(geometry.batch * cells_h * cells_w, tile.cols)
     else:
-        tiles = -(-geometry.batch // tile.images) * -(-cells_h // tile.rows) * -(-cells_w // tile.cols)
-    m_blocks = -(-geometry.out_channels_per_group // problem.block_channels(tile))
+        tiles = (
+            ceil_div(geometry.batch, tile.images)
+            * ceil_div(cells_h, tile.rows)
+            * ceil_div(cells_w, tile.cols)
+        )
+    m_blocks = ceil_div(geometry.out_channels_per_group, problem.block_channels(tile))
     return tiles * m_blocks * geometry.groups * len(group_taps(problem)) * tile.splits

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math as mathematics
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, group_taps
 
 #: Words of k of one multiply, and bytes of the packed weights of one tap for 16 channels and those words.
@@ -29,7 +30,7 @@ def power_dividing(n: int, most: int) -> int:
 
 def aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
     """The smallest multiple of ``of`` from ``start`` on that leaves ``rest`` modulo ``modulus``."""
-    n = -(-start // of) * of
+    n = round_up(start, of)
     while n % modulus != rest:
         n += of
     return n
@@ -54,7 +55,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     (least_h, most_h), (least_w, most_w) = problem.shifts
     lead = least_w % copy_pixels
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
-    halo_w = -(-(lead + tile.cols + most_w - least_w) // copy_pixels) * copy_pixels
+    halo_w = round_up(lead + tile.cols + most_w - least_w, copy_pixels)
     images, rows, cols = tile.fragment
     narrow = tile.wgmma and cols < 8
     row_pitch = aligned_to(halo_w, copy_pixels, 8, cols) if rows > 1 else halo_w
@@ -66,8 +67,8 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     pixels = tile.images * image_pitch
     if tile.boxes:
         if narrow:
-            pixels = (most_w - least_w + 1) * -(-tile.images * halo_h * tile.cols // 8) * 8
-        input_words = -(-pixels * tile.chunk_words // BOX_WORDS) * BOX_WORDS
+            pixels = (most_w - least_w + 1) * round_up(tile.images * halo_h * tile.cols, 8)
+        input_words = round_up(pixels * tile.chunk_words, BOX_WORDS)
     elif tile.wgmma:
         planes = tile.chunk_words // 4
         input_words = tile.chunk_words * aligned_to(pixels, 1, 8, 1 if planes > 2 else 2)
@@ -75,11 +76,11 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
         input_words = pixels * (tile.chunk_words + 4)
     else:
         input_words = tile.chunk_words * aligned_to(pixels, 8, 32, 8)
-    input_words = -(-input_words // 4) * 4
+    input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
     if tile.weights_stay:
-        stages = tile.stages * input_words * 4 + -(-problem.words // tile.chunk_words) * weight_bytes
+        stages = tile.stages * input_words * 4 + ceil_div(problem.words, tile.chunk_words) * weight_bytes
     else:
         stages = tile.stages * (input_words * 4 + weight_bytes)
     if not tile.wgmma:
@@ -89,7 +90,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
         shared += STAGGER_BYTES
     if tile.raw_stages:
         raw = tile.images * halo_h * halo_w * tile.chunk_words * 4
-        shared = -(-(shared + 16 * tile.raw_stages) // 128) * 128 + tile.raw_stages * raw
+        shared = round_up(shared + 16 * tile.raw_stages, 128) + tile.raw_stages * raw
     return shared
 
 
@@ -113,7 +114,7 @@ def raw_box(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     (least_h, most_h), (least_w, most_w) = problem.shifts
     columns = 16 // problem.item
     return (
-        -(-(least_w % columns + tile.cols + most_w - least_w) // columns) * columns,
+        round_up(least_w % columns + tile.cols + most_w - least_w, columns),
         tile.chunk_words * 4 // problem.item,
         (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h,
     )
@@ -122,7 +123,7 @@ def raw_box(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
 def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Columns, rows and images of one box of the input (forward_boxes_fill.cuh)."""
     if problem.flat:
-        return tile.cols // -(-tile.cols // BOX_MOST), 1, 1
+        return tile.cols // ceil_div(tile.cols, BOX_MOST), 1, 1
     (least_h, most_h), (least_w, most_w) = problem.shifts
     cols = tile.cols if tile.cols < 8 else tile.cols + most_w - least_w
     return cols, (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h, tile.images
@@ -133,14 +134,14 @@ def fill_registers(problem: TileProblem, tile: Tile) -> int:
     if tile.raw_stages:
         columns, channels, rows = raw_box(problem, tile)
         pieces = tile.images * rows * columns * channels * problem.item // 16
-        return 2 * -(-pieces // (32 * tile.fill_warps))
+        return 2 * ceil_div(pieces, 32 * tile.fill_warps)
     copy = _copy_elements(problem, tile)
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
-    halo_w = -(-(tile.cols + most_w - least_w) // copy)
+    halo_w = ceil_div(tile.cols + most_w - least_w, copy)
     places = tile.images * halo_h * halo_w * tile.chunk_words // 4
-    place = 16 // problem.item * -(-copy * problem.item // 4)
-    slots = -(-places * FILL_GROUPS // (32 * tile.fill_warps))
+    place = 16 // problem.item * ceil_div(copy * problem.item, 4)
+    slots = ceil_div(places * FILL_GROUPS, 32 * tile.fill_warps)
     return (2 * slots if slots <= 10 else slots + 8) + place
 
 
@@ -171,4 +172,4 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
-    return tile.part_channels * aligned_to(-(-pixels // per_word), 4, 32, 4 * run_words % 32) * 4
+    return tile.part_channels * aligned_to(ceil_div(pixels, per_word), 4, 32, 4 * run_words % 32) * 4

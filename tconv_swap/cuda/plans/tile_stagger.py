@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, group_taps
 from tconv_swap.cuda.plans.tile_memory import STEP_WORDS
 
@@ -30,7 +31,7 @@ def can_stagger(problem: TileProblem, tile: Tile) -> bool:
         and tile.warps_m * tile.warps_n == 8
         and tile.splits == 1
         and len(group_taps(problem)) == 1
-        and 2 <= tile.stages <= -(-problem.words // tile.chunk_words)
+        and 2 <= tile.stages <= ceil_div(problem.words, tile.chunk_words)
         and products(problem, tile) >= 2
     )
 

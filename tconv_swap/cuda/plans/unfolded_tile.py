@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import islice, product
 from math import gcd
 
+from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
 from tconv_swap.cuda.problem import Device
 
@@ -110,7 +111,7 @@ def least_box_w(problem: StridedProblem, cols: int) -> int:
     reached = (cols - 1) * problem.step[1] + problem.reach[1] + 1
     for wide in (False, True):
         align = alignment(problem, wide)
-        width = -(-(-problem.geometry.padding[1] % align + reached) // align) * align
+        width = round_up(-problem.geometry.padding[1] % align + reached, align)
         if width <= MOST_BOX or wide:
             return max(width, MOST_BOX + FOLD) if wide else width
     raise AssertionError
@@ -132,7 +133,7 @@ def round_stages(steps: int) -> int:
 
 def rounds(problem: StridedProblem, tile: UnfoldedTile) -> int:
     channels = tile.stage_channels * round_stages(steps(problem, tile))
-    return -(-problem.geometry.in_channels_per_group // channels)
+    return ceil_div(problem.geometry.in_channels_per_group, channels)
 
 
 def place(problem: StridedProblem, tile: UnfoldedTile, k: int) -> int:
@@ -170,7 +171,7 @@ def shared_bytes(problem: StridedProblem, tile: UnfoldedTile) -> int:
     """Shared memory of one block; the kernel asserts that they agree."""
     return (
         1024
-        + tile.input_stages * (-(-input_bytes(problem, tile) // 128) * 128 + 16)
+        + tile.input_stages * (round_up(input_bytes(problem, tile), 128) + 16)
         + tile.weight_stages * (tile.channels * 4 * BOX_WORDS + 16)
     )
 
@@ -178,14 +179,14 @@ def shared_bytes(problem: StridedProblem, tile: UnfoldedTile) -> int:
 def tile_counts(problem: StridedProblem, tile: UnfoldedTile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns."""
     rows, cols = problem.cells
-    return -(-problem.geometry.batch // tile.images), -(-rows // tile.rows), -(-cols // tile.cols)
+    return ceil_div(problem.geometry.batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
 
 
 def work_count(problem: StridedProblem, tile: UnfoldedTile) -> int:
     """Turns of blocks."""
     images, rows, cols = tile_counts(problem, tile)
     geometry = problem.geometry
-    blocks = -(-geometry.out_channels_per_group // tile.channels)
+    blocks = ceil_div(geometry.out_channels_per_group, tile.channels)
     return images * rows * cols * blocks * geometry.groups * tile.splits
 
 
@@ -231,7 +232,7 @@ def clocks(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int, pa
     stages = rounds(problem, tile) * round_stages(steps(problem, tile))
     count = stages * steps(problem, tile) / tile.splits
     store = tile.cells * tile.channels * out_item / STORE_BYTES
-    turns = -(-work_count(problem, tile) // multiprocessors)
+    turns = ceil_div(work_count(problem, tile), multiprocessors)
     total = turns * (count * step + store + TILE_CLOCKS)
     if tile.splits > 1:
         elements = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -322,11 +323,11 @@ def _shapes(problem: StridedProblem, channels: int) -> Iterator[UnfoldedTile]:
             box_w = least_box_w(problem, cols)
             if cols < cells_w and cols * problem.step[1] % alignment(problem, box_w > MOST_BOX):
                 continue
-            for rows in {-(-cells_h // n) for n in range(1, cells_h + 1)}:
+            for rows in {ceil_div(cells_h, n) for n in range(1, cells_h + 1)}:
                 images = min(geometry.batch, cells // (cols * rows))
                 if images == 0 or (images > 1 and rows < cells_h and rows > 1):
                     continue
-                images = -(-geometry.batch // -(-geometry.batch // images))
+                images = ceil_div(geometry.batch, ceil_div(geometry.batch, images))
                 for padded, paired in product(_padded(problem, box_w), (True, False)):
                     yield UnfoldedTile(
                         images, rows, cols, m_tiles, warpgroups, width, channels, padded, paired
@@ -336,7 +337,7 @@ def _shapes(problem: StridedProblem, channels: int) -> Iterator[UnfoldedTile]:
 def _padded(problem: StridedProblem, box_w: int) -> list[int]:
     """Widths of a box: the least, and a few more columns where that parts its rows by half a turn over the banks."""
     half = 16 * word(problem)
-    more = -(-(box_w - half) // (2 * half)) * 2 * half + half
+    more = ceil_div(box_w - half, 2 * half) * 2 * half + half
     return [box_w] if box_w > MOST_BOX else [width for width in sorted({box_w, more}) if width <= MOST_BOX]
 
 
