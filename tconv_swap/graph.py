@@ -2,12 +2,14 @@
 
 A call in a graph costs the CPU time for every argument and every kernel on the way: so these have no kernel for
 autograd, and all of the geometry is one list. What a compiler can fuse with its own kernels stands in the graph beside
-them: changes of memory format, and a bias in 16 bits, which an autocast would have cast by a kernel of its own.
+them: changes of an activation's memory format, and a bias that an autocast casts, which would take a kernel of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from tconv_swap.checks import check_backward, check_forward, output_memory_forma
 from tconv_swap.eager import DIRECT, again, first
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
+# Inductor keeps graphs on disk that call these, whatever version of this package made them: another meaning of an
+# argument needs another name.
 _library.define(
     "conv_transpose2d_output(Tensor input, Tensor weight, Tensor? bias, SymInt[] geometry, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
@@ -29,6 +33,7 @@ _library.define(
 _functional_mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _output_op = torch.ops.tconv_swap.conv_transpose2d_output.default
 _gradients_op = torch.ops.tconv_swap.conv_transpose2d_gradients.default
+_bias_is_cast: ContextVar[bool] = ContextVar("_bias_is_cast", default=False)
 
 
 def output(
@@ -42,14 +47,14 @@ def output(
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
     """
-    if not _is_for_a_compiler(input):
-        return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
-    input = input.contiguous(memory_format=output_memory_format(input, weight))
-    if bias is None or input.dtype not in (torch.float16, torch.bfloat16):
-        return _output_op(input, weight, bias, _as_list(arguments), backend)  # type: ignore[no-any-return]
-    check_forward(input, weight, bias, tuple(arguments))
-    computed: Tensor = _output_op(input, weight, None, _as_list(arguments), backend)
-    return computed + bias.view(-1, 1, 1)
+    apart = None
+    if _is_for_a_compiler(input):
+        input = input.contiguous(memory_format=output_memory_format(input, weight))
+        if bias is not None and _bias_is_cast.get():
+            check_forward(input, weight, bias, tuple(arguments))
+            bias, apart = None, bias
+    computed: Tensor = _output_op(input, weight, bias, _as_list(arguments), backend)
+    return computed if apart is None else computed + apart.view(-1, 1, 1)
 
 
 def gradients(
@@ -65,11 +70,22 @@ def gradients(
     Raises:
         RuntimeError: as ``output``.
     """
-    operands = [grad_output, input, weight]
     if _is_for_a_compiler(input):
         memory_format = output_memory_format(input, weight)
-        operands = [tensor.contiguous(memory_format=memory_format) for tensor in operands]
-    return _gradients_op(*operands, _as_list(arguments), mask, backend)  # type: ignore[no-any-return]
+        grad_output = grad_output.contiguous(memory_format=memory_format)
+        # As the forward pass had it; the weight, which is small, is not kept in another format from there to here.
+        input = input.contiguous(memory_format=memory_format) if mask[1] else input
+    return _gradients_op(grad_output, input, weight, _as_list(arguments), mask, backend)  # type: ignore[no-any-return]
+
+
+@contextmanager
+def bias_is_cast(whether: bool) -> Iterator[None]:
+    """Around a call that an autocast makes: whether it had to cast the bias for it."""
+    token = _bias_is_cast.set(whether)
+    try:
+        yield
+    finally:
+        _bias_is_cast.reset(token)
 
 
 def _is_for_a_compiler(input: Tensor) -> bool:

@@ -250,8 +250,8 @@ def _autocast_kernel(device_type: str, key: torch._C.DispatchKey) -> Callable[..
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
         dtype = torch.get_autocast_dtype(device_type)
 
-        operands = (cast(tensor, device_type, dtype) for tensor in (input, weight, bias))
-        with torch._C._ExcludeDispatchKeyGuard(excluded):
+        operands = [cast(tensor, device_type, dtype) for tensor in (input, weight, bias)]
+        with torch._C._ExcludeDispatchKeyGuard(excluded), graph.bias_is_cast(operands[2] is not bias):
             return _forward_op(*operands, *arguments)  # type: ignore[no-any-return]
 
     return kernel

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -49,31 +50,53 @@ def formats_of(call: fx.Node, count: int) -> list[bool]:
     return [call.args[i].meta["val"].is_contiguous(memory_format=CHANNELS_LAST) for i in range(count)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_a_bias_of_16_bits_is_added_where_it_can_be_fused(dtype: torch.dtype) -> None:
-    """An autocast casts it, which takes a kernel of its own unless the cast is fused with its one use."""
-    with FakeTensorMode(), torch.no_grad():
+@contextmanager
+def autocast(dtype: torch.dtype) -> Iterator[None]:
+    """As torch.autocast("cuda", dtype), which does nothing where there is no GPU."""
+    before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", dtype)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_dtype("cuda", before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_bias_that_an_autocast_casts_is_added_where_it_can_be_fused(dtype: torch.dtype) -> None:
+    """The cast takes a kernel of its own unless it is fused with its one use."""
+    with FakeTensorMode(), torch.no_grad(), autocast(dtype):
         run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1).relu())
-        y = run(*fake_operands(dtype, (NCHW, NCHW)))
+        y = run(*fake_operands(torch.float32, (NCHW, NCHW)))
     assert (y.dtype, y.shape) == (dtype, (2, 8, 10, 12))
     call = call_of(graphs[0], OUTPUT)
-    added = [node for node in graphs[0].nodes if node.target is torch.ops.aten.add.Tensor]
-    if dtype == torch.float32:
-        assert call.args[2] is not None
-        assert not added
-    else:
-        assert call.args[2] is None
-        assert added[0].args[0] is call
+    (added,) = (node for node in graphs[0].nodes if node.target is torch.ops.aten.add.Tensor)
+    assert call.args[2] is None
+    assert added.args[0] is call
 
 
-@pytest.mark.parametrize("change", [dict(dtype=torch.float32), dict(size=(1,)), dict(size=(8, 1))], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "with_autocast"),
+    [(torch.float32, False), (torch.float16, False), (torch.float16, True)],
+    ids=str,
+)
+def test_another_bias_is_added_by_the_kernel(dtype: torch.dtype, with_autocast: bool) -> None:
+    """Where there is nothing to fuse it with, another sum would be another pass over the output."""
+    with FakeTensorMode(), torch.no_grad(), autocast(dtype) if with_autocast else nullcontext():
+        run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1))
+        run(*fake_operands(dtype, (NCHW, NCHW)))
+    assert call_of(graphs[0], OUTPUT).args[2] is not None
+    assert [node.op for node in graphs[0].nodes].count("call_function") == 1
+
+
+@pytest.mark.parametrize("change", [dict(size=(1,)), dict(size=(8, 1))], ids=str)
 def test_a_bias_that_does_not_fit_is_refused_there_too(change: dict[str, Any]) -> None:
-    with FakeTensorMode(), torch.no_grad():
-        x, w, _ = fake_operands(torch.float16, (NCHW, NCHW))
-        bad = torch.empty(**(dict(size=(8,), dtype=torch.float16) | change), device="cuda")
+    with FakeTensorMode(), torch.no_grad(), autocast(torch.float16):
+        x, w, _ = fake_operands(torch.float32, (NCHW, NCHW))
         run, _ = compiled(lambda *tensors: conv_transpose2d(*tensors, 2, 1))
         with pytest.raises(RuntimeError, match="bias"):
-            run(x, w, bad)
+            run(x, w, torch.empty(**change, device="cuda"))
 
 
 @pytest.mark.parametrize("formats", [(NCHW, NCHW), (NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
@@ -93,7 +116,8 @@ def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, 
             )
         )
         found = backward(torch.empty(y.shape, dtype=y.dtype, device="cuda"), x, w)
-    assert formats_of(call_of(graphs[0], GRADIENTS), 3) == [wanted] * 3
+    # The weight lies as it did: the backward pass would keep a copy of it from the forward pass on.
+    assert formats_of(call_of(graphs[0], GRADIENTS), 3) == [wanted, wanted, formats[1] == CHANNELS_LAST]
     assert [one.is_contiguous(memory_format=CHANNELS_LAST) for one in found] == [wanted] * 2
 
 
@@ -104,14 +128,15 @@ def test_the_graph_computes_the_same(
     """What a graph for CUDA says, by the CPU: its output and gradients lie as PyTorch's and agree with float64's."""
     monkeypatch.setattr(graph, "_is_for_a_compiler", lambda input: torch._C._len_torch_dispatch_stack() > 0)
     torch.manual_seed(0)
-    leaves = [torch.randn(shape, dtype=torch.bfloat16) for shape in SHAPES]
+    leaves = [torch.randn(shape).bfloat16().float() for shape in SHAPES]
     leaves = [
         *(one.to(memory_format=form) for one, form in zip(leaves[:2], formats, strict=True)),
         leaves[2],
     ]
     tensors = [one.requires_grad_() for one in leaves]
     run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1).tanh())
-    y = run(*tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = run(*tensors)
     assert call_of(graphs[0], OUTPUT).args[2] is None
     exact = [one.detach().double().requires_grad_() for one in tensors]
     truth = F.conv_transpose2d(*exact, 2, 1).tanh()
