@@ -11,6 +11,7 @@ import functools
 import types
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, fx, nn
 
 # The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
@@ -149,7 +150,9 @@ def _is_ours(layer: Plain, input: Tensor) -> bool:
     The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).
     """
     return (
-        input.dtype in op.SUPPORTED_DTYPES
+        isinstance(input, Tensor)
+        and input.layout is torch.strided
+        and input.dtype in op.SUPPORTED_DTYPES
         and (input.is_cuda or input.device.type in _DEVICES)
         and layer.padding_mode == "zeros"
         and isinstance(layer.padding, tuple)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 
+from tconv_swap import flops
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.eager import is_plain_cuda
@@ -80,6 +81,11 @@ class LayerState(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = vars(self).copy()
+        # PyTorch's leaves out what only this object can have: a copy would go on calling this one, compiled.
+        state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         state.pop("_tconv_packed", None)
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        flops.register()

@@ -91,7 +91,7 @@ def conv_transpose2d(
             return output
     if backend != "auto":
         check_backend(backend)
-    if backend == "native" or input.dtype not in SUPPORTED_DTYPES:
+    if backend == "native" or input.dtype not in SUPPORTED_DTYPES or input.layout is not torch.strided:
         return torch.nn.functional.conv_transpose2d(
             input,
             weight,

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
-from tconv_swap import op
+from tconv_swap import flops, op
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, Plain, has_own_forward, original_class, swapped_class
 from tconv_swap.layer_state import LayerState
@@ -192,6 +192,7 @@ def swap_layers(
     if backend is not None:
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
+    flops.register()
     return target
 
 

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import mkldnn
 
+import tconv_swap
 from tconv_swap import op
 from tconv_swap.layer import ConvTranspose2d, original_class, swapped_class
 
@@ -342,3 +344,33 @@ def test_moves_to_the_gpu_and_back(arguments: dict[str, Any], calls: list[tuple[
     torch.testing.assert_close(ours.cuda()(x.cuda()).cpu(), expected)
     torch.testing.assert_close(ours.cpu()(x), expected)
     assert len(calls) == 2
+
+
+def test_a_copy_of_a_compiled_layer_computes_with_its_own_weight() -> None:
+    """`layer.compile()` leaves a bound function on the layer, which no copy may take along."""
+    ours = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(6, 3, 4, 2, 1)))
+    ours[0].compile(backend="eager")
+    image = torch.randn(2, 6, 7, 5)
+    for round_trip in (copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))):
+        twin = round_trip(ours)
+        with torch.no_grad():
+            for parameter in twin.parameters():
+                parameter.zero_()
+            assert twin(image).abs().max() == 0
+    assert ours(image).abs().max() > 0
+
+
+def test_layouts_that_are_not_strided_are_pytorchs_business() -> None:
+    theirs = nn.Sequential(nn.ConvTranspose2d(6, 3, 4, 2, 1)).eval()
+    ours = tconv_swap.swap_layers(theirs, inplace=False)
+    image = torch.randn(2, 6, 7, 5)
+    with torch.no_grad():
+        opaque = mkldnn.to_mkldnn(copy.deepcopy(ours))(image.to_mkldnn())
+        torch.testing.assert_close(opaque.to_dense(), theirs(image))
+    for wrong in (image.to_sparse(), None):
+        errors = []
+        for model in (theirs, ours):
+            with pytest.raises((RuntimeError, TypeError)) as caught:
+                model(wrong)
+            errors.append((caught.type, str(caught.value)))
+        assert errors[0] == errors[1]

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from tconv_swap import op
+from tconv_swap import flops, op
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.files.fileformat import LoadError, first_line, printable
 
@@ -90,6 +90,7 @@ def swap_program(
             call.node.target = _OURS
             call.node.args = (call.input, call.weight, call.bias, *call.geometry, backend)
             call.node.kwargs = {}
+    flops.register()
     result.graph_module.recompile()
     return result
 

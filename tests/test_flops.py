@@ -1,0 +1,72 @@
+"""torch.utils.flop_counter counts what ours compute as it counts PyTorch's."""
+
+from __future__ import annotations
+
+import copy
+import io
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import tconv_swap
+
+LAYERS = {
+    "k4 s2": lambda: nn.ConvTranspose2d(6, 3, 4, 2, 1),
+    "output_padding, dilation": lambda: nn.ConvTranspose2d(
+        4, 5, 3, 2, 1, output_padding=1, dilation=2, bias=False
+    ),
+    "k = stride": lambda: nn.ConvTranspose2d(6, 3, 2, 2),
+}
+
+
+def flops(layer: nn.Module, image: Tensor, backward: bool) -> int:
+    with FlopCounterMode(display=False) as counter:
+        output = layer(image)
+        if backward:
+            output.sum().backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("needs_input_gradient", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+def test_counts_as_for_pytorchs(name: str, needs_input_gradient: bool) -> None:
+    theirs = LAYERS[name]()
+    ours = tconv_swap.swap_layers(theirs, inplace=False)
+    image = torch.randn(2, theirs.in_channels, 7, 5, requires_grad=needs_input_gradient)
+    for backward in (False, True):
+        expected = flops(theirs, image, backward)
+        assert flops(ours, image, backward) == expected > 0
+
+
+@pytest.mark.parametrize("mask", [(True, True, True), (True, False, False), (False, True, True)])
+def test_every_gradient_of_a_grouped_layer_counts_its_products(mask: tuple[bool, ...]) -> None:
+    """PyTorch's formula for the gradient of the weight forgets the groups."""
+    tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(1, 1, 1)))
+    image, weight = torch.randn(2, 6, 7, 5), torch.randn(6, 3, 4, 4)
+    geometry = [2, 2], [0, 0], [0, 0], 3, [1, 1]
+    backward = torch.ops.tconv_swap.conv_transpose2d_backward
+    with FlopCounterMode(display=False) as counter:
+        backward(torch.randn(2, 9, 16, 12), image, weight, *geometry, mask, "auto")
+    assert counter.get_total_flops() == sum(mask[:2]) * 2 * 2 * 7 * 5 * 6 * 3 * 16
+
+
+def test_a_loaded_layer_is_counted_too() -> None:
+    """In a process that has swapped nothing."""
+    ours = tconv_swap.swap_layers(nn.ConvTranspose2d(6, 3, 4, 2, 1))
+    buffer = io.BytesIO()
+    torch.save(copy.deepcopy(ours), buffer)
+    code = (
+        "import io, sys, torch\n"
+        "layer = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)\n"
+        "from torch.utils.flop_counter import FlopCounterMode\n"
+        "with FlopCounterMode(display=False) as counter: layer(torch.randn(2, 6, 7, 5))\n"
+        "print(counter.get_total_flops())"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], input=buffer.getvalue(), capture_output=True, check=True
+    )
+    assert int(run.stdout) == 2 * 2 * 7 * 5 * 6 * 3 * 16
