@@ -32,7 +32,8 @@ Out = Annotated[
         "-o",
         metavar="FILE",
         help="Write the swapped network here, once it is verified; never over MODEL. Devices and dtypes are "
-        "those in MODEL. Without --out nothing is written.",
+        "those in MODEL; with --model the devices are the function's, and so are the dtypes if it mixes some. "
+        "Without --out nothing is written.",
     ),
 ]
 InputShape = Annotated[

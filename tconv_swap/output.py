@@ -74,9 +74,8 @@ def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]
 
 
 def _write_weights(loaded: LoadedModel, swapped: nn.Module, out: Path) -> list[str]:
-    own = swapped.state_dict()
-    keys = loaded.keys or {key: key for key in own}
-    content = {key: own[name] for key, name in keys.items()}
+    # Weights that were converted for the network are written as they were read.
+    content = dict(swapped.state_dict() if loaded.weights is None else loaded.weights)
     if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
         raise SaveError(f"{out} cannot be written: {others[0]} of the state_dict is no tensor")
 

@@ -270,13 +270,6 @@ def test_weights_that_do_not_fit(network: nn.Module, source: Path, change: Any, 
         load_model(path, factory=f"{source}:build")
 
 
-def test_other_dtypes_are_said_to_be_converted(network: nn.Module, source: Path) -> None:
-    path = source.with_name("weights.pt")
-    torch.save(network.half().state_dict(), path)
-    loaded = load_model(path, factory=f"{source}:build")
-    assert loaded.notes[-1] == "the file's weights are float16, the network's float32: they were converted"
-
-
 @pytest.mark.parametrize(
     ("factory", "code", "reason"),
     [

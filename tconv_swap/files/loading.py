@@ -36,7 +36,7 @@ class LoadedModel:
         missing_devices: the devices its tensors were saved from that this machine lacks ("cuda:0"); those
             tensors are on the CPU now.
         notes: what a user should know about how it was loaded, in lines.
-        keys: where the file holds weights, its keys, each with the network's own for the same tensor.
+        weights: where the file holds weights, all of them, as they lie in it.
         program: the exported program that the network was made from.
         inputs: those that the program was exported with.
     """
@@ -44,7 +44,7 @@ class LoadedModel:
     model: nn.Module
     missing_devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    keys: Mapping[str, str] | None = None
+    weights: Mapping[str, Tensor] | None = None
     program: ExportedProgram | None = None
     inputs: Inputs | None = None
 
@@ -108,15 +108,10 @@ def _fitted(file: TorchFile, content: object, devices: _Devices, factory: str) -
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
     if prefix:
         notes.append(f"{prefix!r} was taken off the file's keys")
-    dtypes = [
-        {v.dtype for v in tensors.values() if v.is_floating_point()}
-        for tensors in (found, network.state_dict())
-    ]
-    if dtypes[0] != dtypes[1]:
-        shown = [", ".join(sorted(str(d).removeprefix("torch.") for d in kind)) for kind in dtypes]
-        notes.append(f"the file's weights are {shown[0]}, the network's {shown[1]}: they were converted")
-    keys = {key: key.removeprefix(prefix) for key in found}
-    return LoadedModel(network, tuple(sorted(devices.missing)), tuple(notes), keys)
+    if converted := weights.dtypes_note(network, found, prefix):
+        notes.append(converted)
+    kept = weights.as_read(network, found, prefix)
+    return LoadedModel(network, tuple(sorted(devices.missing)), tuple(notes), kept)
 
 
 def _load_program(file: TorchFile, unsafe: bool, factory: str | None) -> LoadedModel:

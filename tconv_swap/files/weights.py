@@ -9,6 +9,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor, nn
 
+from tconv_swap import op
 from tconv_swap.files.fileformat import LoadError, TorchFile, first_line, printable
 
 #: Under which keys checkpoints keep the state_dict; Lightning's is the first.
@@ -81,7 +82,7 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) ->
     """Puts the weights into the network, every one into its place and nothing left over.
 
     A prefix that a wrapper has put in front of every key is taken off where that makes the keys fit. A weight
-    that is tied to one in the file need not be there itself.
+    that is tied to one in the file need not be there itself. The network gets the file's dtypes: see `_cast`.
 
     Returns:
         The prefix that was taken off; ``""`` if none.
@@ -100,18 +101,76 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) ->
     for name, tensor in fitted.items():
         if (
             isinstance(own[name], Tensor)
+            and not nn.parameter.is_lazy(own[name])  # asked first: such a one has no shape to ask for
             and own[name].shape != tensor.shape
-            and not nn.parameter.is_lazy(own[name])
         ):
             raise LoadError(
                 f"{printable(path)} does not fit the network: {printable(name)} is {list(tensor.shape)} there and "
                 f"{list(own[name].shape)} in the network"
             )
     try:
+        _cast(network, fitted)
         network.load_state_dict(fitted, strict=not (own.keys() - fitted.keys()))
     except Exception as error:  # a network's own hooks may raise anything
         raise LoadError(f"{printable(path)} does not fit the network ({first_line(error)})") from error
     return prefix
+
+
+def as_read(network: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights as they lie in their file, for writing them again.
+
+    Where the network's own tensors are the same they are taken, so that nothing lies in memory twice.
+    """
+    own = network.state_dict()
+
+    def chosen(name: str, tensor: Tensor) -> Tensor:
+        loaded = own.get(name.removeprefix(prefix))
+        return loaded if isinstance(loaded, Tensor) and _same_tensor(loaded, tensor) else tensor
+
+    return {name: chosen(name, tensor) for name, tensor in weights.items()}
+
+
+def dtypes_note(network: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> str:
+    """What a user should know about dtypes after loading: which weights were converted; empty if none was."""
+    own = network.state_dict()
+    loaded = (
+        (t.dtype, getattr(own.get(name.removeprefix(prefix)), "dtype", None)) for name, t in weights.items()
+    )
+    changed = {f"{_named(a)} to {_named(b)}" for a, b in loaded if b is not None and a != b}
+    if not changed:
+        return ""
+    return (
+        f"to fit the network, weights of the file were converted ({', '.join(sorted(changed))}); "
+        "--out-format state_dict writes them as they are in the file"
+    )
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cast(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the network the dtypes of the weights, which loading would convert to the network's without a word.
+
+    Floating-point ones only: whole numbers may be indices. A network that mixes dtypes keeps them, since its forward
+    goes by them, and so does one whose weights are stored in a dtype that layers do not compute in.
+    """
+    tensors = (*network.parameters(), *network.buffers())
+    stored, held = _floating_dtypes(weights.values()), _floating_dtypes(tensors)
+    if len(held) != 1 or not stored <= {*op.SUPPORTED_DTYPES} or stored == held:
+        return
+    # `to` reaches what is in no state_dict too, but would cut complex numbers.
+    if len(stored) == 1 and not any(tensor.is_complex() for tensor in tensors):
+        network.to(dtype=next(iter(stored)))
+        return
+    own = network.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and isinstance(own[name], Tensor) and own[name].is_floating_point():
+            own[name].data = own[name].data.to(tensor.dtype)
+
+
+def _floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
 def _without_prefix(weights: dict[str, Tensor], own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
@@ -133,11 +192,20 @@ def _shown(names: Iterable[str]) -> str:
 
 def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether names, dtypes and bits agree; NaN is the same as NaN."""
-    return first.keys() == second.keys() and all(
-        first[name].dtype == second[name].dtype
-        and first[name].shape == second[name].shape
-        and torch.equal(_bits(first[name]), _bits(second[name]))
-        for name in first
+    return first.keys() == second.keys() and all(_same_bits(first[name], second[name]) for name in first)
+
+
+def _same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Whether a file would hold the same for both."""
+    places = ((t.device, t.layout, t.stride() if t.layout == torch.strided else ()) for t in (first, second))
+    return len({*places}) == 1 and not first.is_meta and _same_bits(first, second)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.dtype == second.dtype
+        and first.shape == second.shape
+        and torch.equal(_bits(first), _bits(second))
     )
 
 
