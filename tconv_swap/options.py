@@ -144,9 +144,20 @@ Factory = Annotated[
         "network for them. Its code is executed.",
     ),
 ]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --model: the weights are under this key of the checkpoint in MODEL.",
+        show_default="state_dict, model, params_ema and their like",
+    ),
+]
 OutFormat = Annotated[
     Literal["module", "state_dict"],
-    typer.Option(help="What --out is written as; a state_dict is as it was, since a swap changes no weight."),
+    typer.Option(
+        help="What --out is written as. A state_dict is as it was, since a swap changes no weight, without what else "
+        "is in a checkpoint."
+    ),
 ]
 UnsafePickle = Annotated[
     bool,
@@ -203,6 +214,7 @@ def network_request(
     trust: Sequence[str] | None,
     module: str | None,
     factory: str | None,
+    key: str | None,
     channels_last: bool,
     include_1d: bool,
     no_backward: bool,
@@ -218,6 +230,8 @@ def network_request(
         raise typer.BadParameter("give either --input-shape or --inputs, not both")
     if factory is not None:
         parsed("--model", parse_factory, factory)
+    elif key is not None:
+        raise typer.BadParameter("--key is for weights: it needs --model")
     for option in trust or ():
         parsed("--trust", parse_trust, option)
     return Request(
@@ -232,6 +246,7 @@ def network_request(
         trust=tuple(trust or ()),
         module=None if module is None else parsed("--module", parse_file, module),
         factory=factory,
+        key=key,
         channels_last=channels_last,
         include_1d=include_1d,
         backward=not no_backward,

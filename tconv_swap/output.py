@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.files import exported, weights
-from tconv_swap.files.fileformat import LoadError
+from tconv_swap.files.fileformat import LoadError, printable
 from tconv_swap.files.loading import LoadedModel, load_model, load_weights
 from tconv_swap.files.saving import SaveError, save_model, save_whole
 
@@ -33,7 +33,7 @@ def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], reque
     if loaded.program is not None:
         return _write_program(loaded.program, names, request)
     if request.out_format == "state_dict":
-        return _write_weights(loaded, swapped, request.out)
+        return _write_weights(loaded, swapped, request, request.out)
     return _write_network(swapped, request, request.out)
 
 
@@ -73,7 +73,7 @@ def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]
     return []
 
 
-def _write_weights(loaded: LoadedModel, swapped: nn.Module, out: Path) -> list[str]:
+def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, out: Path) -> list[str]:
     # Weights that were converted for the network are written as they were read.
     content = dict(swapped.state_dict() if loaded.weights is None else loaded.weights)
     if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
@@ -93,9 +93,12 @@ def _write_weights(loaded: LoadedModel, swapped: nn.Module, out: Path) -> list[s
         save_whole(write, out, check=check)
     except LoadError as error:  # safetensors is not installed
         raise SaveError(str(error)) from error
+    names = ", ".join(printable(repr(key)) for key in loaded.left_out)
+    left_out = [f"{out} holds these weights only; of {request.model} it lacks {names}"] if names else []
     return [
         f"{out} holds the same names and tensors as before: a swap changes no weight. Swap the network where it "
-        "is built: tconv_swap.swap_layers(model)"
+        "is built: tconv_swap.swap_layers(model)",
+        *left_out,
     ]
 
 

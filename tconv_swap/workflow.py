@@ -174,6 +174,7 @@ def _load(request: Request) -> LoadedModel:
         unsafe_pickle=request.unsafe_pickle,
         module=request.module,
         factory=request.factory,
+        key=request.key,
     )
     if loaded.program is not None and request.out_format != "module":
         raise RequestError("--out-format state_dict: a torch.export archive is written as one")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_cases import swap
+from cli_cases import run, swap
 from torch import Tensor
 
 from tconv_swap.files import weights
@@ -178,3 +178,74 @@ def test_what_the_network_holds_is_not_kept_twice() -> None:
     assert loaded.weights is not None
     own = loaded.model.state_dict()
     assert all(tensor.data_ptr() == own[name].data_ptr() for name, tensor in loaded.weights.items())
+
+
+# --- which of the weights in a file -------------------------------------------------------------------------
+
+
+def test_which_weights_were_taken_is_said() -> None:
+    content = {"params": state("Net"), "params_ema": state("Net", lambda t: t + 1), "epoch": 3}
+    torch.save(content, "weights.pt")
+    out, found = written("Net")
+    assert weights.same_weights(out, content["params_ema"])
+    notes = found["facts"]["warnings"]
+    assert (
+        "the weights are those under 'params_ema' in the file; there are some under 'params' too (--key)"
+        in notes
+    )
+    assert "out.pt holds these weights only; of weights.pt it lacks 'params', 'epoch'" in notes
+    out, found = written("Net", "--key", "params")
+    assert weights.same_weights(out, content["params"])
+    assert "those under 'params' in the file; there are some under 'params_ema'" in str(
+        found["facts"]["warnings"]
+    )
+    assert (
+        "those under 'params_ema' in the file"
+        in run("explain", "weights.pt", "--model", "nets.py:Net").stdout
+    )
+
+
+def test_a_file_of_nothing_but_weights_has_no_such_notes() -> None:
+    state("Net")
+    notes = " ".join(written("Net")[1]["facts"]["warnings"])
+    assert "those under" not in notes
+    assert "it lacks" not in notes
+
+
+def test_weights_under_a_key_of_ones_own() -> None:
+    content = {"generator": state("Net"), "discriminator": {"weight": torch.ones(1)}, "step": 7}
+    torch.save(content, "weights.pt")
+    refused = swap("weights.pt", "--model", "nets.py:Net", "-q")
+    assert refused.exit_code == 3
+    assert "'step': --key NAME takes the weights under 'generator', 'discriminator'" in refused.stderr
+    assert "nets" not in sys.modules
+    assert weights.same_weights(written("Net", "--key", "generator")[0], content["generator"])
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "reason"),
+    [
+        (
+            {"params": {"a": torch.ones(1)}},
+            "ema",
+            "holds no state_dict under 'ema', but a dict with 'params': --key",
+        ),
+        ({"params": {"a": torch.ones(1)}, "step": 3}, "step", "holds no state_dict under 'step'"),
+        ({"params": {"a": torch.ones(1)}}, "", "no state_dict under ''"),
+        ({"a": torch.ones(1)}, "a", "is a state_dict as a whole: leave --key away"),
+        ([torch.ones(1)], "a", "holds no state_dict, but a list"),
+    ],
+)
+def test_keys_that_lead_to_no_weights(content: Any, key: str, reason: str) -> None:
+    torch.save(content, "weights.pt")
+    refused = swap("weights.pt", "--model", "nets.py:Net", "--key", key, "-q")
+    assert refused.exit_code == 3
+    assert reason in refused.stderr
+
+
+@pytest.mark.parametrize("command", ["swap", "explain", "tune"])
+def test_a_key_without_a_network_to_build(command: str) -> None:
+    state("Net")
+    refused = run(command, "weights.pt", "--key", "params")
+    assert refused.exit_code == 2
+    assert "needs --model" in refused.stderr

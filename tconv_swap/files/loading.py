@@ -36,7 +36,8 @@ class LoadedModel:
         missing_devices: the devices its tensors were saved from that this machine lacks ("cuda:0"); those
             tensors are on the CPU now.
         notes: what a user should know about how it was loaded, in lines.
-        weights: where the file holds weights, all of them, as they lie in it.
+        weights: where the file holds weights, those that were taken, as they lie in it.
+        left_out: the keys of what else lies in that file.
         program: the exported program that the network was made from.
         inputs: those that the program was exported with.
     """
@@ -45,6 +46,7 @@ class LoadedModel:
     missing_devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     weights: Mapping[str, Tensor] | None = None
+    left_out: tuple[str, ...] = ()
     program: ExportedProgram | None = None
     inputs: Inputs | None = None
 
@@ -56,6 +58,7 @@ def load_model(
     unsafe_pickle: bool = False,
     module: Path | None = None,
     factory: str | None = None,
+    key: str | None = None,
 ) -> LoadedModel:
     """The network in a file, on the devices it was saved from.
 
@@ -68,6 +71,7 @@ def load_model(
         module: a Python file whose classes the file may use. It is executed if the file does name some.
         factory: `package.module:function` or `path.py:function`; executed to build the network, which then
             gets the weights in the file, strictly.
+        key: of the weights in a file that holds more; None takes those under one of the usual names.
 
     Raises:
         LoadError: the file is not a saved network, or is damaged.
@@ -84,7 +88,7 @@ def load_model(
         )
     content, devices = _read(file, trust, unsafe_pickle, module)
     if factory is not None:
-        return _fitted(file, content, devices, factory)
+        return _fitted(file, content, devices, factory, key)
     if not isinstance(content, nn.Module):
         raise LoadError(f"{printable(path)} {_other_content(content)}")
     _check_whole(path, content)
@@ -98,20 +102,28 @@ def _read(file: TorchFile, trust: Iterable[str], unsafe: bool, module: Path | No
     return _load(file, allowed_names(file, trust, unsafe, module), unsafe, devices), devices
 
 
-def _fitted(file: TorchFile, content: object, devices: _Devices, factory: str) -> LoadedModel:
+def _fitted(
+    file: TorchFile, content: object, devices: _Devices, factory: str, key: str | None
+) -> LoadedModel:
     """The network that `factory` builds, with the weights of the file."""
     # Before any code of the user's runs: a file that holds no weights needs none.
-    found = weights.find_state_dict(file, content)
+    found = weights.find_state_dict(file, content, key)
     network = build_network(factory)
-    prefix = weights.load_strictly(network, found, file.path)
+    prefix = weights.load_strictly(network, found.weights, file.path)
     _check_whole(file.path, network)
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
+    notes += found.notes
     if prefix:
         notes.append(f"{prefix!r} was taken off the file's keys")
-    if converted := weights.dtypes_note(network, found, prefix):
+    if converted := weights.dtypes_note(network, found.weights, prefix):
         notes.append(converted)
-    kept = weights.as_read(network, found, prefix)
-    return LoadedModel(network, tuple(sorted(devices.missing)), tuple(notes), kept)
+    return LoadedModel(
+        network,
+        tuple(sorted(devices.missing)),
+        tuple(notes),
+        weights.as_read(network, found.weights, prefix),
+        found.others,
+    )
 
 
 def _load_program(file: TorchFile, unsafe: bool, factory: str | None) -> LoadedModel:
@@ -142,7 +154,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     file = examine(path)
     if file.format == "safetensors":
         return weights.read_safetensors(path)
-    return weights.find_state_dict(file, _load(file, [], False, lambda storage, _: storage))
+    return weights.find_state_dict(file, _load(file, [], False, lambda storage, _: storage)).weights
 
 
 def load_inputs(path: Path | str) -> Inputs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,23 +60,61 @@ def is_state_dict(value: object) -> bool:
     )
 
 
-def find_state_dict(file: TorchFile, content: object) -> dict[str, Tensor]:
-    """The state_dict in what a file holds: all of it, or what lies under one of the usual keys.
+@dataclass(frozen=True)
+class Found:
+    """Weights in a file.
+
+    Attributes:
+        weights: the state_dict.
+        key: under which it lies in the file; None where the file is nothing else.
+        others: the file's other keys.
+        candidates: those of them that hold a state_dict too.
+    """
+
+    weights: dict[str, Tensor]
+    key: str | None = None
+    others: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about which weights were taken."""
+        if self.key is None:
+            return []
+        line = f"the weights are those under {printable(repr(self.key))} in the file"
+        others = f"; there are some under {_quoted(self.candidates)} too (--key)" if self.candidates else ""
+        return [line + others]
+
+
+def find_state_dict(file: TorchFile, content: object, key: str | None = None) -> Found:
+    """The state_dict in what a file holds: what lies under `key`, or else all of it or what has one of the usual keys.
 
     Raises:
         LoadError: there is none.
     """
-    if is_state_dict(content):
-        return dict(content)  # type: ignore[call-overload,no-any-return]
+    shown = printable(file.path)
     if isinstance(content, nn.Module):
-        raise LoadError(f"{printable(file.path)} holds a whole network: leave --model away")
-    if isinstance(content, Mapping):
-        for key in _USUAL_KEYS:
-            if is_state_dict(content.get(key)):
-                return dict(content[key])
-        keys = ", ".join(printable(repr(key)) for key in list(content)[:5])
-        raise LoadError(f"{printable(file.path)} holds no state_dict, but a dict with {keys or 'no keys'}")
-    raise LoadError(f"{printable(file.path)} holds no state_dict, but a {type(content).__name__}")
+        raise LoadError(f"{shown} holds a whole network: leave --model away")
+    if is_state_dict(content) and key is None:
+        return Found(dict(content))  # type: ignore[call-overload]
+    if not isinstance(content, Mapping):
+        raise LoadError(f"{shown} holds no state_dict, but a {type(content).__name__}")
+    candidates = [name for name, value in content.items() if isinstance(name, str) and is_state_dict(value)]
+    taken = next((name for name in (_USUAL_KEYS if key is None else (key,)) if name in candidates), None)
+    if taken is not None:
+        return Found(
+            dict(content[taken]),
+            taken,
+            tuple(str(name) for name in content if name != taken),
+            tuple(name for name in candidates if name != taken),
+        )
+    if is_state_dict(content):
+        raise LoadError(f"{shown} is a state_dict as a whole: leave --key away")
+    where = "" if key is None else f" under {printable(repr(key))}"
+    advice = f": --key NAME takes the weights under {_quoted(candidates)}" if candidates else ""
+    raise LoadError(
+        f"{shown} holds no state_dict{where}, but a dict with {_quoted(content) or 'no keys'}{advice}"
+    )
 
 
 def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) -> str:
@@ -182,6 +221,10 @@ def _without_prefix(weights: dict[str, Tensor], own: Mapping[str, Any]) -> tuple
             if shortened.keys() & own.keys():
                 return prefix, shortened
     return "", weights
+
+
+def _quoted(names: Iterable[object]) -> str:
+    return _shown(repr(name) for name in names)
 
 
 def _shown(names: Iterable[str]) -> str:
