@@ -79,6 +79,9 @@ def load_model(
     """
     path = Path(path)
     file = examine(path)
+    # Also where the file names no class of it, and whatever else it names: what was given is not there.
+    if module is not None and not module.exists():
+        raise LoadError(f"--module {printable(module)}: no such file")
     if file.format == "pt2":
         return _load_program(file, unsafe_pickle, factory)
     if file.format == "safetensors" and factory is None:
