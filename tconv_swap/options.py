@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import torch
 import typer
 
+from tconv_swap import op
 from tconv_swap.cuda.choice import check_backend
 from tconv_swap.files.loading import parse_trust
 from tconv_swap.files.usercode import parse_factory, parse_file
@@ -90,7 +91,10 @@ Tolerance = Annotated[
     float | None,
     typer.Option(min=0, help="Instead of the limit that follows from the dtype.", show_default=False),
 ]
-Seed = Annotated[int, typer.Option(help="Of random inputs and of dropout.")]
+Seed = Annotated[
+    int,
+    typer.Option(help="Of random inputs and of dropout.", callback=lambda seed: check_seed(seed)),
+]
 Warmup = Annotated[
     int | None, typer.Option(min=0, help="Untimed runs before each timing.", show_default="by time")
 ]
@@ -184,14 +188,24 @@ def parse_dtype(text: str) -> torch.dtype:
     """`float16`, `half` or `torch.float16` as a dtype.
 
     Raises:
-        ValueError: there is no floating-point dtype of this name.
+        ValueError: there is none of this name that networks run in.
     """
     found = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"{text!r} is not a floating-point dtype such as float64, float32, float16 or bfloat16"
-        )
+    # Not every floating-point one: float8 is a storage format, for which PyTorch has no layers.
+    if not isinstance(found, torch.dtype) or found not in op.SUPPORTED_DTYPES:
+        raise ValueError(f"{text!r} is not one of the dtypes float64, float32, float16 and bfloat16")
     return found
+
+
+def check_seed(seed: int) -> int:
+    """`seed` itself, if PyTorch's generators take it and some more counted from it.
+
+    Raises:
+        typer.BadParameter: they do not.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise typer.BadParameter(f"{seed} is not a whole number of 64 bits")
+    return seed
 
 
 def parsed(option: str, parse: Callable[[str], _T], text: str) -> _T:
