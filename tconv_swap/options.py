@@ -34,6 +34,7 @@ Out = Annotated[
         metavar="FILE",
         help="Write the swapped network here, once it is verified; never over MODEL. Devices and dtypes are "
         "those in MODEL; with --model the devices are the function's, and so are the dtypes if it mixes some. "
+        "FILE.pt2 is for a torch.export archive, FILE.safetensors for --out-format state_dict. "
         "Without --out nothing is written.",
     ),
 ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from tconv_swap.files import exported, weights
 from tconv_swap.files.fileformat import LoadError, printable
@@ -16,6 +17,43 @@ from tconv_swap.files.saving import SaveError, save_model, save_whole
 
 if TYPE_CHECKING:
     from tconv_swap.request import Request
+
+
+def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
+    """Find out before any work is done whether `out` is called like something else than what is written there.
+
+    Raises:
+        SaveError: it is; who loads it by its name would fail.
+    """
+    suffix = out.suffix.lower()
+    if loaded.program is not None:
+        if suffix != ".pt2":
+            raise SaveError(f"{out}: a torch.export archive is written, whose name must end in .pt2")
+    elif suffix == ".pt2":
+        raise SaveError(
+            f"{out}: .pt2 is for torch.export archives, and {request.model} is none: give another name"
+        )
+    elif _is_safetensors(out) and request.out_format == "module":
+        raise SaveError(
+            f"{out}: safetensors hold weights only: add --out-format state_dict, or give another name"
+        )
+
+
+def check_writable(loaded: LoadedModel, request: Request) -> None:
+    """Find out before the verification whether the network can be written in the form that was asked for.
+
+    Raises:
+        SaveError: it cannot.
+    """
+    if loaded.program is not None or request.out_format != "module":
+        return
+    for name, module in loaded.model.named_modules():
+        if is_parametrized(module):
+            where = f" ({printable(name)}: {', '.join(module.parametrizations)})" if name else ""
+            raise SaveError(
+                f"{request.out} cannot be written: PyTorch does not pickle parametrized networks{where}: add "
+                "--out-format state_dict"
+            )
 
 
 def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], request: Request) -> list[str]:
@@ -121,7 +159,7 @@ def _write_program(
 
 
 def _is_safetensors(path: Path) -> bool:
-    return path.suffix == ".safetensors"
+    return path.suffix.lower() == ".safetensors"
 
 
 def _structure(model: nn.Module) -> list[tuple[str, object]]:

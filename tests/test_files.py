@@ -226,7 +226,8 @@ KINDS = ["weights.pt", "weights.legacy", "weights.lightning.ckpt", "weights.safe
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("out_format", ["module", "state_dict"])
 def test_weights_get_a_network(network: nn.Module, source: Path, name: str, out_format: str) -> None:
-    path, out = source.with_name(name), source.with_name(f"fast{Path(name).suffix}")
+    suffix = Path(name).suffix if out_format == "state_dict" else ".pt"
+    path, out = source.with_name(name), source.with_name(f"fast{suffix}")
     save_weights(network, path, name.split(".")[1])
     before = path.read_bytes()
     refused = run(path)
