@@ -97,8 +97,11 @@ def test_the_network_gets_the_files_dtype(dtype: torch.dtype) -> None:
     content = state("Net", floats_to(dtype))
     out, found = written("Net")
     assert weights.same_weights(out, content)
-    assert str(dtype).removeprefix("torch.") in found["facts"]["inputs"]
-    assert not any("converted" in note for note in found["facts"]["warnings"])
+    notes = found["facts"]["warnings"]
+    name = str(dtype).removeprefix("torch.")
+    assert name in found["facts"]["inputs"]
+    assert f"the network has the dtypes of the weights, {name}: it is built in float32" in notes
+    assert not any("converted" in note for note in notes)
     model: Any = load_model("weights.pt", factory="nets.py:Net").model
     assert {t.dtype for t in (model.up.weight, model.norm.running_var, model.scale)} == {dtype}
     assert model.norm.num_batches_tracked.dtype == torch.int64
@@ -208,6 +211,7 @@ def test_which_weights_were_taken_is_said() -> None:
 def test_a_file_of_nothing_but_weights_has_no_such_notes() -> None:
     state("Net")
     notes = " ".join(written("Net")[1]["facts"]["warnings"])
+    assert "dtypes" not in notes
     assert "those under" not in notes
     assert "it lacks" not in notes
 

@@ -112,12 +112,15 @@ def _fitted(
     # Before any code of the user's runs: a file that holds no weights needs none.
     found = weights.find_state_dict(file, content, key)
     network = build_network(factory)
+    built = weights.dtypes_of(network)
     prefix = weights.load_strictly(network, found.weights, file.path)
     _check_whole(file.path, network)
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
     notes += found.notes
     if prefix:
         notes.append(f"{prefix!r} was taken off the file's keys")
+    if (dtypes := weights.dtypes_of(network)) != built:
+        notes.append(f"the network has the dtypes of the weights, {dtypes}: it is built in {built}")
     if converted := weights.dtypes_note(network, found.weights, prefix):
         notes.append(converted)
     return LoadedModel(

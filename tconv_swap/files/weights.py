@@ -184,6 +184,12 @@ def dtypes_note(network: nn.Module, weights: Mapping[str, Tensor], prefix: str) 
     )
 
 
+def dtypes_of(network: nn.Module) -> str:
+    """The floating-point dtypes of a network, by name."""
+    found = _floating_dtypes((*network.parameters(), *network.buffers()))
+    return ", ".join(sorted(map(_named, found)))
+
+
 def _named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
