@@ -105,6 +105,7 @@ def swap(
     unsafe_pickle: options.UnsafePickle = False,
     module: options.UserModule = None,
     factory: options.Factory = None,
+    key: options.Key = None,
     out_format: options.OutFormat = "module",
 ) -> None:
     """Swap the transposed convolutions of a saved network, verify, time, and write the result."""
@@ -119,6 +120,7 @@ def swap(
         trust=trust,
         module=module,
         factory=factory,
+        key=key,
         channels_last=channels_last,
         include_1d=include_1d,
         no_backward=no_backward,

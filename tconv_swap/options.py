@@ -9,6 +9,7 @@ from typing import Annotated, Literal, TypeVar
 import torch
 import typer
 
+from tconv_swap import op
 from tconv_swap.cuda.choice import check_backend
 from tconv_swap.files.loading import parse_trust
 from tconv_swap.files.usercode import parse_factory, parse_file
@@ -32,7 +33,9 @@ Out = Annotated[
         "-o",
         metavar="FILE",
         help="Write the swapped network here, once it is verified; never over MODEL. Devices and dtypes are "
-        "those in MODEL. Without --out nothing is written.",
+        "those in MODEL; with --model the devices are the function's, and so are the dtypes if it mixes some. "
+        "FILE.pt2 is for a torch.export archive, FILE.safetensors for --out-format state_dict. "
+        "Without --out nothing is written.",
     ),
 ]
 InputShape = Annotated[
@@ -89,7 +92,10 @@ Tolerance = Annotated[
     float | None,
     typer.Option(min=0, help="Instead of the limit that follows from the dtype.", show_default=False),
 ]
-Seed = Annotated[int, typer.Option(help="Of random inputs and of dropout.")]
+Seed = Annotated[
+    int,
+    typer.Option(help="Of random inputs and of dropout.", callback=lambda seed: check_seed(seed)),
+]
 Warmup = Annotated[
     int | None, typer.Option(min=0, help="Untimed runs before each timing.", show_default="by time")
 ]
@@ -143,9 +149,20 @@ Factory = Annotated[
         "network for them. Its code is executed.",
     ),
 ]
+Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="With --model: the weights are under this key of the checkpoint in MODEL.",
+        show_default="state_dict, model, params_ema and their like",
+    ),
+]
 OutFormat = Annotated[
     Literal["module", "state_dict"],
-    typer.Option(help="What --out is written as; a state_dict is as it was, since a swap changes no weight."),
+    typer.Option(
+        help="What --out is written as. A state_dict is as it was, since a swap changes no weight, without what else "
+        "is in a checkpoint."
+    ),
 ]
 UnsafePickle = Annotated[
     bool,
@@ -172,14 +189,24 @@ def parse_dtype(text: str) -> torch.dtype:
     """`float16`, `half` or `torch.float16` as a dtype.
 
     Raises:
-        ValueError: there is no floating-point dtype of this name.
+        ValueError: there is none of this name that networks run in.
     """
     found = getattr(torch, text.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(
-            f"{text!r} is not a floating-point dtype such as float64, float32, float16 or bfloat16"
-        )
+    # Not every floating-point one: float8 is a storage format, for which PyTorch has no layers.
+    if not isinstance(found, torch.dtype) or found not in op.SUPPORTED_DTYPES:
+        raise ValueError(f"{text!r} is not one of the dtypes float64, float32, float16 and bfloat16")
     return found
+
+
+def check_seed(seed: int) -> int:
+    """`seed` itself, if PyTorch's generators take it and some more counted from it.
+
+    Raises:
+        typer.BadParameter: they do not.
+    """
+    if not -(2**63) <= seed < 2**63:
+        raise typer.BadParameter(f"{seed} is not a whole number of 64 bits")
+    return seed
 
 
 def parsed(option: str, parse: Callable[[str], _T], text: str) -> _T:
@@ -202,6 +229,7 @@ def network_request(
     trust: Sequence[str] | None,
     module: str | None,
     factory: str | None,
+    key: str | None,
     channels_last: bool,
     include_1d: bool,
     no_backward: bool,
@@ -217,6 +245,8 @@ def network_request(
         raise typer.BadParameter("give either --input-shape or --inputs, not both")
     if factory is not None:
         parsed("--model", parse_factory, factory)
+    elif key is not None:
+        raise typer.BadParameter("--key is for weights: it needs --model")
     for option in trust or ():
         parsed("--trust", parse_trust, option)
     return Request(
@@ -231,6 +261,7 @@ def network_request(
         trust=tuple(trust or ()),
         module=None if module is None else parsed("--module", parse_file, module),
         factory=factory,
+        key=key,
         channels_last=channels_last,
         include_1d=include_1d,
         backward=not no_backward,

@@ -8,14 +8,52 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from tconv_swap.files import exported, weights
-from tconv_swap.files.fileformat import LoadError
+from tconv_swap.files.fileformat import LoadError, printable
 from tconv_swap.files.loading import LoadedModel, load_model, load_weights
 from tconv_swap.files.saving import SaveError, save_model, save_whole
 
 if TYPE_CHECKING:
     from tconv_swap.request import Request
+
+
+def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
+    """Find out before any work is done whether `out` is called like something else than what is written there.
+
+    Raises:
+        SaveError: it is; who loads it by its name would fail.
+    """
+    suffix = out.suffix.lower()
+    if loaded.program is not None:
+        if suffix != ".pt2":
+            raise SaveError(f"{out}: a torch.export archive is written, whose name must end in .pt2")
+    elif suffix == ".pt2":
+        raise SaveError(
+            f"{out}: .pt2 is for torch.export archives, and {request.model} is none: give another name"
+        )
+    elif _is_safetensors(out) and request.out_format == "module":
+        raise SaveError(
+            f"{out}: safetensors hold weights only: add --out-format state_dict, or give another name"
+        )
+
+
+def check_writable(loaded: LoadedModel, request: Request) -> None:
+    """Find out before the verification whether the network can be written in the form that was asked for.
+
+    Raises:
+        SaveError: it cannot.
+    """
+    if loaded.program is not None or request.out_format != "module":
+        return
+    for name, module in loaded.model.named_modules():
+        if is_parametrized(module):
+            where = f" ({printable(name)}: {', '.join(module.parametrizations)})" if name else ""
+            raise SaveError(
+                f"{request.out} cannot be written: PyTorch does not pickle parametrized networks{where}: add "
+                "--out-format state_dict"
+            )
 
 
 def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], request: Request) -> list[str]:
@@ -33,7 +71,7 @@ def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], reque
     if loaded.program is not None:
         return _write_program(loaded.program, names, request)
     if request.out_format == "state_dict":
-        return _write_weights(loaded, swapped, request.out)
+        return _write_weights(loaded, swapped, request, request.out)
     return _write_network(swapped, request, request.out)
 
 
@@ -73,10 +111,9 @@ def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]
     return []
 
 
-def _write_weights(loaded: LoadedModel, swapped: nn.Module, out: Path) -> list[str]:
-    own = swapped.state_dict()
-    keys = loaded.keys or {key: key for key in own}
-    content = {key: own[name] for key, name in keys.items()}
+def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, out: Path) -> list[str]:
+    # Weights that were converted for the network are written as they were read.
+    content = dict(swapped.state_dict() if loaded.weights is None else loaded.weights)
     if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
         raise SaveError(f"{out} cannot be written: {others[0]} of the state_dict is no tensor")
 
@@ -94,9 +131,12 @@ def _write_weights(loaded: LoadedModel, swapped: nn.Module, out: Path) -> list[s
         save_whole(write, out, check=check)
     except LoadError as error:  # safetensors is not installed
         raise SaveError(str(error)) from error
+    names = ", ".join(printable(repr(key)) for key in loaded.left_out)
+    left_out = [f"{out} holds these weights only; of {request.model} it lacks {names}"] if names else []
     return [
         f"{out} holds the same names and tensors as before: a swap changes no weight. Swap the network where it "
-        "is built: tconv_swap.swap_layers(model)"
+        "is built: tconv_swap.swap_layers(model)",
+        *left_out,
     ]
 
 
@@ -119,7 +159,7 @@ def _write_program(
 
 
 def _is_safetensors(path: Path) -> bool:
-    return path.suffix == ".safetensors"
+    return path.suffix.lower() == ".safetensors"
 
 
 def _structure(model: nn.Module) -> list[tuple[str, object]]:

@@ -60,6 +60,7 @@ class Request:
     unsafe_pickle: bool = False
     module: Path | None = None
     factory: str | None = None
+    key: str | None = None
     out_format: Literal["module", "state_dict"] = "module"
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from pathlib import Path
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -52,15 +52,20 @@ def run(request: Request, progress: Progress) -> Result:
         SaveError: the verified network could not be written.
     """
     device = device_of(request.device)
-    if request.out is not None:
-        _check_output(request.out, request.model)
+    out = request.out
+    if out is not None:
+        _checked(lambda: check_target(out, request.model))
     progress(f"loading {request.model}")
     loaded = _load(request)
+    if out is not None:
+        _checked(lambda: output.check_name(out, loaded, request))
     plan = _plan(loaded.model, request)
     notes = _notes(loaded)
     if request.dry_run or not plan.swapped:
         notes += map(str, find_functional_calls(loaded.model))
         return Result(plan, _facts(request, device, "none", "nothing was run", notes))
+    if out is not None:
+        _checked(lambda: output.check_writable(loaded, request))
 
     original, swapped = _pair(loaded.model, request, device)
     found = _inputs_that_run(request, original, loaded.inputs, progress)
@@ -94,9 +99,9 @@ def run(request: Request, progress: Progress) -> Result:
         progress("measuring the ceilings of this GPU")
         ceilings = _ceilings(device, explanation, notes)
     written = ""
-    if request.out is not None and verification.passed:
+    if out is not None and verification.passed:
         del original, swapped
-        progress(f"writing {request.out}")
+        progress(f"writing {out}")
         names = [name for layer in plan.swapped for name in layer.names]
         notes += output.write(loaded, _swap(loaded.model, request), names, request)
         written = output.load_snippet(loaded, request)
@@ -174,6 +179,7 @@ def _load(request: Request) -> LoadedModel:
         unsafe_pickle=request.unsafe_pickle,
         module=request.module,
         factory=request.factory,
+        key=request.key,
     )
     if loaded.program is not None and request.out_format != "module":
         raise RequestError("--out-format state_dict: a torch.export archive is written as one")
@@ -217,9 +223,10 @@ def device_of(wanted: torch.device | None) -> torch.device:
     return wanted
 
 
-def _check_output(out: Path, source: Path) -> None:
+def _checked(check: Callable[[], None]) -> None:
+    """An output that cannot be written is wrong usage as long as nothing has been done for it."""
     try:
-        check_target(out, source)
+        check()
     except SaveError as error:
         raise RequestError(str(error)) from None
 

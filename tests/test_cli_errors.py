@@ -39,6 +39,9 @@ class TestUsage:
             ("--input-shape", "0,4,1,1"),
             ("--dtype", "float3"),
             ("--dtype", "int64"),
+            ("--dtype", "float8_e4m3fn"),
+            ("--seed", "99999999999999999999"),
+            ("--seed", str(-(2**63) - 1)),
             ("--device", "nonsense"),
             ("--device", "meta"),
             ("--device", "cuda:99"),
@@ -55,6 +58,19 @@ class TestUsage:
         assert result.exit_code == ExitCode.USAGE
         assert result.stderr
         assert result.stdout == ""
+
+    @pytest.mark.parametrize("arguments", [("tune", "model.pt"), ("demo", "--dir", "new")])
+    def test_every_command_refuses_a_seed_that_no_generator_takes(
+        self, model: Path, arguments: tuple[str, ...]
+    ) -> None:
+        result = run(*arguments, "--seed", 2**63)
+        assert result.exit_code == ExitCode.USAGE
+        assert "--seed" in result.stderr
+        assert files() == ["model.pt"]
+
+    @pytest.mark.parametrize("seed", [2**63 - 1, -(2**63)])
+    def test_every_other_seed_is_taken(self, model: Path, seed: int) -> None:
+        assert swap(model, "--seed", seed).exit_code == 0
 
     def test_help_names_every_exit_code(self) -> None:
         for arguments in (["--help"], ["swap", "--help"], ["demo", "-h"], ["model.pt", "--help"]):

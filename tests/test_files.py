@@ -144,6 +144,30 @@ def test_module_allows_its_own_classes_and_nothing_else(network: nn.Module, sour
     assert [found.option for found in caught.value.names] == [f"users_net:{name}"]
 
 
+def test_a_module_that_is_not_there_is_said_to_be_missing(network: nn.Module, source: Path) -> None:
+    path = source.with_name("model.pt")
+    torch.save(network, path)
+    text = one_line(run(path, "--module", source.with_name("users_nte.py")), 3)
+    assert text.endswith("users_nte.py: no such file")
+    torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), path)
+    assert "no such file" in one_line(run(path, "--module", "users_nte.py"), 3)
+
+
+def test_a_module_that_lacks_the_class(network: nn.Module, source: Path) -> None:
+    path = source.with_name("model.pt")
+    torch.save(network, path)
+    sys.modules.pop("users_net")
+    source.write_text("class Other: pass")
+    text = one_line(run(path, "--module", source), 3)
+    assert text.endswith(f"{source} defines no class Block, Net, Up")
+    other = source.with_name("other_net.py")
+    other.write_text(SOURCE)
+    text = one_line(run(path, "--module", other), 3)
+    assert "other_net.py does not help: it stands for classes of the module 'other_net'" in text
+    assert "--trust users_net:Net" in text
+    assert not other.with_suffix(".executed").exists()
+
+
 def test_trusting_a_name_that_leads_elsewhere(network: nn.Module, source: Path) -> None:
     path = source.with_name("model.pt")
     torch.save(network, path)
@@ -202,7 +226,8 @@ KINDS = ["weights.pt", "weights.legacy", "weights.lightning.ckpt", "weights.safe
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("out_format", ["module", "state_dict"])
 def test_weights_get_a_network(network: nn.Module, source: Path, name: str, out_format: str) -> None:
-    path, out = source.with_name(name), source.with_name(f"fast{Path(name).suffix}")
+    suffix = Path(name).suffix if out_format == "state_dict" else ".pt"
+    path, out = source.with_name(name), source.with_name(f"fast{suffix}")
     save_weights(network, path, name.split(".")[1])
     before = path.read_bytes()
     refused = run(path)
@@ -268,13 +293,6 @@ def test_weights_that_do_not_fit(network: nn.Module, source: Path, change: Any, 
     torch.save(dict(state), path)
     with pytest.raises(LoadError, match=reason):
         load_model(path, factory=f"{source}:build")
-
-
-def test_other_dtypes_are_said_to_be_converted(network: nn.Module, source: Path) -> None:
-    path = source.with_name("weights.pt")
-    torch.save(network.half().state_dict(), path)
-    loaded = load_model(path, factory=f"{source}:build")
-    assert loaded.notes[-1] == "the file's weights are float16, the network's float32: they were converted"
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_the_hostile_files_would_execute_where_they_are_trusted(tmp_path: Path) 
 OPTIONS = [
     "--out", "-o", "--input-shape", "--inputs", "--device", "--dtype", "--channels-last", "--include", "--exclude",
     "--include-1d", "--dry-run", "--no-backward", "--no-benchmark", "--atol", "--rtol", "--seed", "--warmup", "--iters",
-    "--json",    "--quiet", "-q", "--trust", "--unsafe-pickle", "--module", "--model", "--out-format", "--help",
+    "--json", "--quiet", "-q", "--trust", "--unsafe-pickle", "--module", "--model", "--key", "--out-format", "--help",
     "--version", "--", "-", "--nothing", "-x", "swap",
 ]  # fmt: skip
 VALUES = [

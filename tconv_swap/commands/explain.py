@@ -43,6 +43,7 @@ def explain(
     unsafe_pickle: options.UnsafePickle = False,
     module: options.UserModule = None,
     factory: options.Factory = None,
+    key: options.Key = None,
 ) -> None:
     """Say what would compute each layer of a saved network: kernels, tiles, why, work, and what bounds it.
 
@@ -60,6 +61,7 @@ def explain(
         trust=trust,
         module=module,
         factory=factory,
+        key=key,
         backend=backend,
         channels_last=channels_last,
         include_1d=include_1d,

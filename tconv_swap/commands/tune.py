@@ -45,6 +45,7 @@ def tune(
     unsafe_pickle: options.UnsafePickle = False,
     module: options.UserModule = None,
     factory: options.Factory = None,
+    key: options.Key = None,
 ) -> None:
     """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
     request = options.network_request(
@@ -58,6 +59,7 @@ def tune(
         trust=trust,
         module=module,
         factory=factory,
+        key=key,
         channels_last=channels_last,
         include_1d=include_1d,
         no_backward=no_backward,

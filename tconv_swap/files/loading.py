@@ -36,7 +36,8 @@ class LoadedModel:
         missing_devices: the devices its tensors were saved from that this machine lacks ("cuda:0"); those
             tensors are on the CPU now.
         notes: what a user should know about how it was loaded, in lines.
-        keys: where the file holds weights, its keys, each with the network's own for the same tensor.
+        weights: where the file holds weights, those that were taken, as they lie in it.
+        left_out: the keys of what else lies in that file.
         program: the exported program that the network was made from.
         inputs: those that the program was exported with.
     """
@@ -44,7 +45,8 @@ class LoadedModel:
     model: nn.Module
     missing_devices: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    keys: Mapping[str, str] | None = None
+    weights: Mapping[str, Tensor] | None = None
+    left_out: tuple[str, ...] = ()
     program: ExportedProgram | None = None
     inputs: Inputs | None = None
 
@@ -56,6 +58,7 @@ def load_model(
     unsafe_pickle: bool = False,
     module: Path | None = None,
     factory: str | None = None,
+    key: str | None = None,
 ) -> LoadedModel:
     """The network in a file, on the devices it was saved from.
 
@@ -68,6 +71,7 @@ def load_model(
         module: a Python file whose classes the file may use. It is executed if the file does name some.
         factory: `package.module:function` or `path.py:function`; executed to build the network, which then
             gets the weights in the file, strictly.
+        key: of the weights in a file that holds more; None takes those under one of the usual names.
 
     Raises:
         LoadError: the file is not a saved network, or is damaged.
@@ -75,6 +79,9 @@ def load_model(
     """
     path = Path(path)
     file = examine(path)
+    # Also where the file names no class of it, and whatever else it names: what was given is not there.
+    if module is not None and not module.exists():
+        raise LoadError(f"--module {printable(module)}: no such file")
     if file.format == "pt2":
         return _load_program(file, unsafe_pickle, factory)
     if file.format == "safetensors" and factory is None:
@@ -84,7 +91,7 @@ def load_model(
         )
     content, devices = _read(file, trust, unsafe_pickle, module)
     if factory is not None:
-        return _fitted(file, content, devices, factory)
+        return _fitted(file, content, devices, factory, key)
     if not isinstance(content, nn.Module):
         raise LoadError(f"{printable(path)} {_other_content(content)}")
     _check_whole(path, content)
@@ -98,25 +105,31 @@ def _read(file: TorchFile, trust: Iterable[str], unsafe: bool, module: Path | No
     return _load(file, allowed_names(file, trust, unsafe, module), unsafe, devices), devices
 
 
-def _fitted(file: TorchFile, content: object, devices: _Devices, factory: str) -> LoadedModel:
+def _fitted(
+    file: TorchFile, content: object, devices: _Devices, factory: str, key: str | None
+) -> LoadedModel:
     """The network that `factory` builds, with the weights of the file."""
     # Before any code of the user's runs: a file that holds no weights needs none.
-    found = weights.find_state_dict(file, content)
+    found = weights.find_state_dict(file, content, key)
     network = build_network(factory)
-    prefix = weights.load_strictly(network, found, file.path)
+    built = weights.dtypes_of(network)
+    prefix = weights.load_strictly(network, found.weights, file.path)
     _check_whole(file.path, network)
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
+    notes += found.notes
     if prefix:
         notes.append(f"{prefix!r} was taken off the file's keys")
-    dtypes = [
-        {v.dtype for v in tensors.values() if v.is_floating_point()}
-        for tensors in (found, network.state_dict())
-    ]
-    if dtypes[0] != dtypes[1]:
-        shown = [", ".join(sorted(str(d).removeprefix("torch.") for d in kind)) for kind in dtypes]
-        notes.append(f"the file's weights are {shown[0]}, the network's {shown[1]}: they were converted")
-    keys = {key: key.removeprefix(prefix) for key in found}
-    return LoadedModel(network, tuple(sorted(devices.missing)), tuple(notes), keys)
+    if (dtypes := weights.dtypes_of(network)) != built:
+        notes.append(f"the network has the dtypes of the weights, {dtypes}: it is built in {built}")
+    if converted := weights.dtypes_note(network, found.weights, prefix):
+        notes.append(converted)
+    return LoadedModel(
+        network,
+        tuple(sorted(devices.missing)),
+        tuple(notes),
+        weights.as_read(network, found.weights, prefix),
+        found.others,
+    )
 
 
 def _load_program(file: TorchFile, unsafe: bool, factory: str | None) -> LoadedModel:
@@ -147,7 +160,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     file = examine(path)
     if file.format == "safetensors":
         return weights.read_safetensors(path)
-    return weights.find_state_dict(file, _load(file, [], False, lambda storage, _: storage))
+    return weights.find_state_dict(file, _load(file, [], False, lambda storage, _: storage)).weights
 
 
 def load_inputs(path: Path | str) -> Inputs:

@@ -48,11 +48,14 @@ Allowed: TypeAlias = list[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 
 class UntrustedError(LoadError):
-    """The file imports names that nobody has trusted; `names` are all of them. Nothing was executed."""
+    """The file imports names that nobody has trusted; `names` are all of them. Nothing of it was executed.
 
-    def __init__(self, path: Path, names: Iterable[GlobalName]) -> None:
+    `module` is the user's file that does not help, of which the message says why.
+    """
+
+    def __init__(self, path: Path, names: Iterable[GlobalName], module: Path | None = None) -> None:
         self.names = tuple(sorted(names))
-        super().__init__(_refusal(path, self.names))
+        super().__init__(_refusal(path, self.names, module))
 
 
 def parse_trust(option: str) -> GlobalName:
@@ -90,10 +93,10 @@ def allowed_names(file: TorchFile, trust: Iterable[str], unsafe: bool, module: P
     trusted = {name for name in trusted if not _is_unrestrained(name)}
     theirs = {name for name in foreign - trusted if module is not None and _may_be_of(name, module)}
     if refused := foreign - trusted - theirs:
-        raise UntrustedError(file.path, refused)
+        raise UntrustedError(file.path, refused, None if theirs else module)
     classes = defined_classes(import_file(module)) if module is not None and theirs else {}
     if refused := {name for name in theirs if name.name not in classes}:
-        raise UntrustedError(file.path, refused)
+        raise UntrustedError(file.path, refused, module)
     allowed: Allowed = [(found, name) for name, found in known.items()]
     for name in sorted(foreign):
         found: Any = classes[name.name] if name in theirs else find(name.module, name.name)
@@ -176,7 +179,7 @@ def _let_scripts_classes_be_found(module: ModuleType) -> None:
             setattr(main, name, cls)
 
 
-def _refusal(path: Path, names: tuple[GlobalName, ...]) -> str:
+def _refusal(path: Path, names: tuple[GlobalName, ...], module: Path | None) -> str:
     shown = [printable(name.dotted) for name in names[:_MOST_NAMES_SHOWN]]
     if len(names) > _MOST_NAMES_SHOWN:
         shown.append(f"{len(names) - _MOST_NAMES_SHOWN} more")
@@ -187,6 +190,14 @@ def _refusal(path: Path, names: tuple[GlobalName, ...]) -> str:
         return (
             f"{text} With {printable(anything[0].dotted)} it can do anything, so --trust does not take it; "
             "--unsafe-pickle executes whatever the file contains: use it only on a file of your own"
+        )
+    if module is not None and any(_may_be_of(name, module) for name in names):
+        lacking = ", ".join(printable(name.name) for name in names[:_MOST_NAMES_SHOWN])
+        return f"{text} {printable(module)} defines no class {lacking}"
+    if module is not None:
+        text += (
+            f" {printable(module)} does not help: it stands for classes of the module {module.stem!r} or of a "
+            "script only."
         )
     if scripts:
         return (

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 from torch import Tensor, nn
 
+from tconv_swap import op
 from tconv_swap.files.fileformat import LoadError, TorchFile, first_line, printable
 
 #: Under which keys checkpoints keep the state_dict; Lightning's is the first.
@@ -58,30 +60,68 @@ def is_state_dict(value: object) -> bool:
     )
 
 
-def find_state_dict(file: TorchFile, content: object) -> dict[str, Tensor]:
-    """The state_dict in what a file holds: all of it, or what lies under one of the usual keys.
+@dataclass(frozen=True)
+class Found:
+    """Weights in a file.
+
+    Attributes:
+        weights: the state_dict.
+        key: under which it lies in the file; None where the file is nothing else.
+        others: the file's other keys.
+        candidates: those of them that hold a state_dict too.
+    """
+
+    weights: dict[str, Tensor]
+    key: str | None = None
+    others: tuple[str, ...] = ()
+    candidates: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a user should know about which weights were taken."""
+        if self.key is None:
+            return []
+        line = f"the weights are those under {printable(repr(self.key))} in the file"
+        others = f"; there are some under {_quoted(self.candidates)} too (--key)" if self.candidates else ""
+        return [line + others]
+
+
+def find_state_dict(file: TorchFile, content: object, key: str | None = None) -> Found:
+    """The state_dict in what a file holds: what lies under `key`, or else all of it or what has one of the usual keys.
 
     Raises:
         LoadError: there is none.
     """
-    if is_state_dict(content):
-        return dict(content)  # type: ignore[call-overload,no-any-return]
+    shown = printable(file.path)
     if isinstance(content, nn.Module):
-        raise LoadError(f"{printable(file.path)} holds a whole network: leave --model away")
-    if isinstance(content, Mapping):
-        for key in _USUAL_KEYS:
-            if is_state_dict(content.get(key)):
-                return dict(content[key])
-        keys = ", ".join(printable(repr(key)) for key in list(content)[:5])
-        raise LoadError(f"{printable(file.path)} holds no state_dict, but a dict with {keys or 'no keys'}")
-    raise LoadError(f"{printable(file.path)} holds no state_dict, but a {type(content).__name__}")
+        raise LoadError(f"{shown} holds a whole network: leave --model away")
+    if is_state_dict(content) and key is None:
+        return Found(dict(content))  # type: ignore[call-overload]
+    if not isinstance(content, Mapping):
+        raise LoadError(f"{shown} holds no state_dict, but a {type(content).__name__}")
+    candidates = [name for name, value in content.items() if isinstance(name, str) and is_state_dict(value)]
+    taken = next((name for name in (_USUAL_KEYS if key is None else (key,)) if name in candidates), None)
+    if taken is not None:
+        return Found(
+            dict(content[taken]),
+            taken,
+            tuple(str(name) for name in content if name != taken),
+            tuple(name for name in candidates if name != taken),
+        )
+    if is_state_dict(content):
+        raise LoadError(f"{shown} is a state_dict as a whole: leave --key away")
+    where = "" if key is None else f" under {printable(repr(key))}"
+    advice = f": --key NAME takes the weights under {_quoted(candidates)}" if candidates else ""
+    raise LoadError(
+        f"{shown} holds no state_dict{where}, but a dict with {_quoted(content) or 'no keys'}{advice}"
+    )
 
 
 def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) -> str:
     """Puts the weights into the network, every one into its place and nothing left over.
 
     A prefix that a wrapper has put in front of every key is taken off where that makes the keys fit. A weight
-    that is tied to one in the file need not be there itself.
+    that is tied to one in the file need not be there itself. The network gets the file's dtypes: see `_cast`.
 
     Returns:
         The prefix that was taken off; ``""`` if none.
@@ -100,18 +140,82 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) ->
     for name, tensor in fitted.items():
         if (
             isinstance(own[name], Tensor)
+            and not nn.parameter.is_lazy(own[name])  # asked first: such a one has no shape to ask for
             and own[name].shape != tensor.shape
-            and not nn.parameter.is_lazy(own[name])
         ):
             raise LoadError(
                 f"{printable(path)} does not fit the network: {printable(name)} is {list(tensor.shape)} there and "
                 f"{list(own[name].shape)} in the network"
             )
     try:
+        _cast(network, fitted)
         network.load_state_dict(fitted, strict=not (own.keys() - fitted.keys()))
     except Exception as error:  # a network's own hooks may raise anything
         raise LoadError(f"{printable(path)} does not fit the network ({first_line(error)})") from error
     return prefix
+
+
+def as_read(network: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """The weights as they lie in their file, for writing them again.
+
+    Where the network's own tensors are the same they are taken, so that nothing lies in memory twice.
+    """
+    own = network.state_dict()
+
+    def chosen(name: str, tensor: Tensor) -> Tensor:
+        loaded = own.get(name.removeprefix(prefix))
+        return loaded if isinstance(loaded, Tensor) and _same_tensor(loaded, tensor) else tensor
+
+    return {name: chosen(name, tensor) for name, tensor in weights.items()}
+
+
+def dtypes_note(network: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> str:
+    """What a user should know about dtypes after loading: which weights were converted; empty if none was."""
+    own = network.state_dict()
+    loaded = (
+        (t.dtype, getattr(own.get(name.removeprefix(prefix)), "dtype", None)) for name, t in weights.items()
+    )
+    changed = {f"{_named(a)} to {_named(b)}" for a, b in loaded if b is not None and a != b}
+    if not changed:
+        return ""
+    return (
+        f"to fit the network, weights of the file were converted ({', '.join(sorted(changed))}); "
+        "--out-format state_dict writes them as they are in the file"
+    )
+
+
+def dtypes_of(network: nn.Module) -> str:
+    """The floating-point dtypes of a network, by name."""
+    found = _floating_dtypes((*network.parameters(), *network.buffers()))
+    return ", ".join(sorted(map(_named, found)))
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _cast(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Give the network the dtypes of the weights, which loading would convert to the network's without a word.
+
+    Floating-point ones only: whole numbers may be indices. A network that mixes dtypes keeps them, since its forward
+    goes by them, and so does one whose weights are stored in a dtype that layers do not compute in.
+    """
+    tensors = (*network.parameters(), *network.buffers())
+    stored, held = _floating_dtypes(weights.values()), _floating_dtypes(tensors)
+    if len(held) != 1 or not stored <= {*op.SUPPORTED_DTYPES} or stored == held:
+        return
+    # `to` reaches what is in no state_dict too, but would cut complex numbers.
+    if len(stored) == 1 and not any(tensor.is_complex() for tensor in tensors):
+        network.to(dtype=next(iter(stored)))
+        return
+    own = network.state_dict(keep_vars=True)
+    for name, tensor in weights.items():
+        if tensor.is_floating_point() and isinstance(own[name], Tensor) and own[name].is_floating_point():
+            own[name].data = own[name].data.to(tensor.dtype)
+
+
+def _floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:
+    return {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
 
 
 def _without_prefix(weights: dict[str, Tensor], own: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
@@ -125,6 +229,10 @@ def _without_prefix(weights: dict[str, Tensor], own: Mapping[str, Any]) -> tuple
     return "", weights
 
 
+def _quoted(names: Iterable[object]) -> str:
+    return _shown(repr(name) for name in names)
+
+
 def _shown(names: Iterable[str]) -> str:
     names = list(names)
     text = ", ".join(printable(name) for name in names[:_MOST_KEYS_SHOWN])
@@ -133,11 +241,20 @@ def _shown(names: Iterable[str]) -> str:
 
 def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether names, dtypes and bits agree; NaN is the same as NaN."""
-    return first.keys() == second.keys() and all(
-        first[name].dtype == second[name].dtype
-        and first[name].shape == second[name].shape
-        and torch.equal(_bits(first[name]), _bits(second[name]))
-        for name in first
+    return first.keys() == second.keys() and all(_same_bits(first[name], second[name]) for name in first)
+
+
+def _same_tensor(first: Tensor, second: Tensor) -> bool:
+    """Whether a file would hold the same for both."""
+    places = ((t.device, t.layout, t.stride() if t.layout == torch.strided else ()) for t in (first, second))
+    return len({*places}) == 1 and not first.is_meta and _same_bits(first, second)
+
+
+def _same_bits(first: Tensor, second: Tensor) -> bool:
+    return (
+        first.dtype == second.dtype
+        and first.shape == second.shape
+        and torch.equal(_bits(first), _bits(second))
     )
 
 
