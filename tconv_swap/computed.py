@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -40,6 +41,30 @@ def deep_copy(model: _M, memo: dict[int, Any] | None = None, dtype: torch.dtype 
             elif not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
     return copy.deepcopy(model, memo)
+
+
+class ComputedState:
+    """Which computed tensors some modules hold, to be put back after they have run.
+
+    Other plain attributes are left as a run leaves them: a cache and what says that it is filled belong
+    together. What autograd made is no such cache, since a second backward pass through it fails.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._held = [(module, dict(vars(module))) for module in modules]
+
+    def put_back(self) -> None:
+        """The very same tensors as before; what was not there, or was no tensor, is so again."""
+        for module, before in self._held:
+            names = computed_tensors(module).keys() | {
+                name for name, value in before.items() if _is_computed(module, name, value)
+            }
+            # Through `__setattr__`, as the hooks set them: an LSTM keeps a list of its weights as well.
+            for name in names:
+                if name not in before:
+                    delattr(module, name)
+                elif vars(module).get(name) is not before[name]:
+                    setattr(module, name, before[name])
 
 
 def _is_computed(module: nn.Module, name: str, value: object) -> bool:
