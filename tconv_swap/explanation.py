@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from tconv_swap.cuda import call, choice, plan, tuned
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
 from tconv_swap.cuda.program import Launch
 from tconv_swap.inputs import Inputs
-from tconv_swap.layer_state import LayerState
+from tconv_swap.layer_state import LayerState, Operands
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.measurement.stages import LayerCall, capture_calls
@@ -179,28 +178,38 @@ def explain(
     """
     if architecture is not None and architecture not in DEVICES:
         raise ValueError(f"architecture: expected one of {', '.join(DEVICES)}, got {architecture!r}")
-    calls = list(_calls(module, Inputs.of(inputs)))
-    return Explanation(tuple(_explain(layer, called, architecture, backward) for layer, called in calls))
+    calls = _calls(module, Inputs.of(inputs))
+    return Explanation(tuple(_explain(called, architecture, backward) for called in calls))
 
 
-def _calls(module: nn.Module, inputs: Inputs) -> Iterator[tuple[LayerState, LayerCall]]:
+class _Called(NamedTuple):
+    """A call of a layer; the tensors among the operands have no numbers, and stand for some on `device`."""
+
+    layer: LayerState
+    name: str
+    device: torch.device
+    operands: Operands
+
+
+def _calls(module: nn.Module, inputs: Inputs) -> list[_Called]:
     if isinstance(module, LayerState):
-        yield module, LayerCall("", inputs, None)
-        return
+        return [_called(module, LayerCall("", inputs, None))]
     layers = {name: m for name, m in module.named_modules() if isinstance(m, LayerState)}
     with preserved(module), torch.no_grad():
         found = capture_calls(module, list(layers), lambda: inputs.map(Tensor.clone)(module))
-    for called in found:
-        yield layers[called.name], called
+        # Within: a weight that a hook computes has the network's dtype and layout only once it has run.
+        return [_called(layers[captured.name], captured) for captured in found]
 
 
-def _explain(
-    layer: LayerState, called: LayerCall, architecture: str | None, backward: bool
-) -> LayerExplanation:
+def _called(layer: LayerState, captured: LayerCall) -> _Called:
     with torch.no_grad():
-        input, weight, bias, *arguments = layer.operands(*called.inputs.args, **called.inputs.kwargs)
-    device = input.device
-    input, weight, bias = (_form(tensor, called.autocast) for tensor in (input, weight, bias))
+        input, weight, bias, *arguments = layer.operands(*captured.inputs.args, **captured.inputs.kwargs)
+    forms = (_form(tensor, captured.autocast) for tensor in (input, weight, bias))
+    return _Called(layer, captured.name, input.device, (*forms, *arguments))
+
+
+def _explain(called: _Called, architecture: str | None, backward: bool) -> LayerExplanation:
+    layer, name, device, (input, weight, bias, *arguments) = called
     if input.dim() == 3:
         input = input.unsqueeze(0)
     posed = call.problem_of(input, weight, bias, tuple(arguments))
@@ -219,7 +228,7 @@ def _explain(
             steps += choice.choose_backward(other, mask, facts, layer.tconv_backend, winners)
         stages = tuple(_stage(step, posed, ceilings) for step in steps)
     return LayerExplanation(
-        called.name,
+        name,
         str(posed.geometry),
         posed.geometry.input_shape,
         str(posed.dtype).removeprefix("torch."),

@@ -6,7 +6,6 @@ first layer is touched, and what is then done cannot fail half-way.
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from tconv_swap import flops, op
+from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, Plain, has_own_forward, original_class, swapped_class
 from tconv_swap.layer_state import LayerState
@@ -185,7 +185,7 @@ def swap_layers(
         warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
     if not plan.swapped:
         warnings.warn(str(plan), SwapWarning, stacklevel=2)
-    target = model if inplace else copy.deepcopy(model)
+    target = model if inplace else deep_copy(model)
     modules = dict(target.named_modules(remove_duplicate=False))
     layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
     _set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
@@ -213,7 +213,7 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
         TypeError: ``model`` is not an ``nn.Module``.
     """
     _check_model(model)
-    target = model if inplace else copy.deepcopy(model)
+    target = model if inplace else deep_copy(model)
     layers = [module for module in target.modules() if isinstance(module, SWAPPED)]
     originals = [(layer, original_class(type_before_parametrizations(layer))) for layer in layers]
     for layer, original in originals:

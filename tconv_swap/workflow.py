@@ -5,7 +5,6 @@ What the command line does, without a word about options, printing or exit codes
 
 from __future__ import annotations
 
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from tconv_swap import output
+from tconv_swap.computed import deep_copy
 from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
@@ -237,7 +237,7 @@ def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.
     So the weights are in memory twice, as they lie in the file and here; once where a GPU that they are on already
     would hold no more. (Verification and timing leave parameters as they were.)
     """
-    original = copy.deepcopy(model, _shared(model) if _fills(model, device, request) else {})
+    original = deep_copy(model, _shared(model) if _fills(model, device, request) else {})
     try:
         original.to(device=device, dtype=request.dtype)
         if request.channels_last:
@@ -248,12 +248,12 @@ def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.
         TypeError,
     ) as error:  # no memory; the meta device; integer dtypes
         raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
-    swapped = _swap(copy.deepcopy(original, _shared(original)), request)
+    swapped = _swap(deep_copy(original, _shared(original)), request)
     return unswap_layers(original), swapped
 
 
 def _shared(model: nn.Module) -> dict[int, object]:
-    """For `copy.deepcopy`: a copy with the very same parameters."""
+    """For `deep_copy`: a copy with the very same parameters."""
     return {id(parameter): parameter for parameter in model.parameters()}
 
 

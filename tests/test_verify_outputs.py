@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from verify_cases import Pair, compare_outputs, generator, latent, swapped_copy, with_kernel
 
+from tconv_swap.measurement.bench import benchmark
 from tconv_swap.verification import verify
 
 
@@ -91,3 +92,23 @@ def test_wrong_kind_of_layer_output_is_named(
     assert not report.passed
     assert report.first_divergence is not None
     assert message in report.first_divergence
+
+
+class PastHooks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(3, 3, 2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up.forward(x)
+
+
+def test_layer_that_is_run_past_its_hooks_is_not_said_to_be_unreached() -> None:
+    model, x = PastHooks(), torch.randn(1, 3, 4, 4)
+    report = verify(model, swapped_copy(model), x)
+    assert report.passed, report.failures
+    (note,) = report.notes
+    assert note.startswith("layer up: no call was seen (")
+    assert "past the hooks" in note
+    timing = benchmark(model, swapped_copy(model), x, warmup=0, iters=1)
+    assert any("no call of theirs was seen" in line and "up" in line for line in timing.notes), timing.notes

@@ -281,7 +281,9 @@ class _Run:
                 continue
             unreached = [name for name in names if name not in {call.name for call in calls}]
             if unreached:
-                self._note(f"not timed, the forward pass does not reach them: {', '.join(unreached)}")
+                self._note(
+                    f"not timed, no call of theirs was seen in the forward pass: {', '.join(unreached)}"
+                )
             return calls
         self._note(f"layers not timed: the original network raises {errors[0]}")
         return []

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from tconv_swap.computed import ComputedState
 from tconv_swap.memory import free_bytes
 
 _T = TypeVar("_T", bound=Tensor | None)
@@ -21,17 +22,20 @@ _T = TypeVar("_T", bound=Tensor | None)
 def preserved(*models: nn.Module) -> Iterator[None]:
     """Whatever the block does to the networks, they are as before afterwards, also when it raises.
 
-    Covers parameters and buffers (the same objects with the same values), gradients, `requires_grad`,
+    Covers parameters and buffers (the same objects with the same values), what is computed from them and kept
+    as an attribute (`weight` of `torch.nn.utils.weight_norm`; the same objects), gradients, `requires_grad`,
     training flags, and the random state of Python, of PyTorch's CPU generator and of that of every GPU the
     networks lie on. Inside, every gradient starts as None, so that gradients a user has accumulated are
     neither added to nor freed. Costs one copy of all parameters and buffers: on their own device, or on the CPU
     where they would take more than half of what a GPU has left.
 
-    Not covered: uninitialised (lazy) parameters, and attributes that are neither parameters nor buffers.
+    Not covered: uninitialised (lazy) parameters, and all other attributes that are neither parameters nor
+    buffers.
     """
     modules = list({id(m): m for model in models for m in model.modules()}.values())
     flags = [(module, module.training) for module in modules]
     registered = [(module, dict(module._parameters), dict(module._buffers)) for module in modules]
+    computed = ComputedState(modules)
     tensors = _unique_tensors(modules)
     values = _copies([tensor for tensor in tensors if _writable(tensor)])
     gradients = [(tensor, tensor.requires_grad, tensor.grad) for tensor in tensors if tensor.is_leaf]
@@ -47,6 +51,7 @@ def preserved(*models: nn.Module) -> Iterator[None]:
             for module, parameters, buffers in registered:
                 _restore(module._parameters, parameters)
                 _restore(module._buffers, buffers)
+            computed.put_back()
             for module, training in flags:
                 module.training = training
             with torch.no_grad():

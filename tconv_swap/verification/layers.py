@@ -39,6 +39,9 @@ MAX_CALLS_ALIKE = 2
 # However inexact PyTorch itself is, a layer is excused no further (see compare.excused).
 EXCUSABLE_ERROR = 0.02
 
+# `layer.forward(x)` runs no hook: such a call counts in the network's output, and is not seen.
+UNSEEN = "no call was seen (the inputs do not reach it, or its forward is called past the hooks)"
+
 
 def swapped_layers(module: nn.Module) -> dict[str, Swapped]:
     """Every swapped layer by its (first) dotted name, in the order of registration."""
@@ -87,7 +90,7 @@ class LayerChecks:
                 handle.remove()
 
     def probe_unreached(self) -> None:
-        """Layers that no input reached are compared on random numbers: nothing swapped goes unseen."""
+        """Layers of which no call was seen are compared on random numbers: nothing swapped goes unchecked."""
         self._counts = {}
         for name, layer in swapped_layers(self.network).items():
             if name in self.reached or keeps_own_forward(layer):
@@ -105,9 +108,9 @@ class LayerChecks:
                 if reference.numel():
                     break
             else:
-                self.notes.append(f"layer {shown} was not reached, and not compared")
+                self.notes.append(f"layer {shown}: {UNSEEN}, and it is not compared by itself")
                 continue
-            self.notes.append(f"layer {shown} was not reached by the inputs; compared on random numbers")
+            self.notes.append(f"layer {shown}: {UNSEEN}; compared on random numbers")
             try:
                 with torch.no_grad():
                     output = isolated(layer, own_class(layer), *weights(layer))(x)

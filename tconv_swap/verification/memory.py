@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from tconv_swap.computed import computed_tensors
 from tconv_swap.inputs import Inputs, named_tensors
 from tconv_swap.memory import free_bytes as _free_bytes
 
@@ -39,6 +40,8 @@ def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gr
         gradients: whether activations are kept for backward, and gradients of the parameters made.
     """
     tensors = [*module.parameters(), *module.buffers()]
+    for each in module.modules():
+        tensors += computed_tensors(each).values()
     devices = {t.device for t in tensors} | {t.device for _, t in inputs.named_tensors()}
     if unable := sorted({device.type for device in devices} - {"cpu", "cuda"}):
         return f"{unable[0]} is not known to compute in float64"

@@ -25,7 +25,7 @@ class Check:
     """One tensor of the swapped network against the reference, beside the original's.
 
     Attributes:
-        mode: `eval` or `train`; `probe` for a layer that no input reached, run on random numbers instead.
+        mode: `eval` or `train`; `probe` for a layer of which no call was seen, run on random numbers.
         kind: what was compared; kinds beginning with `layer_` are of one layer by itself.
         name: the path of an output or input; the dotted name of a parameter, buffer or layer (`""`: root).
         error_original, error_swapped: relative errors; infinite where there is nothing to measure.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tconv_swap.computed import ComputedState
 from tconv_swap.inputs import Inputs
 from tconv_swap.verification.tree import Tree, flatten
 
@@ -57,8 +58,8 @@ class Outcome:
 class Subject:
     """A network whose state can be put back to what it was when this was made.
 
-    Covers every buffer (object and value), every training flag and every `.grad`. The parameters are not
-    copied: nothing here writes to them.
+    Covers every buffer (object and value), every training flag, every `.grad`, and which tensors computed from
+    parameters the modules hold. The parameters are not copied: nothing here writes to them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -68,9 +69,11 @@ class Subject:
         self._buffers = [(m, dict(m._buffers)) for m in self._modules]
         self._values = [(b, b.detach().clone()) for b in module.buffers()]
         self._gradients = [(p, p.grad) for p in module.parameters()]
+        self._computed = ComputedState(self._modules)
 
     def rewind(self) -> None:
-        """Buffers as they were, and no gradients: where every run begins."""
+        """Buffers and computed tensors as they were, and no gradients: where every run begins."""
+        self._computed.put_back()
         for module, buffers in self._buffers:
             for name, buffer in buffers.items():
                 if module._buffers.get(name) is not buffer:

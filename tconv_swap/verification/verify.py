@@ -9,7 +9,6 @@ original that happens to be exact, or a gradient that is zero but for rounding, 
 
 from __future__ import annotations
 
-import copy
 import gc
 import logging
 import math
@@ -17,8 +16,10 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
+from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import Inputs, model_dtype
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Tolerance
@@ -67,8 +68,9 @@ def verify(
 ) -> VerifyReport:
     """Compare outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
-    Leaves both networks (buffers, gradients, training flags) and all random states as they were. Runs under
-    the caller's autocast state. The same arguments give the same report.
+    Leaves both networks (buffers, gradients, training flags, the `weight` that `torch.nn.utils.weight_norm` and
+    its like compute) and all random states as they were. Runs under the caller's autocast state. The same
+    arguments give the same report.
 
     Args:
         original: the network before the swap; may share its parameters with `swapped`.
@@ -206,7 +208,7 @@ class _Verification:
         try:
             if self.float64 is None:
                 self.original.rewind()
-                self.float64 = Subject(copy.deepcopy(self.original.module).double())
+                self.float64 = Subject(deep_copy(self.original.module, dtype=torch.float64).double())
             with in_float64(self.dtype, devices):
                 truth = self.runner.run(self.float64, name, how, double=True)
         except Exception as error:
