@@ -17,7 +17,7 @@ _NAMESPACE = torch.ops.tconv_swap
 def register() -> None:
     """From here on every new ``FlopCounterMode`` counts what ours compute, as it counts PyTorch's convolutions.
 
-    Not at import: the module of the counters takes half as long to import as all of ours.
+    Not at import of this package: the module of the counters brings torch._decomp along, which few need.
     """
     from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 

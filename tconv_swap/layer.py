@@ -11,7 +11,6 @@ import functools
 import types
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, fx, nn
 
 # The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
@@ -151,7 +150,6 @@ def _is_ours(layer: Plain, input: Tensor) -> bool:
     """
     return (
         isinstance(input, Tensor)
-        and input.layout is torch.strided
         and input.dtype in op.SUPPORTED_DTYPES
         and (input.is_cuda or input.device.type in _DEVICES)
         and layer.padding_mode == "zeros"

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import tconv_swap
+from tconv_swap import flops as flops_module
+from tconv_swap import op
 
 LAYERS = {
     "k4 s2": lambda: nn.ConvTranspose2d(6, 3, 4, 2, 1),
@@ -33,7 +35,10 @@ def flops(layer: nn.Module, image: Tensor, backward: bool) -> int:
 
 @pytest.mark.parametrize("needs_input_gradient", [False, True])
 @pytest.mark.parametrize("name", LAYERS)
-def test_counts_as_for_pytorchs(name: str, needs_input_gradient: bool) -> None:
+def test_counts_as_for_pytorchs(
+    name: str, needs_input_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(op, "is_plain", lambda *_: False)  # which would leave them to PyTorch's operator
     theirs = LAYERS[name]()
     ours = tconv_swap.swap_layers(theirs, inplace=False)
     image = torch.randn(2, theirs.in_channels, 7, 5, requires_grad=needs_input_gradient)
@@ -54,6 +59,14 @@ def test_every_gradient_of_a_grouped_layer_counts_its_products(mask: tuple[bool,
     assert counter.get_total_flops() == sum(mask[:2]) * 2 * 2 * 7 * 5 * 6 * 3 * 16
 
 
+def test_an_exported_program_is_counted_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(flops_module, "register", lambda: called.append(True))
+    program = torch.export.export(nn.ConvTranspose2d(6, 3, 4, 2, 1), (torch.randn(2, 6, 7, 5),))
+    tconv_swap.swap_program(program)
+    assert called
+
+
 def test_a_loaded_layer_is_counted_too() -> None:
     """In a process that has swapped nothing."""
     ours = tconv_swap.swap_layers(nn.ConvTranspose2d(6, 3, 4, 2, 1))
@@ -62,6 +75,8 @@ def test_a_loaded_layer_is_counted_too() -> None:
     code = (
         "import io, sys, torch\n"
         "layer = torch.load(io.BytesIO(sys.stdin.buffer.read()), weights_only=False)\n"
+        "from tconv_swap import op\n"
+        "op.is_plain = lambda *_: False\n"
         "from torch.utils.flop_counter import FlopCounterMode\n"
         "with FlopCounterMode(display=False) as counter: layer(torch.randn(2, 6, 7, 5))\n"
         "print(counter.get_total_flops())"

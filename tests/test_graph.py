@@ -13,6 +13,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor, fx
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from tconv_swap import graph
 from tconv_swap.op import conv_transpose2d
@@ -97,6 +98,12 @@ def test_a_bias_that_does_not_fit_is_refused_there_too(change: dict[str, Any]) -
         run, _ = compiled(lambda *tensors: conv_transpose2d(*tensors, 2, 1))
         with pytest.raises(RuntimeError, match="bias"):
             run(x, w, torch.empty(**change, device="cuda"))
+    # And without Dynamo, which calls the whole op first.
+    with FakeTensorMode(), FunctionalTensorMode(), graph.bias_is_cast(True):
+        x, w, _ = fake_operands(torch.float16, (NCHW, NCHW))
+        bad = torch.empty(**change, dtype=torch.float16, device="cuda")
+        with pytest.raises(RuntimeError, match="bias"):
+            graph.output(x, w, bad, ((2, 2), (1, 1), (0, 0), 1, (1, 1)), "auto")
 
 
 @pytest.mark.parametrize("formats", [(NCHW, NCHW), (NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
@@ -119,6 +126,19 @@ def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, 
     # The weight lies as it did: the backward pass would keep a copy of it from the forward pass on.
     assert formats_of(call_of(graphs[0], GRADIENTS), 3) == [wanted, wanted, formats[1] == CHANNELS_LAST]
     assert [one.is_contiguous(memory_format=CHANNELS_LAST) for one in found] == [wanted] * 2
+
+
+def test_a_gradient_lays_out_only_what_it_reads() -> None:
+    arguments = [2, 2], [1, 1], [0, 0], 1, [1, 1]
+    with FakeTensorMode(), torch.no_grad():
+        x, w, _ = fake_operands(torch.float16, (NCHW, CHANNELS_LAST))
+        backward, graphs = compiled(
+            lambda *tensors: torch.ops.tconv_swap.conv_transpose2d_backward(
+                *tensors, *arguments, [True, False, True], "auto"
+            )
+        )
+        backward(torch.empty(2, 8, 10, 12, dtype=x.dtype, device="cuda"), x, w)
+    assert formats_of(call_of(graphs[0], GRADIENTS), 2) == [True, False]
 
 
 @pytest.mark.parametrize("formats", [(NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])

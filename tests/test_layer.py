@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx, nn
 from torch.utils import mkldnn
 
@@ -360,10 +361,13 @@ def test_a_copy_of_a_compiled_layer_computes_with_its_own_weight() -> None:
     assert ours(image).abs().max() > 0
 
 
-def test_layouts_that_are_not_strided_are_pytorchs_business() -> None:
-    theirs = nn.Sequential(nn.ConvTranspose2d(6, 3, 4, 2, 1)).eval()
+def test_layouts_that_are_not_strided_are_pytorchs_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        op, "is_plain", lambda *_: False
+    )  # which would leave them to PyTorch's operator anyhow
+    theirs = nn.Sequential(nn.ConvTranspose2d(16, 3, 4, 2, 1)).eval()
     ours = tconv_swap.swap_layers(theirs, inplace=False)
-    image = torch.randn(2, 6, 7, 5)
+    image = torch.randn(4, 16, 32, 32)  # not one that is PyTorch's operator anyhow
     with torch.no_grad():
         opaque = mkldnn.to_mkldnn(copy.deepcopy(ours))(image.to_mkldnn())
         torch.testing.assert_close(opaque.to_dense(), theirs(image))
@@ -374,3 +378,9 @@ def test_layouts_that_are_not_strided_are_pytorchs_business() -> None:
                 model(wrong)
             errors.append((caught.type, str(caught.value)))
         assert errors[0] == errors[1]
+    weight = theirs[0].weight.detach()
+    with pytest.raises(RuntimeError) as caught:
+        F.conv_transpose2d(image.to_sparse(), weight)
+    with pytest.raises(RuntimeError) as ours_caught:
+        op.conv_transpose2d(image.to_sparse(), weight)
+    assert str(ours_caught.value) == str(caught.value)
