@@ -49,8 +49,6 @@ from tconv_swap.measurement.stages import (
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile")
-#: Compiling takes longer than measuring: these two, where all four are measured eagerly.
-COMPILED = (("tf32", "nchw"), ("fp16", "channels_last"))
 #: Why a row was not even begun.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 #: Between the outputs of a layer, relative (L2): the rounding of TF32 or float16 on both sides, and not much more.
@@ -318,8 +316,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
         for name in options.network or NETWORKS:
             for precision in options.precision or PRECISIONS:
                 for layout in options.layout or LAYOUTS:
-                    chosen = options.precision or options.layout or (precision, layout) in COMPILED
-                    if runtime == "eager" or (chosen and not NETWORKS[name].no_compile):
+                    if runtime == "eager" or not NETWORKS[name].no_compile:
                         yield Case(name, precision, layout, runtime)
 
 
@@ -350,8 +347,7 @@ def _parser() -> argparse.ArgumentParser:
         "--runtime",
         action="append",
         choices=RUNTIMES,
-        help="repeatable; both without it. Compiled are, unless --precision or --layout says otherwise, "
-        + " and ".join(" ".join(one) for one in COMPILED),
+        help="repeatable; both without it. A network whose `no_compile` says why is run eagerly alone",
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: %(default)s)")
     parser.add_argument(

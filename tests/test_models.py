@@ -216,10 +216,7 @@ def test_the_committed_set() -> None:
     eager = [case for case in cases if case.runtime == "eager"]
     compiled = [case for case in cases if case.runtime == "compile"]
     assert len(eager) == 4 * len(NETWORKS)
-    assert {(case.precision, case.layout) for case in compiled} == set(models.COMPILED)
-    assert {case.network for case in compiled} == {
-        name for name, one in NETWORKS.items() if not one.no_compile
-    }
+    assert len(compiled) == 4 * sum(not one.no_compile for one in NETWORKS.values())
     assert cases.index(compiled[0]) == len(eager)
 
 
