@@ -300,6 +300,8 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
 
 def _run_once(case: Case, setting: Setting) -> None:
     """Each stage as `benchmark` will run it: another need of gradients would be another graph."""
+    # Dynamo stops compiling a function that it has seen in too many versions: those of the cases before.
+    torch.compiler.reset()
     with _switched(case):
         original, swapped, inputs = _pair(case, NETWORKS[case.network], setting)
         networks = [swapped]
