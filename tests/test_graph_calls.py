@@ -128,14 +128,25 @@ def test_gradients_in_several_steps_and_formats(gpu: GPU, monkeypatch: pytest.Mo
 
 
 def test_pytorchs_operator_is_asked_from_there_too(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measured, "why_forward_is_native", lambda *_, **__: "for this test")
-    for form in (NCHW, CHANNELS_LAST):
-        x, w, b = operands(form)
+    """What it gives out lies as it likes where formats are mixed, and then as the graph was promised."""
+    for stage in ("forward", "grad_weight"):
+        monkeypatch.setattr(measured, f"why_{stage}_is_native", lambda *_, **__: "for this test")
+    x, w, b = operands()
+    for form, weights in product((NCHW, CHANNELS_LAST), repeat=2):
+        tensors = x.to(memory_format=form), w.to(memory_format=weights)
+        promised = CHANNELS_LAST if CHANNELS_LAST in (form, weights) else NCHW
         gpu.asked.clear()
         for _ in range(4):
-            check_output(gpu, x, w, b, "auto")
-            assert gpu.output(x, w, b, "auto").is_contiguous(memory_format=form)
+            check_output(gpu, *tensors, b, "auto")
+            assert gpu.output(*tensors, b, "auto").is_contiguous(memory_format=promised)
         assert gpu.asked == ["output"] * 2
+        grad_output = torch.randn(2, 8, 10, 12).to(memory_format=form)
+        for _ in range(4):
+            (found,) = gpu.gradients(grad_output, *tensors, [False, True, False], "auto")
+            (wanted,) = expected_gradients(grad_output, *tensors, [False, True, False])
+            torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
+            assert found.is_contiguous(memory_format=promised)
+        assert gpu.asked == ["output", "output", "gradients", "gradients"]
     assert gpu.launched == []
 
 
