@@ -1,8 +1,9 @@
-// A differentiable call made again, and its gradients, without Python: what eager.py and route.py do, as a node of
-// PyTorch's C++ autograd. Whatever is not as it was goes back to Python: `differentiable` returns nothing, and the
-// gradients are asked from the op that Python implements.
+// Calls made again, without Python: what eager.py and route.py do for a differentiable call and its gradients, as a node
+// of PyTorch's C++ autograd, and what graph_calls.py does for the two ops that a compiled graph calls. Whatever is not as
+// it was goes back to Python: `differentiable` returns nothing, everything else is asked from an op that Python implements.
 //
-// Python tells a route once (tconv_add_route) and the steps of its gradients for a mask once (tconv_add_gradients).
+// Python tells a route once (tconv_add_route), the steps of its gradients for a mask once (tconv_add_gradients), and which
+// calls of graphs it answers (tconv_add_answer).
 // A library apart from launch.cpp's, because it takes libtorch's own headers (AT_PER_OPERATOR_HEADERS: half of them),
 // which only who trains need wait for. Where they have changed so that it does not build, eager.py's node in Python
 // does the same.
@@ -20,7 +21,10 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <shared_mutex>
 #include <string>
+#include <string_view>
+#include <unordered_map>
 #include <vector>
 
 using at::Tensor;
@@ -112,13 +116,29 @@ std::vector<Tensor> relaunch(int64_t plan, const Tensor& first, const Tensor& se
   return outputs;
 }
 
-/// In the places of input, weight and bias; none where something lies otherwise.
-std::optional<variable_list> gradients_again(const Route& route, const Gradients& known, const Tensor& given,
+/// None where the tensors lie otherwise than when the route was made.
+std::optional<Tensor> output_again(const Route& route, const Tensor& input, const Tensor& weight,
+                                   const std::optional<Tensor>& bias) {
+  if (route.plan != PYTORCH) {
+    std::vector<Tensor> outputs = relaunch(route.plan, input, weight, bias ? &*bias : nullptr);
+    if (outputs.empty()) return std::nullopt;
+    return std::move(outputs[0]);
+  }
+  if (input.strides() != route.input_strides || weight.strides() != route.weight_strides) return std::nullopt;
+  const at::NoGradGuard no_grad;
+  return at::convolution(input, weight, bias, route.stride, route.padding, route.dilation, true, route.output_padding,
+                         route.groups);
+}
+
+/// In the places of input, weight and bias; none where something is otherwise, or nothing is known of this mask.
+std::optional<variable_list> gradients_again(const Route& route, const Mask& mask, const Tensor& given,
                                              const Tensor& input, const Tensor& weight) {
+  const Gradients* known = route.gradients[index_of(mask)].load(std::memory_order_acquire);
+  if (!known || !route.holds()) return std::nullopt;
   // The gradient of a sum is one number, expanded.
-  const Tensor grad_output = known.form ? given.contiguous(*known.form) : given;
+  const Tensor grad_output = known->form ? given.contiguous(*known->form) : given;
   variable_list gradients(3);
-  for (const Step& step : known.steps) {
+  for (const Step& step : known->steps) {
     if (step.plan == PYTORCH) {
       const std::array<int64_t, 1> out_channels{weight.size(1) * route.groups};
       auto [of_input, of_weight, of_bias] =
@@ -137,13 +157,17 @@ std::optional<variable_list> gradients_again(const Route& route, const Gradients
   return gradients;
 }
 
-/// What an op of Python's computes that returns the gradients asked for, in order.
-variable_list gradients_by_python(const char* name, std::vector<c10::IValue> stack, const Mask& mask) {
+/// What an op of Python's computes.
+c10::IValue by_python(const char* name, std::vector<c10::IValue> stack) {
   c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(&stack);
-  std::vector<Tensor> found = stack.at(0).toTensorVector();
+  return std::move(stack.at(0));
+}
+
+/// The gradients asked for, in order, each back in its own place.
+variable_list spread(const std::vector<Tensor>& found, const Mask& mask) {
   variable_list gradients(3);
   for (size_t i = 0, next = 0; i < 3; ++i)
-    if (mask[i]) gradients[i] = std::move(found.at(next++));
+    if (mask[i]) gradients[i] = found.at(next++);
   return gradients;
 }
 
@@ -176,17 +200,19 @@ struct TransposedConvolution : torch::autograd::Function<TransposedConvolution> 
     const auto keys = grad_output.key_set() | input.key_set() | weight.key_set();
     if (at::GradMode::is_enabled() || !is_eager() || !is_plain(keys)) {
       // Gradients of gradients, and of batches of gradients, are the op's business.
-      gradients = gradients_by_python("tconv_swap::conv_transpose2d_backward",
-                                      {grad_output, input, weight, route.stride, route.padding, route.output_padding,
-                                       route.groups, route.dilation, as_list(mask), route.backend},
-                                      mask);
+      const c10::IValue found =
+          by_python("tconv_swap::conv_transpose2d_backward",
+                    {grad_output, input, weight, route.stride, route.padding, route.output_padding, route.groups,
+                     route.dilation, as_list(mask), route.backend});
+      gradients = spread(found.toTensorVector(), mask);
     } else {
-      const Gradients* known = route.gradients[index_of(mask)].load(std::memory_order_acquire);
-      std::optional<variable_list> again;
-      if (known && route.holds()) again = gradients_again(route, *known, grad_output, input, weight);
-      gradients = again ? std::move(*again)
-                        : gradients_by_python("tconv_swap::gradients_anew",
-                                              {number, grad_output, input, weight, as_list(mask)}, mask);
+      if (auto again = gradients_again(route, mask, grad_output, input, weight)) {
+        gradients = std::move(*again);
+      } else {
+        const c10::IValue found =
+            by_python("tconv_swap::gradients_anew", {number, grad_output, input, weight, as_list(mask)});
+        gradients = spread(found.toTensorVector(), mask);
+      }
     }
     gradients.insert(gradients.begin(), Tensor());  // of Computed
     return gradients;
@@ -210,17 +236,68 @@ std::vector<Tensor> differentiable(int64_t number, const Tensor& given_input, co
   const Tensor input = cast(given_input, route.cast), weight = cast(given_weight, route.cast);
   std::optional<Tensor> bias;
   if (given_bias) bias = cast(*given_bias, route.cast);
-  std::vector<Tensor> outputs;
-  if (route.plan != PYTORCH) {
-    outputs = relaunch(route.plan, input, weight, bias ? &*bias : nullptr);
-  } else if (input.strides() == route.input_strides && weight.strides() == route.weight_strides) {
-    const at::NoGradGuard no_grad;
-    outputs.push_back(at::convolution(input, weight, bias, route.stride, route.padding, route.dilation, true,
-                                      route.output_padding, route.groups));
+  std::optional<Tensor> output = output_again(route, input, weight, bias);
+  if (!output) return {};
+  return {TransposedConvolution::apply(Computed{number, std::move(*output)}, input, weight, bias)};
+}
+
+// ---- what a compiled graph calls (graph.py) --------------------------------------------------------------------
+
+enum Op : int64_t { OUTPUT, GRADIENTS };
+using Key = std::vector<int64_t>;  // as key_of in graph_calls.py makes it
+
+struct Hash {
+  size_t operator()(const Key& key) const {
+    const auto* bytes = reinterpret_cast<const char*>(key.data());
+    return std::hash<std::string_view>()({bytes, key.size() * sizeof(key[0])});
   }
-  if (!outputs.empty())
-    outputs[0] = TransposedConvolution::apply(Computed{number, std::move(outputs[0])}, input, weight, bias);
-  return outputs;
+};
+struct Answer {
+  const Route* route;
+  at::MemoryFormat form;  // that the graph was promised
+};
+
+std::shared_mutex answers_mutex;
+std::unordered_map<Key, Answer, Hash> answers;
+
+std::optional<Answer> answer_to(Op op, const Tensor& input, const Tensor& weight, bool has_bias,
+                                at::IntArrayRef geometry, std::string_view backend) {
+  Key key{op, input.get_device(), static_cast<int64_t>(input.scalar_type()), has_bias};
+  for (const Tensor* tensor : {&input, &weight}) {
+    key.insert(key.end(), tensor->sizes().begin(), tensor->sizes().end());
+    key.insert(key.end(), tensor->strides().begin(), tensor->strides().end());
+  }
+  key.insert(key.end(), geometry.begin(), geometry.end());
+  key.insert(key.end(), backend.begin(), backend.end());
+  std::shared_lock<std::shared_mutex> lock(answers_mutex);
+  const auto found = answers.find(key);
+  return found == answers.end() ? std::nullopt : std::optional(found->second);
+}
+
+Tensor output(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef geometry,
+              std::string_view backend) {
+  const auto known = answer_to(OUTPUT, input, weight, bias.has_value(), geometry, backend);
+  if (known && known->route->holds())
+    if (auto again = output_again(*known->route, input, weight, bias)) return again->contiguous(known->form);
+  return by_python("tconv_swap::conv_transpose2d_output_anew",
+                   {input, weight, bias, geometry, std::string(backend)})
+      .toTensor();
+}
+
+std::vector<Tensor> gradients(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                              at::IntArrayRef geometry, Mask mask, std::string_view backend) {
+  const auto known = answer_to(GRADIENTS, input, weight, false, geometry, backend);
+  if (known) {
+    if (auto again = gradients_again(*known->route, mask, grad_output, input, weight)) {
+      std::vector<Tensor> found;
+      for (Tensor& gradient : *again)
+        if (gradient.defined()) found.push_back(gradient.dim() == 4 ? gradient.contiguous(known->form) : gradient);
+      return found;
+    }
+  }
+  return by_python("tconv_swap::conv_transpose2d_gradients_anew",
+                   {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
+      .toTensorVector();
 }
 
 }  // namespace
@@ -275,6 +352,25 @@ extern "C" void tconv_add_gradients(int64_t number, const int64_t* words) {
   route_of(number).gradients[index_of(asked)].store(gradients.release(), std::memory_order_release);
 }
 
+// From now on a graph's calls with `key` take this route; their results lie channels_last, or contiguous.
+extern "C" void tconv_add_answer(int64_t number, int64_t channels_last, const int64_t* key, size_t size) {
+  const Answer answer{&route_of(number), channels_last ? at::MemoryFormat::ChannelsLast : at::MemoryFormat::Contiguous};
+  std::unique_lock<std::shared_mutex> lock(answers_mutex);
+  answers.insert_or_assign(Key(key, key + size), answer);
+}
+
+// From now on every call of a graph is asked from Python.
+extern "C" void tconv_forget_answers() {
+  std::unique_lock<std::shared_mutex> lock(answers_mutex);
+  answers.clear();
+}
+
 TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
   library.def("differentiable(int route, Tensor input, Tensor weight, Tensor? bias) -> Tensor[]", &differentiable);
+}
+
+// Python's kernels are for every device (CompositeExplicitAutograd): these come before them.
+TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
+  library.impl("conv_transpose2d_output", &output);
+  library.impl("conv_transpose2d_gradients", &gradients);
 }

@@ -16,20 +16,21 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.eager import DIRECT, again, first
+from tconv_swap.cuda import graph_calls
+from tconv_swap.eager import DIRECT
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # Inductor keeps graphs on disk that call these, whatever version of this package made them: another meaning of an
 # argument needs another name.
-_library.define(
-    "conv_transpose2d_output(Tensor input, Tensor weight, Tensor? bias, SymInt[] geometry, str backend) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+_OUTPUT = "(Tensor input, Tensor weight, Tensor? bias, SymInt[] geometry, str backend) -> Tensor"
+_GRADIENTS = (
+    "(Tensor grad_output, Tensor input, Tensor weight, SymInt[] geometry, bool[3] output_mask, str backend)"
+    " -> Tensor[]"
 )
-_library.define(
-    "conv_transpose2d_gradients(Tensor grad_output, Tensor input, Tensor weight, SymInt[] geometry, "
-    "bool[3] output_mask, str backend) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
+for _name, _schema in (("conv_transpose2d_output", _OUTPUT), ("conv_transpose2d_gradients", _GRADIENTS)):
+    _library.define(f"{_name}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
+    # What csrc/node.cpp calls, which stands in the place of the above on CUDA once it is built.
+    _library.define(f"{_name}_anew{_schema}")
 _functional_mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _output_op = torch.ops.tconv_swap.conv_transpose2d_output.default
 _gradients_op = torch.ops.tconv_swap.conv_transpose2d_gradients.default
@@ -108,18 +109,22 @@ def _from_list(geometry: Sequence[Any]) -> tuple[Any, ...]:
 def _compute_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
 ) -> Tensor:
-    key = (input.shape, weight.shape, input.dtype, bias is None, *geometry, backend)
-    computed = again(key, input, weight, bias, None) if input.is_cuda else None
-    if computed is None:
-        computed = first(key, input, weight, bias, None, _from_list(geometry), backend)
+    arguments = _from_list(geometry)
+    if input.is_cuda:
+        computed = graph_calls.output(input, weight, bias, geometry, arguments, backend)
+    else:
+        computed = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
 
 def _compute_gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor, geometry: list[int], mask: list[bool], backend: str
 ) -> list[Tensor]:
-    compute = DIRECT[input.device.type][1]
-    computed = compute(grad_output, input, weight, _from_list(geometry), tuple(mask), backend)
+    tensors, arguments, wanted = (grad_output, input, weight), _from_list(geometry), tuple(mask)
+    if input.is_cuda:
+        computed = graph_calls.gradients(*tensors, geometry, arguments, wanted, backend)
+    else:
+        computed = DIRECT[input.device.type][1](*tensors, arguments, wanted, backend)
     memory_format = output_memory_format(input, weight)
     return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
 
@@ -128,9 +133,9 @@ for _name, _compute in (
     ("conv_transpose2d_output", _compute_output),
     ("conv_transpose2d_gradients", _compute_gradients),
 ):
-    for _key in ("CPU", "CUDA"):
-        _library.impl(_name, _compute, _key)
+    _library.impl(_name, _compute, "CompositeExplicitAutograd")
     _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    _library.impl(f"{_name}_anew", _compute, "CUDA")
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_output", lib=_library)  # type: ignore[untyped-decorator]

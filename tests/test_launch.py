@@ -62,7 +62,7 @@ def test_a_node_that_does_not_build_is_said_and_not_tried_again(
     monkeypatch.setattr(launch, "csrc_directory", lambda: own_cache)
     assert node._library.__wrapped__() is None
     assert "deliberately broken" in caplog.text
-    assert "gradients take their way through Python" in caplog.text
+    assert "take their way through Python" in caplog.text
     caplog.clear()
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert node._library.__wrapped__() is None

@@ -83,7 +83,7 @@ def build(source: str = "launch.cpp") -> Path:
             "the CUDA launcher of tconv_swap is built on its first use and needs ninja, but it was not "
             "found; pip install ninja"
         )
-    what = {"launch.cpp": "the CUDA launcher", "node.cpp": "the gradients' part of the CUDA launcher"}[source]
+    what = {"launch.cpp": "the CUDA launcher", "node.cpp": "the CUDA launcher's way past Python"}[source]
     logger.warning("tconv_swap: building %s for torch %s, once (a few seconds)", what, torch.__version__)
     target.parent.mkdir(parents=True, exist_ok=True)
     libraries = Path(torch.__file__).parent / "lib"

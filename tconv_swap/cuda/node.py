@@ -1,4 +1,4 @@
-"""The bridge to csrc/node.cpp: routes that are differentiated without Python."""
+"""The bridge to csrc/node.cpp: routes that are gone without Python."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ logger = logging.getLogger("tconv_swap")
 SOURCE = "node.cpp"
 #: In place of a plan: PyTorch's operator.
 _PYTORCH = -1
+_FORMATS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 
 
 @lru_cache(maxsize=1)
@@ -34,7 +35,9 @@ def _library() -> ctypes.CDLL | None:
         if isinstance(error, launch.RefusedError):
             write_atomically(refusal, str(error).encode())
         logger.warning(
-            "tconv_swap: a layer's gradients take their way through Python, 20 us longer: %s", error
+            "tconv_swap: a layer's gradients, and compiled graphs, take their way through Python, some 20 us "
+            "longer: %s",
+            error,
         )
         return None
     library.tconv_add_route.restype = ctypes.c_int64
@@ -77,8 +80,22 @@ def add_gradients(number: int, mask: Mask, form: torch.memory_format | None, cal
     """How the route ``number`` computes the gradients of ``mask`` from now on: grad_output is brought to ``form``."""
     library = _library()
     assert library is not None
-    forms = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
-    words = [*map(int, mask), forms[form], len(calls)]
+    words = [*map(int, mask), _FORMATS[form], len(calls)]
     for one in calls:
         words += [_PYTORCH if one.handle is None else one.handle, *map(int, one.mask)]
     library.tconv_add_gradients(ctypes.c_int64(number), _words(words))
+
+
+def add_answer(number: int, form: torch.memory_format, key: Sequence[int]) -> None:
+    """A compiled graph's calls with this ``key`` take the route ``number`` from now on; results lie in ``form``."""
+    library = _library()
+    assert library is not None
+    library.tconv_add_answer(
+        ctypes.c_int64(number), ctypes.c_int64(_FORMATS[form]), _words(key), ctypes.c_size_t(len(key))
+    )
+
+
+def forget_answers() -> None:
+    """Compiled graphs ask Python again. Only where a route was added before is there anything to forget."""
+    if (library := _library()) is not None:
+        library.tconv_forget_answers()

@@ -24,8 +24,7 @@ class Route:
         arguments, backend, has_bias: of the call.
         cast: what an autocast wanted operands to be; None: there was none.
         gradients: by mask: the steps, and the format that grad_output is brought to.
-        number: in csrc/node.cpp, which knows what is known here; None before it is differentiated, and always
-            where node.cpp cannot be built.
+        number: in csrc/node.cpp, which knows what is known here; None before it is ``told``.
     """
 
     __slots__ = (
@@ -68,24 +67,29 @@ class Route:
 
         Takes the tensors as they were before an autocast, as no other function here does.
         """
-        if self.number is None and not self._is_told():
+        number = self.told()
+        if number is None:
             return None
-        outputs = torch.ops.tconv_swap.differentiable.default(self.number, input, weight, bias)
+        outputs = torch.ops.tconv_swap.differentiable.default(number, input, weight, bias)
         return outputs[0] if outputs else None
 
-    def _is_told(self) -> bool:
-        self.number = node.add_route(
-            self.handle,
-            self.strides,
-            self.has_bias,
-            self.precision,
-            self.cast,
-            self.arguments,
-            self.backend,
-        )
-        if self.number is not None:
-            _numbered[self.number] = self
-        return self.number is not None
+    def told(self) -> int | None:
+        """``number``, after telling csrc/node.cpp what is known here if it has not been told; None: it cannot be."""
+        if self.number is None:
+            self.number = node.add_route(
+                self.handle,
+                self.strides,
+                self.has_bias,
+                self.precision,
+                self.cast,
+                self.arguments,
+                self.backend,
+            )
+            if self.number is not None:
+                _numbered[self.number] = self
+                for mask, (calls, form) in self.gradients.items():
+                    node.add_gradients(self.number, mask, form, calls)
+        return self.number
 
     def holds(self) -> bool:
         """Whether the switch is as it was."""
@@ -169,17 +173,49 @@ def remember(
     (made,) = call.forward_calls(input, weight, bias, arguments, backend)
     if any(made.formats):
         return
-    if len(_routes) >= MOST_ROUTES:
-        _routes.clear()
-    state = call.precision() if input.dtype == torch.float32 else None
     strides = input.stride(), weight.stride()
     with suppress(TypeError):  # a list among the arguments cannot be hashed
-        _routes[key] = Route(
-            made.handle, strides, made.all_native, state, arguments, backend, bias is not None, dtype
+        _keep(
+            key,
+            Route(
+                made.handle,
+                strides,
+                made.all_native,
+                _switch(input),
+                arguments,
+                backend,
+                bias is not None,
+                dtype,
+            ),
         )
+
+
+def remember_gradients(
+    key: Hashable, input: Tensor, weight: Tensor, arguments: Arguments, backend: str
+) -> Route:
+    """A way for ``Route.backward`` alone, of which nothing is known yet."""
+    strides = input.stride(), weight.stride()
+    return _keep(key, Route(None, strides, False, _switch(input), arguments, backend, False, None))
+
+
+def _switch(input: Tensor) -> str | None:
+    return call.precision() if input.dtype == torch.float32 else None
+
+
+def _keep(key: Hashable, made: Route) -> Route:
+    if len(_routes) >= MOST_ROUTES:
+        _forget_routes()
+    _routes[key] = made
+    return made
+
+
+def _forget_routes() -> None:
+    _routes.clear()
+    if _numbered:
+        node.forget_answers()
 
 
 def forget() -> None:
     """Choose anew how each call is computed."""
-    _routes.clear()
+    _forget_routes()
     call.forget()
