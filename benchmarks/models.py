@@ -85,7 +85,8 @@ class Setting(NamedTuple):
 
     device: torch.device
     tiny: bool
-    iters: int
+    iters: int | None
+    budget_s: float = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         _say("torch.cuda.is_available() is False: no GPU; --device cpu --tiny tries the program")
         return 2
-    setting = Setting(device, options.tiny, options.iters)
+    setting = Setting(device, options.tiny, options.iters, options.budget)
     cases = list(_cases(options))
     document = run(cases, setting, options)
     print(table(document))
@@ -117,6 +118,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "commit": _commit(),
             "iters": setting.iters,
+            "budget_s": setting.budget_s,
             "tiny": setting.tiny,
             "seconds": 0.0,
         },
@@ -191,7 +193,8 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
             swapped,
             inputs,
             iters=setting.iters,
-            warmup=2 if setting.iters > 2 else 0,
+            warmup=None if setting.iters is None else min(2, setting.iters - 1),
+            budget_s=setting.budget_s,
             per_layer=case.runtime == "eager",
             loss=_loss,
         )
@@ -355,7 +358,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tiny", action="store_true", help="small networks, to try the program without a GPU"
     )
-    parser.add_argument("--iters", type=int, default=9, help="samples of each timing (default: %(default)s)")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="as many samples of each timing as fit, from 5 to 200 (default: %(default)s)",
+    )
+    parser.add_argument("--iters", type=int, metavar="N", help="so many samples instead")
     parser.add_argument("--seconds", type=float, help="start no further row after so long")
     parser.add_argument(
         "--workers", type=int, default=12, help="processes that compile ahead; 0: none (default: %(default)s)"

@@ -5,8 +5,7 @@
 // Python tells a route once (tconv_add_route), the steps of its gradients for a mask once (tconv_add_gradients), and which
 // calls of graphs it answers (tconv_add_answer).
 // A library apart from launch.cpp's, because it takes libtorch's own headers (AT_PER_OPERATOR_HEADERS: half of them),
-// which only who trains need wait for. Where they have changed so that it does not build, eager.py's node in Python
-// does the same.
+// which only who trains or compiles need wait for. Where they have changed so that it does not build, Python does the same.
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/convolution.h>
@@ -369,7 +368,7 @@ TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
   library.def("differentiable(int route, Tensor input, Tensor weight, Tensor? bias) -> Tensor[]", &differentiable);
 }
 
-// Python's kernels are for every device (CompositeExplicitAutograd): these come before them.
+// Python's kernels of these are CompositeExplicitAutograd, which those for one device come before.
 TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
   library.impl("conv_transpose2d_output", &output);
   library.impl("conv_transpose2d_gradients", &gradients);

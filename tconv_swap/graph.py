@@ -113,7 +113,8 @@ def _compute_output(
     if input.is_cuda:
         computed = graph_calls.output(input, weight, bias, geometry, arguments, backend)
     else:
-        computed = DIRECT[input.device.type][0](input, weight, bias, arguments, backend)
+        _refuse_but_on_the_cpu(input)
+        computed = DIRECT["cpu"][0](input, weight, bias, arguments, backend)
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
 
@@ -124,11 +125,20 @@ def _compute_gradients(
     if input.is_cuda:
         computed = graph_calls.gradients(*tensors, geometry, arguments, wanted, backend)
     else:
-        computed = DIRECT[input.device.type][1](*tensors, arguments, wanted, backend)
+        _refuse_but_on_the_cpu(input)
+        computed = DIRECT["cpu"][1](*tensors, arguments, wanted, backend)
     memory_format = output_memory_format(input, weight)
     return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
 
 
+def _refuse_but_on_the_cpu(input: Tensor) -> None:
+    if not input.is_cpu:
+        raise NotImplementedError(
+            f"tconv_swap computes on the CPU and on CUDA, but input is on {input.device}"
+        )
+
+
+# Not for CUDA by name: node.cpp's kernels are, and so come before these.
 for _name, _compute in (
     ("conv_transpose2d_output", _compute_output),
     ("conv_transpose2d_gradients", _compute_gradients),

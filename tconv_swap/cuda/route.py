@@ -87,7 +87,7 @@ class Route:
             )
             if self.number is not None:
                 _numbered[self.number] = self
-                for mask, (calls, form) in self.gradients.items():
+                for mask, (calls, form) in list(self.gradients.items()):  # other threads add to them
                     node.add_gradients(self.number, mask, form, calls)
         return self.number
 
