@@ -1,92 +1,40 @@
 """Whole networks, PyTorch's layers against ours, end to end: ``python -m benchmarks.models``.
 
 Forward (eval, no gradients), backward and training step (SGD), in TF32 and under float16 autocast, in NCHW and in
-channels_last, eager and under ``torch.compile``; and the share of the original's time that transposed convolutions take
-at all, which bounds what anybody can gain. The JSON is written after every row: an interrupted run leaves what it has,
-and ``--resume`` goes on from there.
+channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA graph, without the CPU's
+time; and the share of the original's time that transposed convolutions take at all, which bounds what anybody can gain.
+The JSON is written after every row: an interrupted run leaves what it has, and ``--resume`` goes on from there.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import json
-import math
 import os
 import sys
 import time
-import warnings
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from datetime import datetime, timezone
-from itertools import product
 from multiprocessing import active_children, get_context
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-import tconv_swap
 from benchmarks.layers import _commit
 from benchmarks.models_report import chart, fill_readmes, table
-from benchmarks.networks import NETWORKS, Network
+from benchmarks.models_row import Case, Setting, measure, run_once
+from benchmarks.networks import NETWORKS
 from tconv_swap.cuda.cache import write_atomically
-from tconv_swap.explanation import explain
-from tconv_swap.inputs import Inputs
-from tconv_swap.measurement.bench import BenchmarkReport, benchmark
 from tconv_swap.measurement.environment import environment
-from tconv_swap.measurement.modes import LAYOUTS, MODES
-from tconv_swap.measurement.stages import (
-    Stage,
-    autocast_of,
-    capture_calls,
-    network_variant,
-    sum_of_squares,
-)
+from tconv_swap.measurement.modes import LAYOUTS
 
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile")
 #: Why a row was not even begun.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
-#: Between the outputs of a layer, relative (L2): the rounding of TF32 or float16 on both sides, and not much more.
-MOST_DIFFERENCE = 3e-3
-
-
-class Case(NamedTuple):
-    """One row."""
-
-    network: str
-    precision: str
-    layout: str
-    runtime: str
-
-    def __str__(self) -> str:
-        return " ".join(self)
-
-
-class Autocast(nn.Module):
-    """A network under float16 autocast, as a training loop runs it; the backward pass is outside, as it must be."""
-
-    def __init__(self, network: nn.Module, device_type: str) -> None:
-        super().__init__()
-        self.network = network
-        self.device_type = device_type
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.device_type, torch.float16):
-            return self.network(*args, **kwargs)
-
-
-class Setting(NamedTuple):
-    """What is the same for all rows."""
-
-    device: torch.device
-    tiny: bool
-    iters: int | None
-    budget_s: float = 0.5
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -172,111 +120,6 @@ def _usable(device: torch.device) -> bool:
     return True
 
 
-def measure(case: Case, setting: Setting) -> dict[str, Any]:
-    """One row: both networks built anew, compared, timed interleaved.
-
-    Raises:
-        ValueError: the outputs differ by more than rounding explains.
-        Exception: whatever the networks raise.
-    """
-    network = NETWORKS[case.network]
-    with _switched(case):
-        original, swapped, inputs = _pair(case, network, setting)
-        difference = _difference(original, swapped, inputs)
-        if not difference <= MOST_DIFFERENCE:
-            raise ValueError(f"the outputs of a layer differ by {difference:.1e} of their norm")
-        made = explain(swapped, inputs)
-        if case.runtime == "compile":
-            original, swapped = _compiled(original), _compiled(swapped)
-        timing = benchmark(
-            original,
-            swapped,
-            inputs,
-            iters=setting.iters,
-            warmup=None if setting.iters is None else min(2, setting.iters - 1),
-            budget_s=setting.budget_s,
-            per_layer=case.runtime == "eager",
-            loss=_loss,
-        )
-    if not timing.network:
-        raise ValueError("; ".join(timing.notes))
-    return {
-        **case._asdict(),
-        "batch": 2 if setting.tiny else network.batch,
-        "difference": difference,
-        "layers": len({layer.name for layer in made.layers}),
-        "families": sorted({stage.family for layer in made.layers for stage in layer.stages}),
-        "by_pytorch": list(made.native) if setting.device.type == "cuda" else [],
-        "stages": [comparison.to_dict() for comparison in timing.network],
-        "share": _shares(timing),
-        "peak_memory": [peak.to_dict() for peak in timing.peak_memory or ()],
-        "notes": timing.notes,
-    }
-
-
-def _shares(timing: BenchmarkReport) -> dict[str, float | None]:
-    """Of the original's time, 0 to 1, that of its transposed convolutions: forward, backward, and a step's both."""
-    found = {"forward": timing.transposed_share("forward"), "backward": timing.transposed_share("backward")}
-    step = next((c.original.median_ms for c in timing.network if c.stage == "step"), None)
-    layers = sum(layer.original.median_ms * layer.calls for layer in timing.layers)
-    whole = step and timing.layers and {layer.stage for layer in timing.layers} == {"forward", "backward"}
-    return found | {"step": min(1.0, layers / step) if step and whole else None}
-
-
-@contextmanager
-def _switched(case: Case) -> Iterator[None]:
-    """TF32 allowed in every case, as where speed matters, and no chatter of torch.compile's."""
-    with MODES["tf32"].switched_on(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
-
-
-def _pair(case: Case, network: Network, setting: Setting) -> tuple[nn.Module, nn.Module, Inputs]:
-    torch.manual_seed(0)
-    original = network.build(setting.tiny).to(setting.device)
-    inputs = Inputs.of(network.inputs(2 if setting.tiny else network.batch, setting.tiny, setting.device))
-    if case.layout == "channels_last":
-        original = original.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        inputs = inputs.to(memory_format=LAYOUTS[case.layout])
-    if case.precision == "fp16":
-        original = Autocast(original, setting.device.type)
-    swapped = tconv_swap.swap_layers(copy.deepcopy(original))
-    return original, swapped, inputs
-
-
-def _compiled(network: nn.Module) -> nn.Module:
-    found: Any = torch.compile(network, dynamic=False)
-    return found  # type: ignore[no-any-return]
-
-
-def _loss(output: Any) -> Tensor:
-    """Torchvision's detectors give a dict of losses in train mode, the others outputs."""
-    return sum_of_squares(output)
-
-
-def _difference(original: nn.Module, swapped: nn.Module, inputs: Inputs) -> float:
-    """Relative L2 between the outputs of PyTorch's layers and of ours, on what reaches them; of the worst layer.
-
-    A guard against timing something else: `tconv_swap.verify` proves more, against float64, in minutes.
-    """
-    layers = [name for name, m in swapped.named_modules() if isinstance(m, tconv_swap.ConvTranspose2d)]
-    if not layers:
-        raise ValueError("nothing is swapped")
-    original.eval()
-    worst = 0.0
-    with torch.no_grad():
-        for called in capture_calls(original, layers, lambda: inputs.map(torch.clone)(original)):
-            with autocast_of(called):
-                ours, theirs = (
-                    called.inputs(network.get_submodule(called.name)).double()
-                    for network in (swapped, original)
-                )
-            apart = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
-            # A NaN is larger than any number.
-            worst = max(worst, apart if apart == apart else math.inf)
-    return worst
-
-
 def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s: float) -> None:
     """Run every case once in processes of their own, so that kernels and compiled graphs lie on disk.
 
@@ -287,7 +130,7 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
     # Each worker is one of many: it must not start a compiler for every core.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    jobs = [pool.submit(_run_once, case, setting) for case in ordered]
+    jobs = [pool.submit(run_once, case, setting) for case in ordered]
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
     try:
         for _ in as_completed(jobs, timeout=limit_s):
@@ -299,20 +142,6 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
     for worker in active_children():
         worker.terminate()
         worker.join()
-
-
-def _run_once(case: Case, setting: Setting) -> None:
-    """Each stage as `benchmark` will run it: another need of gradients would be another graph."""
-    # Dynamo stops compiling a function that it has seen in too many versions: those of the cases before.
-    torch.compiler.reset()
-    with _switched(case):
-        original, swapped, inputs = _pair(case, NETWORKS[case.network], setting)
-        networks = [swapped]
-        if case.runtime == "compile":
-            networks = [_compiled(original), _compiled(swapped)]
-        for network, stage in product(networks, get_args(Stage)):
-            variant = network_variant(network.train(stage != "forward"), inputs, stage, _loss)
-            variant.run(variant.prepare())
 
 
 def _cases(options: argparse.Namespace) -> Iterator[Case]:

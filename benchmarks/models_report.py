@@ -45,7 +45,11 @@ def table(document: Row, *, markdown: bool = False) -> str:
         "share fwd",
         "share step",
     ]
-    drawn = Table(headings, [_cells(row) for row in document["rows"]], left=3)
+    cells = [_cells(row) for row in document["rows"]]
+    if any(row.get("cuda_graph") for row in document["rows"]):
+        headings.append("in a graph")
+        cells = [[*one, _replayed(row)] for one, row in zip(cells, document["rows"], strict=True)]
+    drawn = Table(headings, cells, left=3)
     lines = [drawn.markdown() if markdown else drawn.text(), *_means(document)]
     lines += [f"not measured: {line}" for line in document["not_measured"]]
     text = "\n\n".join(line.strip("\n") for line in lines) if markdown else "\n".join(lines)
@@ -68,18 +72,26 @@ def _cells(row: Row) -> list[str]:
     ]
 
 
+def _replayed(row: Row) -> str:
+    """Speedup of the forward pass replayed from a CUDA graph."""
+    found = row.get("cuda_graph")
+    return f"{found['speedup']:.2f}x" if found else ""
+
+
 def _stage(row: Row, stage: str) -> Row | None:
     return next((found for found in row["stages"] if found["stage"] == stage), None)
 
 
 def _means(document: Row) -> Iterator[str]:
     for runtime in ("eager", "compile"):
-        for stage in STAGES:
-            rows = [row for row in document["rows"] if row["runtime"] == runtime]
-            found = [one["speedup"] for row in rows if (one := _stage(row, stage))]
+        rows = [row for row in document["rows"] if row["runtime"] == runtime]
+        measured = {TITLES[stage]: [_stage(row, stage) for row in rows] for stage in STAGES}
+        measured["forward in a CUDA graph"] = [row.get("cuda_graph") for row in rows]
+        for title, comparisons in measured.items():
+            found = [one["speedup"] for one in comparisons if one]
             if found:
                 yield (
-                    f"{runtime}, {TITLES[stage]}: {geometric_mean(found):.2f}x on geometric mean over {len(found)} "
+                    f"{runtime}, {title}: {geometric_mean(found):.2f}x on geometric mean over {len(found)} "
                     f"rows, {min(found):.2f}x to {max(found):.2f}x"
                 )
 

@@ -9,7 +9,6 @@ import copy
 import math
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,7 +18,7 @@ from tconv_swap.cuda.choice import Backend
 from tconv_swap.explanation import Explanation, LayerExplanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
-from tconv_swap.measurement.bench import BenchmarkReport, LayerComparison
+from tconv_swap.measurement.bench import BenchmarkReport, LayerComparison, cudnn_benchmark
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
@@ -70,7 +69,7 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
     )
     verification = VerifyReport() if request.verify else None
     explained: list[LayerExplanation] = []
-    with _cudnn_benchmark(), MODES[request.mode].switched_on():
+    with cudnn_benchmark(), MODES[request.mode].switched_on():
         for done, layer in enumerate(layers):
             progress(f"measuring {layer.name}", done, len(layers))
             try:
@@ -189,14 +188,3 @@ def _means(rows: Sequence[LayerComparison]) -> Iterator[str]:
             f"{stage}: {mean:.2f}x on geometric mean over {len(found)} layers, at least {least.speedup:.2f}x "
             f"({least.name}); {slower or 'none'} slower than PyTorch"
         )
-
-
-@contextmanager
-def _cudnn_benchmark() -> Iterator[None]:
-    """PyTorch at its best."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 
 import tconv_swap
-from benchmarks import models, models_report
+from benchmarks import models, models_report, models_row
 from benchmarks.networks import NETWORKS, Network
 from tconv_swap.inputs import Inputs
 
@@ -71,7 +71,7 @@ def test_networks_run_forward_and_backward(name: str) -> None:
     torch.manual_seed(0)
     built = network.build(True)
     inputs = Inputs.of(network.inputs(2, True, torch.device("cpu")))
-    models._loss(inputs(built.train())).backward()
+    models_row._loss(inputs(built.train())).backward()
     layers = [module for module in built.modules() if isinstance(module, nn.ConvTranspose2d)]
     assert all(layer.weight.grad is not None for layer in layers)
 
@@ -84,7 +84,7 @@ def test_rows(measured: dict[str, Any]) -> None:
         assert [stage["stage"] for stage in row["stages"]] == ["forward", "backward", "step"]
         assert all(0 < share <= 1 for share in row["share"].values())
         assert row["layers"] == (5 if row["network"] == "dcgan" else 2)
-        assert 0 <= row["difference"] < models.MOST_DIFFERENCE
+        assert 0 <= row["difference"] < models_row.MOST_DIFFERENCE
     assert measured["not_measured"] == []
     assert measured["settings"]["tiny"] is True
 
@@ -92,7 +92,7 @@ def test_rows(measured: dict[str, Any]) -> None:
 def test_float16_is_autocast() -> None:
     seen = []
     layer = nn.ConvTranspose2d(2, 2, 2)
-    network = models.Autocast(nn.Sequential(layer), "cpu")
+    network = models_row.Autocast(nn.Sequential(layer), "cpu")
     layer.register_forward_hook(lambda *call: seen.append(call[-1].dtype))
     network(torch.zeros(1, 2, 3, 3))
     assert seen == [torch.float16]
@@ -107,7 +107,7 @@ def test_what_computes_something_else_is_no_row(tmp_path: Path, monkeypatch: pyt
             next(m for m in network.modules() if isinstance(m, nn.ConvTranspose2d)).weight.mul_(1.01)
         return network
 
-    monkeypatch.setattr(models.tconv_swap, "swap_layers", broken)
+    monkeypatch.setattr(models_row.tconv_swap, "swap_layers", broken)
     one = ("--network", "vae", "--precision", "tf32", "--layout", "nchw", "--runtime", "eager")
     code, document = run(tmp_path / "rows.json", *one)
     assert code == 1
@@ -185,10 +185,10 @@ def test_what_is_compiled_ahead_is_what_is_measured(monkeypatch: pytest.MonkeyPa
         return make_boxed_func(graph.forward)
 
     backend = aot_autograd(fw_compiler=keep)
-    monkeypatch.setattr(models, "_compiled", lambda network: torch.compile(network, backend=backend))
+    monkeypatch.setattr(models_row, "_compiled", lambda network: torch.compile(network, backend=backend))
     setting = models.Setting(torch.device("cpu"), True, 1)
     case = models.Case("vae", "tf32", "nchw", "compile")
-    models._run_once(case, setting)
+    models.run_once(case, setting)
     ahead = set(graphs)
     torch.compiler.reset()
     models.measure(case, setting)
@@ -231,6 +231,33 @@ def test_table(measured: dict[str, Any]) -> None:
     rows = [line for line in markdown.splitlines() if line.startswith("|")]
     assert len(rows) == 4 + 2
     assert len({line.count("|") for line in rows}) == 1
+
+
+def test_a_forward_pass_replayed_has_a_column_where_one_was(measured: dict[str, Any]) -> None:
+    first, *others = measured["rows"]
+    document = {**measured, "rows": [{**first, "cuda_graph": {"speedup": 1.5}}, *others]}
+    text = models_report.table(document)
+    assert [
+        line.endswith(" 1.50x") for line in text.splitlines() if line.startswith(("dcgan ", "unet "))
+    ] == [
+        True,
+        *[False] * len(others),
+    ]
+    assert "eager, forward in a CUDA graph: 1.50x on geometric mean over 1 rows" in text
+    assert "in a graph" in text
+    assert "in a graph" not in models_report.table(measured)
+    assert max(map(len, text.splitlines())) <= 130
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("runtime", models.RUNTIMES)
+def test_a_forward_pass_is_replayed_on_a_gpu(runtime: str) -> None:
+    setting = models.Setting(torch.device("cuda"), True, 2)
+    torch.compiler.reset()
+    row = models.measure(models.Case("vae", "fp16", "channels_last", runtime), setting)
+    assert row["cuda_graph"]["speedup"] > 0
+    assert not any("CUDA graph" in note for note in row["notes"])
+    torch.compiler.reset()
 
 
 def test_chart(measured: dict[str, Any]) -> None:

@@ -212,7 +212,7 @@ def benchmark(
         {"warmup": warmup, "iters": iters, "budget_s": budget_s},
     )
     stages: tuple[Stage, ...] = ("forward", "backward", "step") if backward else ("forward",)
-    with preserved(original, swapped), _cudnn_benchmark():
+    with preserved(original, swapped), cudnn_benchmark():
         run.record_circumstances()
         jobs: list[tuple[str, Callable[[], None]]] = []
         for call in run.layer_calls() if per_layer else []:
@@ -381,7 +381,7 @@ def _peak_bytes(variant: Variant, device: torch.device) -> int:
 
 
 @contextmanager
-def _cudnn_benchmark() -> Iterator[None]:
+def cudnn_benchmark() -> Iterator[None]:
     """PyTorch at its best: cuDNN tries its algorithms and keeps the fastest."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
