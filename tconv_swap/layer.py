@@ -17,8 +17,6 @@ from torch import Tensor, fx, nn
 from tconv_swap import op
 from tconv_swap.layer_state import LayerState, Operands
 
-_DEVICES = ("cpu", "cuda", "meta")
-
 
 class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
     """``nn.ConvTranspose2d``, computed by ``tconv_swap.conv_transpose2d``.
@@ -151,7 +149,7 @@ def _is_ours(layer: Plain, input: Tensor) -> bool:
     return (
         isinstance(input, Tensor)
         and input.dtype in op.SUPPORTED_DTYPES
-        and (input.is_cuda or input.device.type in _DEVICES)
+        and (input.is_cuda or input.device.type in op.SUPPORTED_DEVICES)
         and layer.padding_mode == "zeros"
         and isinstance(layer.padding, tuple)
     )

@@ -31,6 +31,7 @@ from tconv_swap.eager import (
 from tconv_swap.geometry import as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+SUPPORTED_DEVICES = ("cpu", "cuda", "meta")
 
 _GEOMETRY = "SymInt[2] stride, SymInt[2] padding, SymInt[2] output_padding, SymInt groups, SymInt[2] dilation"
 
@@ -70,7 +71,8 @@ def conv_transpose2d(
             operator. ``"auto"``: ours, save where measurements say that PyTorch's is faster on this GPU, the
             forward pass and each gradient apart (``tconv_swap.explain`` tells).
 
-    All three of one dtype (float64, float32, float16, bfloat16) and on one device. float32 on CUDA obeys
+    All three of one dtype and on one device; what is not float64, float32, float16 or bfloat16 on the CPU or on CUDA
+    is computed by PyTorch's operator. float32 on CUDA obeys
     ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` as they are at the
     call.
 
@@ -91,7 +93,12 @@ def conv_transpose2d(
             return output
     if backend != "auto":
         check_backend(backend)
-    if backend == "native" or input.dtype not in SUPPORTED_DTYPES or input.layout is not torch.strided:
+    if (
+        backend == "native"
+        or input.dtype not in SUPPORTED_DTYPES
+        or input.device.type not in SUPPORTED_DEVICES
+        or input.layout is not torch.strided
+    ):
         return torch.nn.functional.conv_transpose2d(
             input,
             weight,

@@ -224,7 +224,7 @@ def test_integers_raise_pytorchs_error(calls: list[tuple[Any, ...]]) -> None:
 def test_other_devices_go_to_pytorchs_operator(
     monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]
 ) -> None:
-    monkeypatch.setattr("tconv_swap.layer._DEVICES", ("cuda",))
+    monkeypatch.setattr("tconv_swap.op.SUPPORTED_DEVICES", ("cuda",))
     theirs, ours = pair(**GEOMETRIES[0])
     x = torch.randn(1, 4, 3, 3, dtype=torch.float64)
     torch.testing.assert_close(ours(x), theirs(x))

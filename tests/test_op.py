@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from tconv_swap import eager, op
+from tconv_swap import eager, graph, op
 from tconv_swap.op import conv_transpose2d
 
 GEOMETRY = dict(stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2, dilation=(1, 2))
@@ -219,6 +219,18 @@ def test_fake_and_meta_tensors_have_the_shape_and_format_of_the_real() -> None:
     assert meta.shape == real.shape
     with pytest.raises(RuntimeError, match="channels"):
         conv_transpose2d(x[:, :3].to("meta"), w.to("meta"), **GEOMETRY)
+
+
+def test_other_devices_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(op, "SUPPORTED_DEVICES", ("cuda",))
+    monkeypatch.setattr(op, "is_plain", lambda *_: False)
+    monkeypatch.setattr(op, "first", lambda *_: pytest.fail("computed by us"))
+    monkeypatch.setattr(op, "_forward_op", lambda *_: pytest.fail("computed by us"))
+    x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3)
+    assert torch.equal(conv_transpose2d(x, w, None, 2, 1), F.conv_transpose2d(x, w, None, 2, 1))
+    # Whoever calls the op itself is told.
+    with pytest.raises(NotImplementedError, match="input is on meta"):
+        graph._compute_output(x.to("meta"), w.to("meta"), None, [2, 2, 1, 1, 0, 0, 1, 1, 1], "auto")
 
 
 def test_compiles_without_a_graph_break_forward_and_backward() -> None:
