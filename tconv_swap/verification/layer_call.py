@@ -57,6 +57,13 @@ class LayerCall:
             layer = isolated(self.layer, cls, self.weight, self.bias)
             return layer.forward(self.input, self.output_size)  # type: ignore[no-any-return]
 
+    def differentiable_output(self) -> Tensor:
+        """What the swapped layer returns for this call where the gradients of all that it reads are wanted."""
+        with torch.enable_grad(), self.autocast():
+            bias = None if self.bias is None else _leaf(self.bias)
+            layer = isolated(self.layer, own_class(self.layer), _leaf(self.weight), bias)
+            return layer.forward(_leaf(self.input), self.output_size).detach()  # type: ignore[no-any-return]
+
     def gradients(
         self, cls: type[Plain], grad_output: Tensor
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -104,10 +111,13 @@ def weights(layer: Plain) -> tuple[Tensor, Tensor | None]:
 
 
 def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None) -> Any:
-    """The layer as `cls`, without hooks and parametrizations, over the given tensors; shares the rest."""
+    """The layer as `cls`, without hooks and parametrizations, over the given tensors; shares the rest.
+
+    A `forward` that was set on the layer itself is left out: it would be compared with itself.
+    """
     bare = cls.__new__(cls)
     nn.Module.__init__(bare)
-    own = vars(bare).keys()
+    own = {*vars(bare), "forward"}
     vars(bare).update({key: value for key, value in vars(layer).items() if key not in own})
     vars(bare).update(weight=weight, bias=bias)
     return bare

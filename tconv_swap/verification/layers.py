@@ -10,7 +10,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,18 +71,23 @@ class LayerChecks:
         """In the order in which the layers were called."""
         return [check for _, check in sorted(self._found, key=lambda entry: entry[0])]
 
-    @contextmanager
-    def watch(self, mode: str) -> Iterator[None]:
+    def watch(self, mode: str) -> AbstractContextManager[None]:
         """Every call inside is compared: its output at once, its gradients when backward comes by."""
+        return self._watch(lambda name: self._hook(name, mode))
+
+    def watch_again(self, mode: str, way: str) -> AbstractContextManager[None]:
+        """Calls that were compared before, in a run that asks for less: only what a layer then gives otherwise is."""
+        return self._watch(lambda name: self._hook_again(name, mode, way))
+
+    @contextmanager
+    def _watch(self, hook: Callable[[str], Callable[..., None]]) -> Iterator[None]:
         self._counts: dict[str, Counter[Any]] = {}
         handles = []
         for name, layer in swapped_layers(self.network).items():
             if keeps_own_forward(layer):
                 self._note_own_forward(name, layer)
                 continue
-            handles.append(
-                layer.register_forward_hook(self._hook(name, mode), with_kwargs=True, prepend=True)
-            )
+            handles.append(layer.register_forward_hook(hook(name), with_kwargs=True, prepend=True))
         try:
             yield
         finally:
@@ -132,33 +137,9 @@ class LayerChecks:
 
     def _hook(self, name: str, mode: str) -> Callable[..., None]:
         def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            assert isinstance(layer, SWAPPED)
-            x = args[0] if args else kwargs["input"]
-            size = args[1] if len(args) > 1 else kwargs.get("output_size")
-            if not isinstance(x, Tensor) or not x.is_floating_point():
+            call = self._call(name, mode, layer, args, kwargs, output)
+            if call is None:
                 return
-            counts = self._counts.setdefault(name, Counter())
-            signature = (x.shape, x.stride(), x.dtype, None if size is None else tuple(size))
-            counts[signature] += 1
-            counts["calls"] += 1
-            if counts["calls"] > MAX_CALLS or counts[signature] > MAX_CALLS_ALIKE:
-                return
-            weight, bias = weights(layer)
-            kind = x.device.type
-            enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-            call = LayerCall(
-                name,
-                layer,
-                mode,
-                next(self._order),
-                _kept(x, output, overwritable=enabled or not weight.requires_grad),
-                weight.detach(),
-                None if bias is None else bias.detach(),
-                None if size is None else list(size),
-                f"call {counts['calls']}, input " + "x".join(map(str, x.shape)),
-                lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
-                self.tolerance,
-            )
             self._guarded(call, lambda: self._compare_output(call, output))
             if not isinstance(output, Tensor) or not self.backward:
                 return
@@ -171,6 +152,64 @@ class LayerChecks:
                 self._guarded(call, lambda: self._compare_gradients(call, gradient.to(output.dtype)))
 
         return hook
+
+    def _hook_again(self, name: str, mode: str, way: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            call = self._call(name, mode, layer, args, kwargs, output)
+            if call is None:
+                return
+            known = any(
+                check.mode == mode
+                and check.name == name
+                and check.kind == "layer_output"
+                and not check.passed
+                for _, check in self._found
+            )
+            call.described = f"{way}, {call.described}"
+            if not known and not (
+                isinstance(output, Tensor) and torch.equal(output, call.differentiable_output())
+            ):
+                self._guarded(call, lambda: self._compare_output(call, output))
+
+        return hook
+
+    def _call(
+        self,
+        name: str,
+        mode: str,
+        layer: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        output: Any,
+    ) -> LayerCall | None:
+        """What a hook is told of a call; None for one more of those that were compared, or of no numbers."""
+        assert isinstance(layer, SWAPPED)
+        x = args[0] if args else kwargs["input"]
+        size = args[1] if len(args) > 1 else kwargs.get("output_size")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return None
+        counts = self._counts.setdefault(name, Counter())
+        signature = (x.shape, x.stride(), x.dtype, None if size is None else tuple(size))
+        counts[signature] += 1
+        counts["calls"] += 1
+        if counts["calls"] > MAX_CALLS or counts[signature] > MAX_CALLS_ALIKE:
+            return None
+        weight, bias = weights(layer)
+        kind = x.device.type
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        return LayerCall(
+            name,
+            layer,
+            mode,
+            next(self._order),
+            _kept(x, output, overwritable=enabled or not weight.requires_grad),
+            weight.detach(),
+            None if bias is None else bias.detach(),
+            None if size is None else list(size),
+            f"call {counts['calls']}, input " + "x".join(map(str, x.shape)),
+            lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False),
+            self.tolerance,
+        )
 
     def _guarded(self, call: LayerCall, comparison: Callable[[], None]) -> None:
         # PyTorch's own layer may run out of memory here, which is not the swapped layer's failure.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tconv_swap.verification.compare import Verdict
@@ -60,6 +60,10 @@ class Check:
             detail,
             verdict.norm,
         )
+
+    def in_way(self, way: str) -> Check:
+        """The same, of a run that `detail` then names."""
+        return replace(self, detail="; ".join(part for part in (way, self.detail) if part))
 
     @property
     def margin(self) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +32,19 @@ class Pass:
 
 # Tried in this order on the original; the first that it can do is what every network is run with.
 PASSES = (Pass(), Pass(accumulate=True), Pass(of_inputs=False), Pass(gradients=False, of_inputs=False))
+
+
+def other_ways(how: Pass) -> dict[str, Pass]:
+    """Less than `how`, by what a reader calls it: as a first layer is trained, and as a network is served.
+
+    A layer asks whether gradients are wanted, and of what, and each answer is a way of its own.
+    """
+    ways = {}
+    if how.gradients and how.of_inputs:
+        ways["inputs without gradients"] = replace(how, of_inputs=False)
+    if how.gradients:
+        ways["without gradients"] = PASSES[-1]
+    return ways
 
 
 @dataclass
@@ -126,16 +140,24 @@ def devices_of(*sources: nn.Module | Inputs) -> list[torch.device]:
     return sorted({tensor.device for tensor in tensors}, key=str)
 
 
+def _numpy() -> Any:
+    """numpy, if anybody has imported it: who draws numbers from it has."""
+    return sys.modules.get("numpy")
+
+
 @contextmanager
 def untouched(subjects: list[Subject], devices: list[torch.device]) -> Iterator[None]:
     """Afterwards, also after an exception, the networks and all random states are as before."""
     python_state = random.getstate()
+    numpy_state = numpy.random.get_state() if (numpy := _numpy()) else None
     cuda = [device.index for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(devices=cuda), torch.inference_mode(False), torch.enable_grad():
         try:
             yield
         finally:
             random.setstate(python_state)
+            if numpy is not None:
+                numpy.random.set_state(numpy_state)
             for subject in subjects:
                 subject.restore()
 
@@ -169,6 +191,8 @@ class Runner:
 
     def _seed(self) -> None:
         random.seed(self.seed)
+        if numpy := _numpy():
+            numpy.random.seed(self.seed % 2**32)
         torch.default_generator.manual_seed(self.seed)
         for device in self._cuda:
             with torch.cuda.device(device):

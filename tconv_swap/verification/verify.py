@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -36,10 +37,12 @@ from tconv_swap.verification.runs import (
     Subject,
     devices_of,
     in_float64,
+    other_ways,
     shaken,
     untouched,
 )
 from tconv_swap.verification.trace import Trace
+from tconv_swap.verification.weights import differing_weights
 
 __all__ = ["Check", "VerifyReport", "verify"]
 
@@ -108,6 +111,7 @@ def verify(
         )
     if report.failures:
         return report
+    report.failures += differing_weights(original, swapped)
     devices = devices_of(original, swapped, inputs)
     before, after, runner = Subject(original), Subject(swapped), Runner(inputs, devices, seed)
     with untouched([before, after], devices):
@@ -257,6 +261,7 @@ class _Verification:
             with self.layers.watch(mode):
                 watched = self.runner.run(self.swapped, mode, standard.how)
             outcome = self.runner.run(self.swapped, mode, standard.how)
+            others = self._other_ways(standard)
         except Exception as error:  # whatever a broken layer raises
             report.failures.append(
                 f"{mode}: the swapped network raises {_reason(error)}; the original does not"
@@ -270,7 +275,9 @@ class _Verification:
             outcomes.append(watched)
         del watched
         structure = [line for each in outcomes for line in standard.structure(each)]
-        checks = _judged(standard, outcomes)
+        for way, (other, outcome) in others.items():
+            structure += [f"{line}, {way}" for line in other.structure(outcome)]
+        checks = _judged(standard, outcomes, others)
         layers_agree = all(check.passed for check in self.layers.checks)
         while (
             layers_agree
@@ -281,10 +288,28 @@ class _Verification:
             # Rounding next to a kink (ReLU, max pooling) moves a gradient by a jump, and is as likely to in
             # a shaken run as in the swapped network.
             self._shake(standard)
-            checks = _judged(standard, outcomes)
+            checks = _judged(standard, outcomes, others)
         report.checks += checks
         report.failures += structure
         return not structure and layers_agree and all(check.passed for check in checks)
+
+    def _other_ways(self, standard: Standard) -> dict[str, tuple[Standard, Outcome]]:
+        """What the swapped network gives where less is asked of it, and what it is judged by then."""
+        found = {}
+        for way, how in other_ways(standard.how).items():
+            try:
+                original = self.runner.run(self.original, standard.mode, how)
+            except Exception as error:  # such as a forward that takes gradients itself
+                _log.debug("verify: the original does not run %s: %s", way, _reason(error))
+                continue
+            exact = standard.truth
+            if exact is standard.original or self._not_comparable(exact, original):
+                exact = original
+            with self.layers.watch_again(standard.mode, way):
+                outcome = self.runner.run(self.swapped, standard.mode, how)
+            # The noise of the one is the noise of the other: whatever widens it widens both.
+            found[way] = replace(standard, how=how, original=original, truth=exact), outcome
+        return found
 
     def _where_they_part(self, standard: Standard) -> str | None:
         """The first module that returns something else; only asked for what no swapped layer explains."""
@@ -330,10 +355,20 @@ class _Verification:
         )
 
 
-def _judged(standard: Standard, outcomes: list[Outcome]) -> list[Check]:
-    """The checks of the first outcome, and those that another fails."""
+def _judged(
+    standard: Standard, outcomes: list[Outcome], other_ways: dict[str, tuple[Standard, Outcome]]
+) -> list[Check]:
+    """The checks of the first outcome, those that another fails, and those that only another way of running fails."""
     first, *others = (standard.checks(outcome) for outcome in outcomes)
-    return first + [check for checks in others for check in checks if not check.passed]
+    failed = [check for checks in others for check in checks if not check.passed]
+    known = {(check.kind, check.name) for check in first + failed if not check.passed}
+    for way, (other, outcome) in other_ways.items():
+        failed += [
+            check.in_way(way)
+            for check in other.checks(outcome)
+            if not check.passed and (check.kind, check.name) not in known
+        ]
+    return first + failed
 
 
 def _reason(error: Exception) -> str:

@@ -1,0 +1,40 @@
+"""Whether two networks hold the same parameters and buffers: a swap changes none."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from tconv_swap.verification.compare import mismatch
+from tconv_swap.verification.runs import _same
+
+
+def differing_weights(original: nn.Module, swapped: nn.Module) -> list[str]:
+    """One line for each parameter or buffer that only one has, or that is of another dtype, shape or value.
+
+    What no input reaches shows nowhere else, nor what a normalisation or a larger neighbour hides.
+    """
+    found = []
+    for kind, before, after in (
+        ("parameter", original.named_parameters, swapped.named_parameters),
+        ("buffer", original.named_buffers, swapped.named_buffers),
+    ):
+        theirs, ours = (dict(named(remove_duplicate=False)) for named in (before, after))
+        for name in dict.fromkeys([*theirs, *ours]):
+            wrong = _difference(theirs.get(name), ours.get(name))
+            if wrong:
+                found.append(f"{kind} {name} {wrong}")
+    return found
+
+
+def _difference(original: Tensor | None, swapped: Tensor | None) -> str:
+    if original is swapped:
+        return ""
+    if original is None or swapped is None:
+        return "is missing" if swapped is None else "is one that the original does not have"
+    if is_lazy(original) or is_lazy(swapped):
+        return ""
+    wrong = mismatch(swapped, original)
+    if not wrong and not _same(swapped.detach(), original.detach()):
+        wrong = "has other values than the original's"
+    return wrong
