@@ -186,3 +186,35 @@ def test_a_forward_set_on_a_layer_is_not_compared_with_itself() -> None:
     report = tconv_swap.verify(original, swapped, X)
     assert report.first_divergence is not None
     assert report.first_divergence.startswith("layer 0: eval: layer output of 0")
+
+
+class DropConnect(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return F.dropout(weight, 0.3, self.training)
+
+
+class Stepping(nn.Module):
+    """Another weight at every use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("uses", torch.zeros(()))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.uses += 1
+        return weight * (1 + self.uses)
+
+
+@pytest.mark.parametrize("one_d", [False, True])
+@pytest.mark.parametrize("made", [DropConnect, Stepping])
+def test_the_weight_that_a_layer_used_is_the_one_it_is_judged_by(
+    made: Callable[[], nn.Module], one_d: bool
+) -> None:
+    layer = nn.ConvTranspose1d(8, 3, 4, 2, 1) if one_d else nn.ConvTranspose2d(8, 3, 4, 2, 1)
+    original = nn.Sequential(layer)
+    nn.utils.parametrize.register_parametrization(layer, "weight", made())
+    swapped = tconv_swap.swap_layers(original, inplace=False, include_1d=one_d)
+    report = tconv_swap.verify(original, swapped, X[..., 0] if one_d else X)
+    assert report.passed, report.failures
+    assert report.notes == []
+    assert "operands" not in vars(swapped[0])

@@ -113,11 +113,11 @@ def weights(layer: Plain) -> tuple[Tensor, Tensor | None]:
 def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None) -> Any:
     """The layer as `cls`, without hooks and parametrizations, over the given tensors; shares the rest.
 
-    A `forward` that was set on the layer itself is left out: it would be compared with itself.
+    Methods that were set on the layer itself are left out: a `forward` would be compared with itself.
     """
     bare = cls.__new__(cls)
     nn.Module.__init__(bare)
-    own = {*vars(bare), "forward"}
+    own = {*vars(bare), "forward", "operands"}
     vars(bare).update({key: value for key, value in vars(layer).items() if key not in own})
     vars(bare).update(weight=weight, bias=bias)
     return bare

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.layer import SWAPPED, Swapped, plain_class
+from tconv_swap.layer import SWAPPED, ConvTranspose2d, Swapped, plain_class
+from tconv_swap.layer_state import Operands
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import ErrorSum, Norms, Tolerance, mismatch
 from tconv_swap.verification.layer_call import (
@@ -82,21 +83,39 @@ class LayerChecks:
     @contextmanager
     def _watch(self, hook: Callable[[str], Callable[..., None]]) -> Iterator[None]:
         self._counts: dict[str, Counter[Any]] = {}
-        handles = []
+        self._used: dict[str, tuple[Tensor, Tensor | None]] = {}
+        handles, recorded = [], []
         for name, layer in swapped_layers(self.network).items():
             if keeps_own_forward(layer):
                 self._note_own_forward(name, layer)
                 continue
             handles.append(layer.register_forward_hook(hook(name), with_kwargs=True, prepend=True))
+            vars(layer)["operands"] = self._recording(name, layer)
+            recorded.append(layer)
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+            for layer in recorded:
+                del vars(layer)["operands"]
+            self._used.clear()
+
+    def _recording(self, name: str, layer: Swapped) -> Callable[..., Operands]:
+        """A parametrized weight that is read again may be another: dropped connections, a power iteration."""
+        operands = layer.operands
+
+        def record(*args: Any, **kwargs: Any) -> Operands:
+            found = operands(*args, **kwargs)
+            weight = found[1] if isinstance(layer, ConvTranspose2d) else found[1].squeeze(-2)
+            self._used[name] = weight, found[2]
+            return found
+
+        return record
 
     def probe_unreached(self) -> None:
         """Layers of which no call was seen are compared on random numbers: nothing swapped goes unchecked."""
-        self._counts = {}
+        self._counts, self._used = {}, {}
         for name, layer in swapped_layers(self.network).items():
             if name in self.reached or keeps_own_forward(layer):
                 continue
@@ -194,7 +213,7 @@ class LayerChecks:
         counts["calls"] += 1
         if counts["calls"] > MAX_CALLS or counts[signature] > MAX_CALLS_ALIKE:
             return None
-        weight, bias = weights(layer)
+        weight, bias = self._used.pop(name) if name in self._used else weights(layer)
         kind = x.device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         return LayerCall(
