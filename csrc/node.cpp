@@ -1,11 +1,11 @@
-// Calls made again, without Python: what eager.py and route.py do for a differentiable call and its gradients, as a node
-// of PyTorch's C++ autograd, and what graph_calls.py does for the two ops that a compiled graph calls. Whatever is not as
-// it was goes back to Python: `differentiable` returns nothing, everything else is asked from an op that Python implements.
+// Calls made again, without Python: what eager.py and route.py do for a differentiable call and its gradients, as a
+// node of PyTorch's C++ autograd, and what graph_calls.py does for the two ops that a compiled graph calls. Whatever is
+// not as it was goes back to Python: `differentiable` returns nothing, all else is asked from ops that Python implements.
 //
-// Python tells a route once (tconv_add_route), the steps of its gradients for a mask once (tconv_add_gradients), and which
-// calls of graphs it answers (tconv_add_answer).
+// Python tells a route once (tconv_add_route), the steps of its gradients for a mask once (tconv_add_gradients), and
+// which calls of graphs it answers (tconv_add_answer).
 // A library apart from launch.cpp's, because it takes libtorch's own headers (AT_PER_OPERATOR_HEADERS: half of them),
-// which only who trains or compiles need wait for. Where they have changed so that it does not build, Python does the same.
+// which only who trains or compiles need wait for. Where they have changed so that it does not build, Python does it.
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/convolution.h>
@@ -14,9 +14,11 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <deque>
+#include <initializer_list>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -285,6 +287,7 @@ Tensor output(const Tensor& input, const Tensor& weight, const std::optional<Ten
 
 std::vector<Tensor> gradients(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                               at::IntArrayRef geometry, Mask mask, std::string_view backend) {
+  const at::NoGradGuard no_grad;
   const auto known = answer_to(GRADIENTS, input, weight, false, geometry, backend);
   if (known) {
     if (auto again = gradients_again(*known->route, mask, grad_output, input, weight)) {
@@ -296,6 +299,52 @@ std::vector<Tensor> gradients(const Tensor& grad_output, const Tensor& input, co
   }
   return by_python("tconv_swap::conv_transpose2d_gradients_anew",
                    {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
+      .toTensorVector();
+}
+
+/// Stride, padding, output_padding, groups, dilation behind the tensors, and more behind those: as op.py's ops take it.
+std::vector<c10::IValue> spelled_out(std::vector<c10::IValue> tensors, at::IntArrayRef geometry,
+                                     std::vector<c10::IValue> more) {
+  for (const size_t at : {0, 2, 4}) tensors.emplace_back(geometry.slice(at, 2));
+  tensors.emplace_back(geometry[6]);
+  tensors.emplace_back(geometry.slice(7, 2));
+  tensors.insert(tensors.end(), more.begin(), more.end());
+  return tensors;
+}
+
+bool wants_gradient(std::initializer_list<const Tensor*> tensors) {
+  return at::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(), [](const Tensor* one) { return one && one->requires_grad(); });
+}
+
+/// Below autograd, where somebody else (a mode, functionalization) wants to see the call.
+c10::IValue redispatched(const char* name, c10::DispatchKeySet keys, std::vector<c10::IValue> stack) {
+  c10::Dispatcher::singleton().findSchemaOrThrow(name, "").redispatchBoxed(keys & c10::after_autograd_keyset, &stack);
+  return std::move(stack.at(0));
+}
+
+Tensor output_autograd(c10::DispatchKeySet keys, const Tensor& input, const Tensor& weight,
+                       const std::optional<Tensor>& bias, at::IntArrayRef geometry, std::string_view backend) {
+  if (wants_gradient({&input, &weight, bias ? &*bias : nullptr}))
+    return by_python("tconv_swap::conv_transpose2d",
+                     spelled_out({input, weight, bias}, geometry, {std::string(backend)}))
+        .toTensor();
+  if (is_plain(keys)) return output(input, weight, bias, geometry, backend);
+  return redispatched("tconv_swap::conv_transpose2d_output", keys,
+                      {input, weight, bias, geometry, std::string(backend)})
+      .toTensor();
+}
+
+std::vector<Tensor> gradients_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Tensor& input,
+                                       const Tensor& weight, at::IntArrayRef geometry, Mask mask,
+                                       std::string_view backend) {
+  if (wants_gradient({&grad_output, &input, &weight}))
+    return by_python("tconv_swap::conv_transpose2d_backward",
+                     spelled_out({grad_output, input, weight}, geometry, {as_list(mask), std::string(backend)}))
+        .toTensorVector();
+  if (is_plain(keys)) return gradients(grad_output, input, weight, geometry, mask, backend);
+  return redispatched("tconv_swap::conv_transpose2d_gradients", keys,
+                      {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
       .toTensorVector();
 }
 
@@ -372,4 +421,9 @@ TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
 TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
   library.impl("conv_transpose2d_output", &output);
   library.impl("conv_transpose2d_gradients", &gradients);
+}
+
+TORCH_LIBRARY_IMPL(tconv_swap, AutogradCUDA, library) {
+  library.impl("conv_transpose2d_output", &output_autograd);
+  library.impl("conv_transpose2d_gradients", &gradients_autograd);
 }

@@ -5,7 +5,8 @@ On CUDA a call that was made before goes the way it went then (``cuda.call.Route
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _any_autocast = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _is_tracing = torch._C._is_tracing
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 
 
 def is_untransformed() -> bool:
@@ -201,11 +205,22 @@ def spread(gradients: Sequence[Tensor], mask: Sequence[bool]) -> list[Tensor | N
     return [next(remaining) if wanted else None for wanted in mask]
 
 
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Operands have been cast by now, or came as they are wanted: a backward pass inside of an autocast casts none."""
+    if not _any_autocast():
+        yield
+        return
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+        yield
+
+
 def _forward_on_cpu(
     input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tuple[Any, ...], backend: str
 ) -> Tensor:
     geometry = check_forward(input, weight, bias, arguments)
-    return cpu_forward(input, weight, bias, geometry, output_memory_format(input, weight))
+    with without_autocast():
+        return cpu_forward(input, weight, bias, geometry, output_memory_format(input, weight))
 
 
 def _backward_on_cpu(
@@ -218,7 +233,8 @@ def _backward_on_cpu(
 ) -> list[Tensor]:
     geometry = check_backward(grad_output, input, weight, arguments)
     memory_format = output_memory_format(input, weight)
-    return cpu_backward(grad_output, input, weight, geometry, memory_format, mask)
+    with without_autocast():
+        return cpu_backward(grad_output, input, weight, geometry, memory_format, mask)
 
 
 #: Forward and backward of each device, past the dispatcher.

@@ -1,13 +1,14 @@
 """What the ops of ``op.py`` come to below autograd, and what a compiled graph calls: two ops without derivatives.
 
-A call in a graph costs the CPU time for every argument and every kernel on the way: so these have no kernel for
-autograd, and all of the geometry is one list. What a compiler can fuse with its own kernels stands in the graph beside
-them: changes of an activation's memory format, and a bias that an autocast casts, which would take a kernel of its own.
+A call in a graph costs the CPU time for every argument and every kernel on the way: so all of the geometry is one
+list, and where a derivative is wanted after all, they call the whole op. What a compiler can fuse with its own kernels
+stands in the graph beside them: changes of an activation's memory format, and a bias that an autocast casts, which
+would take a kernel of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -138,13 +139,27 @@ def _refuse_but_on_the_cpu(input: Tensor) -> None:
         )
 
 
-# Not for CUDA by name: node.cpp's kernels are, and so come before these.
-for _name, _compute in (
-    ("conv_transpose2d_output", _compute_output),
-    ("conv_transpose2d_gradients", _compute_gradients),
+def _autograd(name: str, with_derivatives: str) -> Callable[..., Any]:
+    """A compiled graph differentiates around its calls; a decomposed program is run as anything else is."""
+    op = getattr(torch.ops.tconv_swap, name).default
+
+    def kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
+            *tensors, geometry = given[:4]
+            differentiable = getattr(torch.ops.tconv_swap, with_derivatives).default
+            return differentiable(*tensors, *_from_list(geometry), *given[4:])
+        return op.redispatch(keys & torch._C._after_autograd_keyset, *given)
+
+    return kernel
+
+
+# Not for CUDA and its autograd by name: node.cpp's kernels are, and so come before these.
+for _name, _compute, _with_derivatives in (
+    ("conv_transpose2d_output", _compute_output, "conv_transpose2d"),
+    ("conv_transpose2d_gradients", _compute_gradients, "conv_transpose2d_backward"),
 ):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    _library.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    _library.impl(_name, _autograd(_name, _with_derivatives), "Autograd", with_keyset=True)
     _library.impl(f"{_name}_anew", _compute, "CUDA")
 
 

@@ -27,6 +27,7 @@ from tconv_swap.eager import (
     is_left_to_pytorch,
     is_untransformed,
     spread,
+    without_autocast,
 )
 from tconv_swap.geometry import as_pair
 
@@ -225,7 +226,8 @@ def _register_derivatives(
 
         @staticmethod
         def backward(ctx: Any, *cotangents: Any) -> Any:
-            return differentiate(ctx, *cotangents)
+            with without_autocast():
+                return differentiate(ctx, *cotangents)
 
     # torch.library.register_autograd would give a silent zero for a forward-mode tangent.
     def autograd(*arguments: Any) -> Any:

@@ -63,12 +63,31 @@ def test_a_node_that_does_not_build_is_said_and_not_tried_again(
     assert node._library.__wrapped__() is None
     assert "deliberately broken" in caplog.text
     assert "take their way through Python" in caplog.text
+    (path,) = own_cache.rglob("node.txt")
+    assert "deliberately broken" in path.read_text()
     caplog.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(launch, "build", lambda _: pytest.fail("asked again"))
+        assert node._library.__wrapped__() is None
+    assert f"{path} says why, and is to be removed" in caplog.text
+    # Another compiler may take it.
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert node._library.__wrapped__() is None
-    (path,) = own_cache.rglob("node.txt")
-    assert str(path) in caplog.text
-    assert "deliberately broken" in path.read_text()
+    assert "'no-such-compiler' was not found" in caplog.text
+
+
+def test_a_compiler_that_was_killed_is_asked_again(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    killed = own_cache / "killed-g++"
+    killed.write_text(
+        "#!/bin/sh\necho 'g++: fatal error: Killed signal terminated program cc1plus' >&2\nexit 1\n"
+    )
+    killed.chmod(0o755)
+    monkeypatch.setenv("CXX", str(killed))
+    assert node._library.__wrapped__() is None
+    assert "Killed signal" in caplog.text
+    assert list(own_cache.rglob("node.txt")) == []
 
 
 def test_without_a_writable_home_the_cache_is_temporary_and_says_so(

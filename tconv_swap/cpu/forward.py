@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tconv_swap.cpu.plan import Axis, Formulation, choose
+from tconv_swap.cpu.plan import Axis, Formulation, choose, fastest, products_are_rounded
 from tconv_swap.geometry import Geometry, check_geometry
 
 #: Elements of a matrix product that one block leaves in the cache (4 MB of float32).
@@ -51,7 +51,7 @@ def is_plain(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: tupl
         return False
     tensors = (input, weight) if bias is None else (input, weight, bias)
     kinds = tuple((t.shape, t.dtype, t.device) for t in tensors)
-    return _is_plain(kinds, arguments, memory_format)
+    return products_are_rounded(input.dtype) or _is_plain(kinds, arguments, memory_format)
 
 
 @lru_cache(maxsize=4096)
@@ -63,7 +63,7 @@ def _is_plain(kinds: tuple[Any, ...], arguments: tuple[Any, ...], memory_format:
         geometry = check_geometry(input, weight, bias[0][0] if bias else None, *arguments)
     except RuntimeError:  # the op's checks say what is wrong
         return False
-    return choose(geometry, dtype, memory_format) == "plain"
+    return fastest(geometry, dtype, memory_format) == "plain"
 
 
 def plain(

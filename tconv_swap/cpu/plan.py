@@ -185,8 +185,24 @@ def _overlapping(g: Geometry) -> bool:
     return Axis.of(g, 0).overlapping or Axis.of(g, 1).overlapping
 
 
-@lru_cache(maxsize=4096)
+def products_are_rounded(dtype: torch.dtype) -> bool:
+    """Whether PyTorch's switch lets matrix products of such numbers be less exact than its convolutions are.
+
+    ``torch.set_float32_matmul_precision("medium")`` on CPUs that multiply bfloat16.
+    """
+    return dtype == torch.float32 and torch._C._get_fp32_precision_getter("mkldnn", "matmul") in (
+        "bf16",
+        "tf32",
+    )
+
+
 def choose(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format) -> Formulation:
+    """The fastest formulation that is as exact as PyTorch's plain call, just now."""
+    return "plain" if products_are_rounded(dtype) else fastest(g, dtype, memory_format)
+
+
+@lru_cache(maxsize=4096)
+def fastest(g: Geometry, dtype: torch.dtype, memory_format: torch.memory_format) -> Formulation:
     """The first that applies; PyTorch's plain call where nothing is known to be faster.
 
     oneDNN computes transposed convolutions in channels_last, near the machine's peak for most geometries. What can
@@ -231,6 +247,8 @@ def choose_backward(
 ) -> Literal["plain", "products", "outer"]:
     """PyTorch's own gradients, which convert better than its forward, but for the kernels that tile the output, the
     kernel that is the output among them."""
+    if products_are_rounded(dtype):
+        return "plain"
     if g.batch > 0 and claims("outer", g, dtype):
         return "outer"
     tiled = g.kernel == g.stride and g.padding == (0, 0) == g.output_padding and g.dilation == (1, 1)

@@ -79,5 +79,9 @@ def key_of(
 
 def _answer(known: route.Route, key: tuple[int, ...], input: Tensor, weight: Tensor) -> None:
     number = known.told()
-    if number is not None:
-        node.add_answer(number, output_memory_format(input, weight), key)
+    if number is None:
+        return
+    node.add_answer(number, output_memory_format(input, weight), key)
+    # Forgotten meanwhile, by another thread: what is chosen anew must be asked for.
+    if route.find(key) is not known:
+        node.forget_answers()

@@ -23,6 +23,9 @@ from tconv_swap.cuda.program import Kernel, Output, Plan
 
 logger = logging.getLogger("tconv_swap")
 
+#: What compilers say of a source that they do not take; of themselves they say "fatal error".
+_REFUSAL = ": error: "
+
 _lock = threading.Lock()
 _kernels: dict[tuple[Kernel, str], int] = {}
 
@@ -108,7 +111,9 @@ def build(source: str = "launch.cpp") -> Path:
                 is_standalone=False,
             )
         except RuntimeError as error:
-            raise RefusedError(
+            # A compiler that was killed, or found the disk full, may build it next time.
+            kind = RefusedError if _REFUSAL in str(error) else BuildError
+            raise kind(
                 f"{what} of tconv_swap does not build from {csrc_directory() / source}:\n{error}"
             ) from error
         os.replace(built or Path(directory) / f"{name}.so", target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
@@ -25,15 +26,17 @@ _FORMATS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
-    # The compiler's words, so that it is not asked by every process.
-    refusal = launch.library_path(SOURCE).with_suffix(".txt")
+    # The compiler's words, so that it is not asked by every process; another one is.
+    refusal, compiler = launch.library_path(SOURCE).with_suffix(".txt"), os.environ.get("CXX", "g++")
     try:
-        if refusal.exists():
-            raise launch.BuildError(f"csrc/{SOURCE} does not build with this torch (see {refusal})")
+        if refusal.exists() and refusal.read_text().startswith(f"{compiler}\n"):
+            raise launch.BuildError(
+                f"csrc/{SOURCE} does not build with this torch; {refusal} says why, and is to be removed to try again"
+            )
         library = launch.load(launch.build(SOURCE))
     except (launch.BuildError, OSError) as error:
         if isinstance(error, launch.RefusedError):
-            write_atomically(refusal, str(error).encode())
+            write_atomically(refusal, f"{compiler}\n{error}".encode())
         logger.warning(
             "tconv_swap: a layer's gradients, and compiled graphs, take their way through Python, some 20 us "
             "longer: %s",
