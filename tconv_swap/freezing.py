@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from tconv_swap.layer_state import LayerState
@@ -49,3 +51,16 @@ def unfreeze(model: nn.Module) -> nn.Module:
         if isinstance(layer, LayerState):
             layer.let_packed_go()
     return model
+
+
+class FrozenState:
+    """Which of some modules are frozen layers, to be frozen again after they have run in training mode."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._layers = [module for module in modules if isinstance(module, LayerState) and module.is_frozen()]
+
+    def put_back(self) -> None:
+        """What was packed is still there where nothing undid it; elsewhere it is packed anew by the next call."""
+        for layer in self._layers:
+            if not layer.is_frozen():
+                layer.keep_packed()

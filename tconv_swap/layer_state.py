@@ -48,6 +48,13 @@ class LayerState(nn.Module):
         if weight is not None and not weight.is_inference():
             vars(self)["_tconv_packed"] = PackedWeight(weight)
 
+    def is_frozen(self) -> bool:
+        """Whether a packed weight is kept that the next call may use."""
+        packed = self._tconv_packed
+        return (
+            packed is not None and packed.weight is self._parameters.get("weight") and packed.is_unchanged()
+        )
+
     def let_packed_go(self) -> None:
         """Unfreeze the weight."""
         packed = vars(self).pop("_tconv_packed", None)

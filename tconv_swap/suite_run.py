@@ -136,6 +136,8 @@ def _measure(
     call = LayerCall(layer.name, Inputs.of(x), None)
     stages: tuple[Stage, ...] = ("forward", "backward") if request.backward else ("forward",)
     for stage in stages:
+        for module in (original, swapped):
+            module.train(stage != "forward")
         variants = {
             "original": layer_variant(original, call, stage),
             "swapped": layer_variant(swapped, call, stage),

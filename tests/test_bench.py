@@ -11,6 +11,7 @@ import torch
 from bench_cases import prepared_generator, snapshot
 from torch import Tensor, nn
 
+from tconv_swap.freezing import freeze
 from tconv_swap.layer import ConvTranspose2d
 from tconv_swap.measurement.bench import BenchmarkReport, Comparison, LayerComparison, benchmark
 from tconv_swap.measurement.environment import environment, machine_name
@@ -112,6 +113,45 @@ def test_stages_run_in_the_right_mode_and_backward_reaches_the_inputs(
     assert swapped.log == expected
     assert len(steps) == 4
     assert all(gradient > 0 for gradients in steps for gradient in gradients)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_both_sides_are_in_the_mode_of_the_stage_whatever_the_callers(training: bool) -> None:
+    original = nn.Sequential(nn.ConvTranspose2d(2, 2, 2), nn.ConvTranspose2d(2, 2, 2)).train(training)
+    swapped = swap_layers(original, inplace=False)
+    swapped[0].train(not training)
+    modes: dict[str, list[tuple[str, bool]]] = {}
+    for side, model in (("original", original), ("swapped", swapped)):
+        model[0].register_forward_pre_hook(
+            lambda layer, _, side=side: list(modes.values())[-1].append((side, layer.training))
+        )
+    modes["before"] = []
+    benchmark(
+        original, swapped, torch.randn(1, 2, 3, 3), warmup=0, iters=1,
+        progress=lambda what, *_: modes.update({what: []}),
+    )  # fmt: skip
+    for stage in ("forward", "backward"):
+        expected = {(side, stage == "backward") for side in ("original", "swapped")}
+        assert set(modes[f"0 {stage}"]) == expected
+        assert set(modes[f"network {stage}"]) == expected
+    assert [m.training for m in original.modules()] == [training] * 3
+    assert [m.training for m in swapped.modules()] == [training, not training, training]
+
+
+def test_a_frozen_network_is_frozen_in_every_forward_and_afterwards() -> None:
+    original = nn.Sequential(nn.ConvTranspose2d(2, 2, 2)).eval()
+    swapped = freeze(swap_layers(original, inplace=False))
+    frozen: dict[str, list[bool]] = {}
+    swapped[0].register_forward_pre_hook(lambda layer, _: list(frozen.values())[-1].append(layer.is_frozen()))
+    for backward in (False, True):
+        frozen.clear()
+        benchmark(
+            original, swapped, torch.randn(1, 2, 3, 3), warmup=0, iters=1, backward=backward,
+            progress=lambda what, *_: frozen.update({what: []}),
+        )  # fmt: skip
+        assert set(frozen["0 forward"]) == set(frozen["network forward"]) == {True}
+        assert swapped[0].is_frozen()
+    assert set(frozen["0 backward"]) == set(frozen["network step"]) == {False}
 
 
 def test_layers_are_measured_on_what_reaches_them() -> None:

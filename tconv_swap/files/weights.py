@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap import op
+from tconv_swap.bits import same_bits
 from tconv_swap.files.fileformat import LoadError, TorchFile, first_line, printable
 
 #: Under which keys checkpoints keep the state_dict; Lightning's is the first.
@@ -241,23 +242,10 @@ def _shown(names: Iterable[str]) -> str:
 
 def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
     """Whether names, dtypes and bits agree; NaN is the same as NaN."""
-    return first.keys() == second.keys() and all(_same_bits(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
 
 
 def _same_tensor(first: Tensor, second: Tensor) -> bool:
     """Whether a file would hold the same for both."""
     places = ((t.device, t.layout, t.stride() if t.layout == torch.strided else ()) for t in (first, second))
-    return len({*places}) == 1 and not first.is_meta and _same_bits(first, second)
-
-
-def _same_bits(first: Tensor, second: Tensor) -> bool:
-    return (
-        first.dtype == second.dtype
-        and first.shape == second.shape
-        and torch.equal(_bits(first), _bits(second))
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor.flatten().view(torch.uint8) if tensor.numel() and not tensor.is_quantized else tensor
+    return len({*places}) == 1 and same_bits(first, second)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tconv_swap.freezing import FrozenState
 from tconv_swap.inputs import Inputs, model_device
 from tconv_swap.layer import SWAPPED
 from tconv_swap.measurement.environment import environment
@@ -179,8 +180,8 @@ def benchmark(
     forward: eval mode, no gradients. backward: train mode, of a loss of all floating-point outputs, to the
     inputs and to all parameters; the forward pass before it is not counted. step: zero_grad, forward, loss,
     backward and an SGD step with learning rate 0, which does all the work and leaves the weights where they
-    are. On CUDA a layer's time is that of its kernels, a network's also holds what the CPU needs to launch
-    them.
+    are. Frozen layers (`tconv_swap.freeze`) are frozen in forward only. On CUDA a layer's time is that of its
+    kernels, a network's also holds what the CPU needs to launch them.
 
     A stage that the original cannot run (no gradient anywhere, no train mode without targets, not enough
     memory) is left out, with a line in `notes`.
@@ -238,6 +239,7 @@ class _Run:
         self, original: nn.Module, swapped: nn.Module, inputs: Inputs, loss: Loss, settings: dict[str, Any]
     ) -> None:
         self.models = {"original": original, "swapped": swapped}
+        self.frozen = FrozenState([*original.modules(), *swapped.modules()])
         self.inputs = inputs
         self.loss = loss
         self.settings = settings
@@ -290,6 +292,7 @@ class _Run:
 
     def time_layer(self, call: LayerCall, stage: Stage) -> None:
         what = f"{call.name or MODEL_ITSELF} {stage}"
+        self._set_mode(stage)
         variants = {
             side: partial(layer_variant, model.get_submodule(call.name), call, stage)
             for side, model in self.models.items()
@@ -310,8 +313,7 @@ class _Run:
             )
 
     def time_network(self, stage: Stage) -> None:
-        for model in self.models.values():
-            model.train(stage != "forward")
+        self._set_mode(stage)
         variants = {
             side: partial(network_variant, model, self.inputs, stage, self.loss)
             for side, model in self.models.items()
@@ -323,6 +325,13 @@ class _Run:
         if self.report.peak_memory is not None and stage != "backward":
             peaks = {side: _peak_bytes(variant(), self.device) for side, variant in variants.items()}
             self.report.peak_memory.append(PeakMemory(stage, **peaks))
+
+    def _set_mode(self, stage: Stage) -> None:
+        """As networks rather than as layers: a network's own `train` may leave some of them in eval mode."""
+        for model in self.models.values():
+            model.train(stage != "forward")
+        if stage == "forward":  # the training mode of another stage has undone it
+            self.frozen.put_back()
 
     def _time(
         self, what: str, variants: Mapping[str, Callable[[], Variant]], launches: Launches

@@ -186,7 +186,8 @@ def capture_calls(model: nn.Module, names: list[str], run: Callable[[], object])
 def layer_variant(layer: nn.Module, call: LayerCall, stage: Stage) -> Variant:
     """One run of `layer` alone on what reached it; the backward pass is to the input and all parameters.
 
-    Runs must happen under `autocast_of(call)`.
+    The caller has put `layer` into the mode of the stage, as for `network_variant`. Runs must happen under
+    `autocast_of(call)`.
 
     Raises:
         ValueError: `stage` is "step": a layer alone has no training step.
