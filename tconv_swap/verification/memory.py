@@ -45,7 +45,8 @@ def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gr
     devices = {t.device for t in tensors} | {t.device for _, t in inputs.named_tensors()}
     if unable := sorted({device.type for device in devices} - {"cpu", "cuda"}):
         return f"{unable[0]} is not known to compute in float64"
-    state = sum(tensor.numel() for tensor in tensors) * (2 if gradients else 1)
+    # The network, what it is put back to after a run, and its gradients.
+    state = sum(tensor.numel() for tensor in tensors) * (3 if gradients else 2)
     needed = _FLOAT64_BYTES * (state + (activations / _SEEN if gradients else activations * 0.1))
     for device in devices:
         free = _free_bytes(device)

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tconv_swap.computed import ComputedState
+from tconv_swap.freezing import FrozenState
 from tconv_swap.inputs import Inputs
+from tconv_swap.module_state import ModuleState
 from tconv_swap.verification.tree import Tree, flatten
 
 
@@ -72,33 +74,31 @@ class Outcome:
 class Subject:
     """A network whose state can be put back to what it was when this was made.
 
-    Covers every buffer (object and value), every training flag, every `.grad`, and which tensors computed from
-    parameters the modules hold. The parameters are not copied: nothing here writes to them.
+    Covers every parameter and buffer (object and value), every training flag, every `.grad`, which layers are
+    frozen, and which tensors computed from parameters the modules hold.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._modules = list(module.modules())
         self._flags = [m.training for m in self._modules]
-        self._buffers = [(m, dict(m._buffers)) for m in self._modules]
-        self._values = [(b, b.detach().clone()) for b in module.buffers()]
+        self._state = ModuleState(self._modules)
         self._gradients = [(p, p.grad) for p in module.parameters()]
         self._computed = ComputedState(self._modules)
+        self._frozen = FrozenState(self._modules)
 
     def rewind(self) -> None:
-        """Buffers and computed tensors as they were, and no gradients: where every run begins."""
+        """Parameters, buffers and computed tensors as they were, and no gradients: where every run begins."""
         self._computed.put_back()
-        for module, buffers in self._buffers:
-            for name, buffer in buffers.items():
-                if module._buffers.get(name) is not buffer:
-                    module._buffers[name] = buffer
-        with torch.no_grad():
-            for buffer, value in self._values:
-                if not _same(buffer, value):
-                    with torch.inference_mode(buffer.is_inference()):
-                        buffer.copy_(value)
+        self._state.put_back()
         for parameter, _ in self._gradients:
             parameter.grad = None
+
+    def set_mode(self, mode: str) -> None:
+        """`eval` or `train`, which layers are never frozen in."""
+        self.module.train(mode == "train")
+        if mode == "eval":
+            self._frozen.put_back()
 
     def restore(self) -> None:
         """Everything as it was."""
@@ -107,15 +107,16 @@ class Subject:
             module.training = flag
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
+        self._frozen.put_back()
 
     def changed_buffers(self) -> dict[str, Tensor]:
         """Copies of the buffers that differ from what they were."""
-        before = {id(buffer): value for buffer, value in self._values}
-        return {
-            name: buffer.detach().clone()
-            for name, buffer in self.module.named_buffers()
-            if id(buffer) not in before or not _same(buffer, before[id(buffer)])
-        }
+        found = {}
+        for name, buffer in self.module.named_buffers():
+            before = self._state.value_of(buffer)
+            if before is None or not _same(buffer, before.to(buffer.device)):
+                found[name] = buffer.detach().clone()
+        return found
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
@@ -174,7 +175,7 @@ class Runner:
     def run(self, subject: Subject, mode: str, how: Pass, *, double: bool = False) -> Outcome:
         """Raises whatever the network raises."""
         subject.rewind()
-        subject.module.train(mode == "train")
+        subject.set_mode(mode)
         # A cast weight cached by a run without gradients would cut the graph of the next.
         torch.clear_autocast_cache()
         self._seed()

@@ -1,0 +1,81 @@
+"""`verify` leaves networks as they were, and begins every run of them from there."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+import tconv_swap
+
+X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Codebook(nn.Module):
+    """As in a VQ-VAE whose codes follow what they stand for: parameters are replaced, and written to, in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(16, 8))
+        self.sums = nn.Parameter(torch.randn(16, 8), requires_grad=False)
+        self.register_buffer("counts", torch.ones(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.permute(0, 2, 3, 1).reshape(-1, 8)
+        chosen = nn.functional.one_hot(torch.cdist(flat, self.codes).argmin(1), 16).float()
+        nearest = (chosen @ self.codes).view(x.shape[0], x.shape[2], x.shape[3], 8).permute(0, 3, 1, 2)
+        if self.training:
+            self.counts = self.counts * 0.9 + 0.1 * chosen.sum(0)
+            self.sums.data.copy_(self.sums * 0.9 + 0.1 * chosen.t() @ flat)
+            self.codes = nn.Parameter((self.sums / self.counts.unsqueeze(1)).detach())
+            self.register_buffer("seen", torch.ones(1))
+        return x + (nearest - x).detach()
+
+
+def autoencoder() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), Codebook(), nn.ConvTranspose2d(8, 3, 4, 2, 1))
+
+
+def test_parameters_that_a_forward_updates_are_as_before() -> None:
+    original = autoencoder()
+    swapped = tconv_swap.swap_layers(original, inplace=False)
+    networks = original, swapped
+    before = [copy.deepcopy(network.state_dict()) for network in networks]
+    objects = [dict(network.named_parameters()) for network in networks]
+    report = tconv_swap.verify(original, swapped, X)
+    assert report.passed, report.failures
+    assert not any("not deterministic" in note for note in report.notes), report.notes
+    for network, values, parameters in zip(networks, before, objects, strict=True):
+        assert list(network.state_dict()) == list(values)
+        assert all(torch.equal(value, network.state_dict()[name]) for name, value in values.items())
+        assert all(parameters[name] is parameter for name, parameter in network.named_parameters())
+
+
+def test_what_a_forward_updates_excuses_nothing() -> None:
+    original = autoencoder()
+    swapped = tconv_swap.swap_layers(original, inplace=False)
+    swapped[2].register_forward_hook(lambda layer, _, y: y + 0.4 if layer.training else y)
+    assert not tconv_swap.verify(original, swapped, X).passed
+
+
+def test_a_frozen_network_is_verified_frozen_and_stays_so() -> None:
+    original = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 3, 4, 2, 1)).eval()
+    swapped = tconv_swap.freeze(tconv_swap.swap_layers(original, inplace=False))
+    seen: list[tuple[bool, bool, bool]] = []
+    swapped[1].register_forward_hook(
+        lambda layer, *_: seen.append((layer.training, torch.is_grad_enabled(), layer.is_frozen()))
+    )
+    assert tconv_swap.verify(original, swapped, X, modes=("train", "eval")).passed
+    assert swapped[1].is_frozen()
+    assert (False, False, True) in seen  # as it is served
+    assert not any(frozen for training, _, frozen in seen if training)
+
+
+def test_buffers_that_cannot_be_written_to_are_no_changes() -> None:
+    original = nn.Sequential(nn.ConvTranspose2d(3, 3, 4, 2, 1))
+    original.register_buffer("scale", torch.ones(1).expand(4))
+    report = tconv_swap.verify(original, tconv_swap.swap_layers(original, inplace=False), X)
+    assert report.passed, report.failures
+    assert not [check for check in report.checks if check.kind == "buffer"]
