@@ -6,6 +6,7 @@ The op and its backward are written once, here, for every device. What computes 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,8 +73,8 @@ def conv_transpose2d(
             operator. ``"auto"``: ours, save where measurements say that PyTorch's is faster on this GPU, the
             forward pass and each gradient apart (``tconv_swap.explain`` tells).
 
-    All three of one dtype and on one device; what is not float64, float32, float16 or bfloat16 on the CPU or on CUDA
-    is computed by PyTorch's operator. float32 on CUDA obeys
+    All three of one dtype and on one device; what is not float64, float32, float16 or bfloat16 on the CPU or on CUDA,
+    or is a DTensor, is computed by PyTorch's operator. float32 on CUDA obeys
     ``torch.backends.cudnn.allow_tf32`` and ``torch.backends.cudnn.conv.fp32_precision`` as they are at the
     call.
 
@@ -99,6 +100,7 @@ def conv_transpose2d(
         or input.dtype not in SUPPORTED_DTYPES
         or input.device.type not in SUPPORTED_DEVICES
         or input.layout is not torch.strided
+        or _is_distributed(input)
     ):
         return torch.nn.functional.conv_transpose2d(
             input,
@@ -130,6 +132,14 @@ def conv_transpose2d(
     if input.dim() == 3:
         return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
     return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
+
+
+def _is_distributed(tensor: Tensor) -> bool:
+    """Whether it is a DTensor: how PyTorch's own operators are computed in parts is known of these alone."""
+    if type(tensor) is Tensor or torch.compiler.is_compiling():
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:

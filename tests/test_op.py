@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,3 +293,24 @@ def test_tensor_subclasses_see_the_op(wrapped: str) -> None:
         result = conv_transpose2d(*tensors.values())
     assert "tconv_swap.conv_transpose2d_output.default" in Recording.seen
     torch.testing.assert_close(result, expected)
+
+
+def test_distributed_tensors_are_pytorchs(tmp_path: Path) -> None:
+    """A mesh of one process: the operator of ours has no rule for how a sharded call is computed in parts."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x, w = torch.randn(2, 32, 16, 16), torch.randn(32, 64, 2, 2)
+        parts = (
+            distribute_tensor(x, mesh, [Shard(0)]).requires_grad_(),
+            distribute_tensor(w, mesh, [Replicate()]),
+        )
+        y = conv_transpose2d(*parts, None, 2)
+        torch.testing.assert_close(y.full_tensor(), F.conv_transpose2d(x, w, None, 2))
+        y.sum().backward()
+    finally:
+        dist.destroy_process_group()
