@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
+import tconv_swap
 from tconv_swap import graph
 from tconv_swap.op import conv_transpose2d
 
@@ -166,3 +167,22 @@ def test_the_graph_computes_the_same(
     expected = [truth, *torch.autograd.grad(truth, exact, cotangent.double())]
     for one, other in zip(found, expected, strict=True):
         assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 1e-2
+
+
+@pytest.mark.parametrize("out_channels", [3, 6])
+@pytest.mark.parametrize("how", ["as it is", "compiled"])
+def test_a_decomposed_program_is_run_with_gradients(out_channels: int, how: str) -> None:
+    """It holds the graph's op, outside of any compiler's graph: plain inference has gradients switched on too."""
+    torch.manual_seed(0)
+    original = nn.Sequential(nn.ConvTranspose2d(64, out_channels, 4, 2, 1), nn.Conv2d(out_channels, 3, 3))
+    x = torch.randn(2, 64, 32, 32)
+    results = []
+    for network in (original, tconv_swap.swap_layers(original, inplace=False)):
+        program = torch.export.export(network, (x,)).run_decompositions().module()
+        run = torch.compile(program, backend="aot_eager") if how == "compiled" else program
+        y = run(x)
+        y.square().mean().backward()
+        results.append([y, *(parameter.grad for _, parameter in sorted(program.named_parameters()))])
+        torch.compiler.reset()
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)

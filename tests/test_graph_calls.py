@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from pretended_gpu import ARGUMENTS, CHANNELS_LAST, GPU, NCHW, pretended_gpu
+from pretended_gpu import ARGUMENTS, CHANNELS_LAST, GEOMETRY, GPU, NCHW, pretended_gpu
 from torch import Tensor
 
 import tconv_swap
@@ -217,6 +217,21 @@ def test_half_precision_knows_no_switch(gpu: GPU) -> None:
     assert gpu.asked == []
 
 
+def test_what_is_forgotten_during_a_call_is_not_answered_by_it(
+    gpu: GPU, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread: what `tune` has found must not wait for the next time that everything is forgotten."""
+    x, w, b = operands()
+    check_output(gpu, x, w, b)
+    told = route.Route.told
+    monkeypatch.setattr(route.Route, "told", lambda self: (route.forget(), told(self))[1])
+    check_output(gpu, x, w, b)
+    monkeypatch.setattr(route.Route, "told", told)
+    gpu.asked.clear()
+    check_output(gpu, x, w, b)
+    assert gpu.asked == ["output"]
+
+
 @pytest.mark.parametrize("how", ["forgotten", "too many"])
 def test_forgotten_calls_are_chosen_anew(gpu: GPU, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     x, w, b = operands()
@@ -250,6 +265,32 @@ def test_what_does_not_fit_is_refused(gpu: GPU) -> None:
             gpu.output(*wrong)
     with pytest.raises(RuntimeError, match="grad_output"):
         gpu.gradients(torch.randn(2, 8, 10, 11), x, w, [True, True, True])
+
+
+def test_where_a_derivative_is_wanted_the_whole_op_is_called(gpu: GPU) -> None:
+    """A graph differentiates around its calls; whoever calls its ops with gradients gets them all the same."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
+    keys = keys | torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    ops = torch.ops.tconv_swap
+    x, w, b = (one.requires_grad_() for one in operands())
+    expected = F.conv_transpose2d(x, w, b, 2, 1)
+    grad_output = torch.randn_like(expected).requires_grad_()
+    y = ops.conv_transpose2d_output.default.redispatch(keys, x, w, b, GEOMETRY, "kernel")
+    found = torch.autograd.grad(y, (x, w, b), grad_output)
+    wanted = torch.autograd.grad(expected, (x, w, b), grad_output, create_graph=True)
+    of_gradients = ops.conv_transpose2d_gradients.default.redispatch(
+        keys, grad_output, x, w, GEOMETRY, [True] * 3, "kernel"
+    )
+    found += torch.autograd.grad(of_gradients[0].square().sum(), (grad_output, w))
+    wanted += torch.autograd.grad(wanted[0].square().sum(), (grad_output, w))
+    for ours, theirs in zip([y, *of_gradients, *found], [expected, *wanted[:3], *wanted], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-2)
+    assert gpu.asked == []
+    with torch.no_grad():
+        for _ in range(3):
+            y = ops.conv_transpose2d_output.default.redispatch(keys, x, w, b, GEOMETRY, "kernel")
+            torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-2)
+    assert gpu.asked == ["output"] * 2
 
 
 @pytest.mark.gpu
