@@ -207,6 +207,20 @@ def test_the_switch_is_obeyed(gpu: GPU) -> None:
     assert plans["ieee"].isdisjoint(plans["tf32"])
 
 
+def test_switches_thrown_to_and_fro_leave_nothing_behind(gpu: GPU) -> None:
+    x, w, b = operands()
+    grad_output = torch.randn(2, 8, 10, 12)
+    counts = []
+    for _ in range(4):
+        for precision in ("ieee", "tf32"):
+            torch.backends.cudnn.conv.fp32_precision = precision
+            for _ in range(3):
+                check_output(gpu, x, w, b)
+                check_gradients(gpu, grad_output, x, w, [True, True, True])
+        counts.append(len(route._numbered))
+    assert counts[1:] == counts[:1] * 3
+
+
 def test_half_precision_knows_no_switch(gpu: GPU) -> None:
     x, w, b = operands(dtype=torch.float16)
     for _ in range(2):

@@ -21,6 +21,8 @@ logger = logging.getLogger("tconv_swap")
 SOURCE = "node.cpp"
 #: In place of a plan: PyTorch's operator.
 _PYTORCH = -1
+#: Routes are never taken away: one that is made again, after a switch was thrown to and fro, is the one that was.
+_numbers: dict[tuple[Any, ...], int] = {}
 _FORMATS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 
 
@@ -76,7 +78,10 @@ def add_route(
     words = [_PYTORCH if handle is None else handle, tf32]
     words += [-1 if cast is None else launch.DTYPE_CODES[cast], int(has_bias)]
     words += [*stride, *padding, *output_padding, groups, *dilation, *strides[0], *strides[1]]
-    return library.tconv_add_route(_words(words), backend.encode())  # type: ignore[no-any-return]
+    known = (*words, backend)
+    if known not in _numbers:
+        _numbers[known] = library.tconv_add_route(_words(words), backend.encode())
+    return _numbers[known]
 
 
 def add_gradients(number: int, mask: Mask, form: torch.memory_format | None, calls: Sequence[Call]) -> None:
@@ -96,6 +101,11 @@ def add_answer(number: int, form: torch.memory_format, key: Sequence[int]) -> No
     library.tconv_add_answer(
         ctypes.c_int64(number), ctypes.c_int64(_FORMATS[form]), _words(key), ctypes.c_size_t(len(key))
     )
+
+
+def forget_routes() -> None:
+    """What is added from now on is chosen anew."""
+    _numbers.clear()
 
 
 def forget_answers() -> None:

@@ -218,4 +218,5 @@ def _forget_routes() -> None:
 def forget() -> None:
     """Choose anew how each call is computed."""
     _forget_routes()
+    node.forget_routes()
     call.forget()
