@@ -87,14 +87,14 @@ def verify(
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
-        ValueError: an unknown mode or reference, no mode at all, or a negative tolerance.
+        ValueError: an unknown mode or reference, no mode at all, or a tolerance that is negative or NaN.
     """
     if not modes or (unknown := [mode for mode in modes if mode not in ("eval", "train")]):
         raise ValueError(f"modes must be some of 'eval' and 'train', not {unknown if modes else modes!r}")
     if reference not in (None, "float64", "original"):
         raise ValueError(f"reference must be 'float64', 'original' or None, not {reference!r}")
-    if (atol or 0) < 0 or (rtol or 0) < 0:
-        raise ValueError(f"atol and rtol must not be negative, but are {atol} and {rtol}")
+    if not ((atol or 0) >= 0 and (rtol or 0) >= 0):
+        raise ValueError(f"atol and rtol must be numbers and not negative, but are {atol} and {rtol}")
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     inputs = Inputs.of(inputs)
     report = VerifyReport()
