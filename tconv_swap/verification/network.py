@@ -110,10 +110,14 @@ class Standard:
         if exact is None or exact.shape != original.shape:
             exact = original
         first = compare.difference(original, exact, original, self.tolerance)
-        second = compare.difference(value, exact, original, self.tolerance)
+        cuda = any(device.type == "cuda" for device in self.devices)
+        second = compare.difference(value, exact, original, self.tolerance, cuda=cuda)
         limit = self._limit(kind, name, original, first.norms)
         verdict = compare.judge(first.norms, second.norms, limit, self.tolerance)
         detail = "" if verdict.passed else second.describe(original.shape)
+        if second.allowed_nan:
+            nan = f"{second.allowed_nan} of {second.elements} NaN where the original is infinite"
+            detail = f"{detail}; {nan}".removeprefix("; ")
         return Check.of(self.mode, kind, name, verdict, detail)
 
     def _limit(self, kind: Kind, name: str, original: Tensor, error: Norms) -> Norms:
