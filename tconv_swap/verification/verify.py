@@ -48,6 +48,8 @@ _log = logging.getLogger("tconv_swap")
 # Runs of the original with rounding added, at most: they are made only while something is in doubt.
 MAX_SHAKEN_RUNS = 16
 TRACED_SHAKEN_RUNS = 2
+# How many parts of an output a note names one by one.
+MAX_NAMED = 5
 # How much is added, in units of what rounding may do; a right kernel is off by less than one on average.
 SHAKEN_BY = 2.0
 # A float64 run further from the original than this computes something else (other boxes kept, other noise).
@@ -269,6 +271,9 @@ class _Verification:
             report.notes.append(f"{mode}: two runs of the swapped network differ, by up to {worst:.1e}")
             outcomes.append(watched)
         del watched
+        if parts := standard.not_compared(outcome):
+            more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
+            report.notes.append(f"{mode}: not compared: {', '.join(parts[:MAX_NAMED])}{more}")
         structure = [line for each in outcomes for line in standard.structure(each)]
         checks = _judged(standard, outcomes)
         layers_agree = all(check.passed for check in self.layers.checks)
