@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from verify_cases import compare_outputs
+from verify_cases import ScaleGradient, compare_outputs, swapped_copy
 
+from tconv_swap.verification import verify
 from tconv_swap.verification.tree import flatten
 
 
@@ -221,3 +222,56 @@ def test_an_array_that_the_network_writes_to_again_is_kept() -> None:
 def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "numpy")
     assert flatten((1.5, "a")).leaves == {"0": torch.tensor(1.5, dtype=torch.float64), "1": "a"}
+
+
+class Conditioned(nn.Module):
+    """An embedding whose gradient is sparse."""
+
+    def __init__(self, factor: float = 1.0) -> None:
+        super().__init__()
+        self.factor = factor
+        self.embedding = nn.Embedding(10, 8, sparse=True)
+        self.up = nn.ConvTranspose2d(8, 3, 4, 2, 1)
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.up(
+            ScaleGradient.apply(self.embedding(index)[:, :, None, None].expand(-1, -1, 4, 4), self.factor)
+        )
+
+
+class Mesh(nn.Module):
+    """A sparse buffer, written to in training."""
+
+    def __init__(self, factor: float = 2.0) -> None:
+        super().__init__()
+        self.register_buffer("laplacian", torch.eye(8).to_sparse())
+        self.up, self.factor = nn.ConvTranspose2d(8, 3, 4, 2, 1), factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = torch.sparse.mm(self.laplacian, x.transpose(0, 1).reshape(8, -1))
+        if self.training:
+            self.laplacian.mul_(self.factor)
+        return self.up(mixed.view(8, 2, 4, 4).transpose(0, 1))
+
+
+def test_sparse_gradients_are_compared() -> None:
+    model, index = Conditioned(), torch.randint(10, (4,))
+    swapped = swapped_copy(model)
+    report = verify(model, swapped, index)
+    assert report.passed, report.failures
+    assert "embedding.weight" in {c.name for c in report.checks if c.kind == "grad_parameter"}
+    swapped.factor = 1.05  # type: ignore[assignment]
+    wrong = verify(model, swapped, index)
+    assert {c.name for c in wrong.checks if not c.passed} == {"embedding.weight"}
+
+
+def test_sparse_buffers_are_compared() -> None:
+    model, x = Mesh(), torch.randn(2, 8, 4, 4)
+    swapped = swapped_copy(model)
+    report = verify(model, swapped, x)
+    assert report.passed, report.failures
+    assert {c.name for c in report.checks if c.kind == "buffer"} == {"laplacian"}
+    assert torch.equal(model.laplacian.to_dense(), torch.eye(8))
+    swapped.factor = 3.0  # type: ignore[assignment]
+    wrong = verify(model, swapped, x)
+    assert {c.kind for c in wrong.checks if not c.passed} == {"buffer"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Norms, Tolerance, mismatch
 from tconv_swap.verification.report import Check, Kind
 from tconv_swap.verification.runs import Outcome, Pass
-from tconv_swap.verification.tree import equal
+from tconv_swap.verification.tree import dense, equal
 
 # How often what rounding in the swapped layers does to the original the swapped network may be off.
 NOISE_FACTOR = 2.0
@@ -173,11 +174,15 @@ def _by_kind(*outcomes: Outcome) -> list[tuple[Kind, _Values, _Values, _Values]]
     """The tensors of three outcomes by kind and name."""
     kinds: list[tuple[Kind, list[_Values]]] = [
         ("output", [dict(o.output.tensors) for o in outcomes]),
-        ("grad_input", [dict(o.grad_inputs) for o in outcomes]),
-        ("grad_parameter", [dict(o.grad_parameters) for o in outcomes]),
-        ("buffer", [dict(o.buffers) for o in outcomes]),
+        ("grad_input", [_dense(o.grad_inputs) for o in outcomes]),
+        ("grad_parameter", [_dense(o.grad_parameters) for o in outcomes]),
+        ("buffer", [_dense(o.buffers) for o in outcomes]),
     ]
     return [(kind, values[0], values[1], values[2]) for kind, values in kinds]
+
+
+def _dense(values: Mapping[str, Tensor | None]) -> _Values:
+    return {name: None if value is None else dense(value) for name, value in values.items()}
 
 
 def _called(path: str) -> str:

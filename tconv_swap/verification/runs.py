@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tconv_swap.computed import ComputedState
 from tconv_swap.inputs import Inputs
-from tconv_swap.verification.tree import Tree, flatten
+from tconv_swap.verification.tree import Tree, dense, flatten
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,10 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = dense(a), dense(b)
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def devices_of(*sources: nn.Module | Inputs) -> list[torch.device]:
