@@ -166,6 +166,7 @@ def test_user_tolerance_overrides_the_limits(monkeypatch: pytest.MonkeyPatch) ->
     report = verify(model, swapped_copy(model), x, atol=1e-1, rtol=1e-1)
     assert report.passed, report.failures
     assert {(c.norm, c.limit) for c in report.checks} == {("allclose", 1.0)}
+    assert verify(model, swapped_copy(model), x, atol=math.inf).passed
     labels = compare_outputs(lambda y: y.argmax(1), lambda y: y.argmin(1), atol=0.5)
     assert checks_of(labels, "output")
     with_kernel(monkeypatch, reordered)
@@ -176,7 +177,15 @@ def test_user_tolerance_overrides_the_limits(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "arguments", [{"modes": ()}, {"modes": ("test",)}, {"reference": "float32"}, {"atol": -1.0}]
+    "arguments",
+    [
+        {"modes": ()},
+        {"modes": ("test",)},
+        {"reference": "float32"},
+        {"atol": -1.0},
+        {"atol": math.nan},
+        {"rtol": math.nan, "atol": 1.0},
+    ],
 )
 def test_bad_arguments(arguments: dict[str, Any]) -> None:
     model = generator()

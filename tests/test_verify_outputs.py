@@ -11,10 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from verify_cases import Pair, compare_outputs, generator, latent, swapped_copy, with_kernel
+from verify_cases import DTYPES, Pair, compare_outputs, generator, latent, swapped_copy, with_kernel
 
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.verification import verify
+from tconv_swap.verification.compare import ErrorSum, Norms, Tolerance, difference, judge
+from tconv_swap.verification.network import Standard
+from tconv_swap.verification.runs import Outcome, Pass
+from tconv_swap.verification.tree import flatten
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +30,10 @@ def _seeded() -> None:
 class Result:
     image: Tensor
     mask: Tensor | None = None
+
+
+def beside(y: Tensor, value: float) -> Tensor:
+    return torch.cat([y.flatten(), torch.full((2,), value)])
 
 
 @pytest.mark.parametrize(
@@ -65,6 +73,10 @@ def test_any_nesting_is_compared(make: Callable[[Tensor], Any], paths: set[str])
         (lambda y: y * math.nan, lambda y: y * math.nan, "nothing compared"),
         (lambda y: y.log(), lambda y: y.log().nan_to_num(), "finite where the original is NaN or Inf"),
         (lambda y: y, lambda y: y / 0, "NaN or Inf where the original has none"),
+        (lambda y: beside(y, -math.inf), lambda y: beside(y, math.inf), "inf, expected -inf"),
+        (lambda y: beside(y, math.inf), lambda y: beside(y, math.nan), "nan, expected inf"),
+        (lambda y: beside(y, math.nan), lambda y: beside(y, math.inf), "inf, expected nan"),
+        (lambda y: beside(y, math.nan), lambda y: beside(y, math.inf), "2 of 514 not the NaN or Inf"),
     ],
 )
 def test_changed_outputs_fail(
@@ -73,6 +85,85 @@ def test_changed_outputs_fail(
     report = compare_outputs(before, after)
     assert not report.passed
     assert any(message in failure for failure in report.failures), report.failures
+
+
+INF, NAN = math.inf, math.nan
+
+
+@pytest.mark.parametrize(
+    ("value", "truth", "original", "right", "right_on_cuda"),
+    [
+        (INF, INF, INF, True, True),
+        (NAN, NAN, NAN, True, True),
+        (-INF, INF, INF, False, False),
+        (NAN, INF, INF, False, True),
+        (INF, NAN, NAN, False, False),
+        (0.0, INF, INF, False, False),
+        # float64 and the original differ: either is right.
+        (NAN, NAN, INF, True, True),
+        (INF, NAN, INF, True, True),
+        (-INF, NAN, INF, False, False),
+        (-INF, INF, -INF, True, True),
+        # The original overflows: whether the swapped network does is chance, in which direction is not.
+        (7e4, 7e4, INF, True, True),
+        (INF, 7e4, INF, True, True),
+        (NAN, 7e4, INF, True, True),
+        (-INF, 7e4, INF, False, False),
+        (-INF, 0.0, INF, True, True),
+        (INF, 7e4, NAN, True, True),
+        # float64 alone is not finite, and tells nothing.
+        (1.0, NAN, 2.0, True, True),
+        (-INF, INF, 2.0, True, True),
+        (NAN, 1.0, 1.0, False, False),
+    ],
+)
+def test_which_infinity_and_which_nan_are_right(
+    value: float, truth: float, original: float, right: bool, right_on_cuda: bool
+) -> None:
+    tensors = [torch.tensor([1.0, number], dtype=torch.float64) for number in (value, truth, original)]
+    for cuda, expected in ((False, right), (True, right_on_cuda)):
+        assert math.isfinite(difference(*tensors, cuda=cuda).norms.maximum) == expected
+    assert difference(tensors[2], *tensors[1:]).norms == Norms()
+
+
+def test_nan_for_an_infinity_is_said_where_it_is_allowed() -> None:
+    infinite, nan = (Outcome(flatten(torch.tensor([1.0, number]))) for number in (INF, NAN))
+    for device, passed in (("cpu", False), ("cuda", True)):
+        standard = Standard(
+            "eval",
+            Pass(),
+            infinite,
+            infinite,
+            torch.float32,
+            [torch.device("cpu"), torch.device(device)],
+            None,
+        )
+        standard._roundoff = lambda tensor: 1e-7  # type: ignore[method-assign]
+        (check,) = standard.checks(nan)
+        assert check.passed == passed
+        assert ("1 of 2 NaN where the original is infinite" in check.detail) == passed
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_right_swap_passes_with_infinities_in_its_input(dtype: torch.dtype) -> None:
+    model, x = generator(dtype), torch.randn(3, 8, 2, 2).to(dtype)
+    del model[1]
+    x[0, 0, 0, 0], x[1, 1, 1, 1], x[2, 0, 0, 1] = INF, NAN, -INF
+    x = torch.cat([x, latent(dtype)])
+    report = verify(model, swapped_copy(model), x, modes=("eval",))
+    assert report.passed, report.failures
+
+
+def test_an_error_that_is_no_number_fails() -> None:
+    one = torch.ones(2, dtype=torch.float64)
+    for scale in (torch.tensor([1.0, NAN]), torch.tensor([NAN, 1.0])):
+        error = ErrorSum()
+        error.add(one + 1e-9, one, one, scale.double(), one)
+        error.add(one + 1e-3, one, one, 1.0, one)
+        assert math.isnan(error.norms.maximum)
+        assert not judge(Norms(), error.norms, Norms(1.0, 1.0)).passed
+        assert not judge(Norms(), error.norms, Norms(1.0, 1.0), Tolerance(1.0, 0.0)).passed
+    assert not judge(Norms(), Norms(0.5, NAN), Norms(1.0, 1.0)).passed
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Norms, Tolerance, mismatch
 from tconv_swap.verification.report import Check, Kind
 from tconv_swap.verification.runs import Outcome, Pass
+from tconv_swap.verification.tree import dense, equal
 
 # How often what rounding in the swapped layers does to the original the swapped network may be off.
 NOISE_FACTOR = 2.0
@@ -67,9 +69,12 @@ class Standard:
         """What is wrong with the outputs before any number is looked at."""
         before, after = self.original.output, outcome.output
         failures = []
-        for path in [p for p in before.containers if before.containers[p] != after.containers.get(p)][:1]:
-            now = after.containers.get(path) or type(after.leaves.get(path)).__name__
-            failures.append(f"{_called(path)} is {now}, expected {before.containers[path]}")
+        paths = [*before.containers, *(path for path in after.containers if path in before.leaves)]
+        for path in [p for p in paths if before.containers.get(p) != after.containers.get(p)][:1]:
+            now, expected = (
+                tree.containers.get(path) or type(tree.leaves.get(path)).__name__ for tree in (after, before)
+            )
+            failures.append(f"{_called(path)} is {now}, expected {expected}")
         for path, value in before.leaves.items():
             if path not in after.leaves:
                 failures.append(f"{_called(path)} is missing")
@@ -80,13 +85,22 @@ class Standard:
                     failures.append(f"{_called(path)} is {type(now).__name__}, expected a tensor")
                 elif path in self.original.differentiable - outcome.differentiable:
                     failures.append(f"{_called(path)} no longer requires grad")
-            elif not _equal(value, now):
+            elif equal(value, now) is False:
                 failures.append(f"{_called(path)} is {now!r:.80}, expected {value!r:.80}")
         extra = [path for path in after.leaves if path not in before.leaves]
         failures += [f"{_called(path)} is one that the original does not have" for path in extra]
         if not any(bool(value.isfinite().any()) for value in before.tensors.values()):
             failures.append("nothing compared: the original's output holds no tensor with a finite element")
         return [f"{self.mode}: {failure}" for failure in failures]
+
+    def not_compared(self, outcome: Outcome) -> list[str]:
+        """What of the outputs nothing can be said about, and of which class it is."""
+        before, after = self.original.output.leaves, outcome.output.leaves
+        return [
+            f"{_called(path)} ({type(value).__qualname__})"
+            for path, value in before.items()
+            if not isinstance(value, Tensor) and path in after and equal(value, after[path]) is None
+        ]
 
     def checks(self, outcome: Outcome) -> list[Check]:
         """Every tensor of the outcome against the truth, beside the original's."""
@@ -110,10 +124,14 @@ class Standard:
         if exact is None or exact.shape != original.shape:
             exact = original
         first = compare.difference(original, exact, original, self.tolerance)
-        second = compare.difference(value, exact, original, self.tolerance)
+        cuda = any(device.type == "cuda" for device in self.devices)
+        second = compare.difference(value, exact, original, self.tolerance, cuda=cuda)
         limit = self._limit(kind, name, original, first.norms)
         verdict = compare.judge(first.norms, second.norms, limit, self.tolerance)
         detail = "" if verdict.passed else second.describe(original.shape)
+        if second.allowed_nan:
+            nan = f"{second.allowed_nan} of {second.elements} NaN where the original is infinite"
+            detail = f"{detail}; {nan}".removeprefix("; ")
         return Check.of(self.mode, kind, name, verdict, detail)
 
     def _limit(self, kind: Kind, name: str, original: Tensor, error: Norms) -> Norms:
@@ -156,18 +174,16 @@ def _by_kind(*outcomes: Outcome) -> list[tuple[Kind, _Values, _Values, _Values]]
     """The tensors of three outcomes by kind and name."""
     kinds: list[tuple[Kind, list[_Values]]] = [
         ("output", [dict(o.output.tensors) for o in outcomes]),
-        ("grad_input", [dict(o.grad_inputs) for o in outcomes]),
-        ("grad_parameter", [dict(o.grad_parameters) for o in outcomes]),
-        ("buffer", [dict(o.buffers) for o in outcomes]),
+        ("grad_input", [_dense(o.grad_inputs) for o in outcomes]),
+        ("grad_parameter", [_dense(o.grad_parameters) for o in outcomes]),
+        ("buffer", [_dense(o.buffers) for o in outcomes]),
     ]
     return [(kind, values[0], values[1], values[2]) for kind, values in kinds]
 
 
+def _dense(values: Mapping[str, Tensor | None]) -> _Values:
+    return {name: None if value is None else dense(value) for name, value in values.items()}
+
+
 def _called(path: str) -> str:
     return f"output {path or '(whole)'}"
-
-
-def _equal(value: Any, other: Any) -> bool:
-    if type(value) is not type(other):
-        return False
-    return not isinstance(value, str | bytes | int | complex) or value == other

@@ -17,7 +17,7 @@ from tconv_swap.computed import ComputedState
 from tconv_swap.freezing import FrozenState
 from tconv_swap.inputs import Inputs
 from tconv_swap.module_state import ModuleState
-from tconv_swap.verification.tree import Tree, flatten
+from tconv_swap.verification.tree import Tree, dense, flatten
 
 
 @dataclass(frozen=True)
@@ -114,17 +114,21 @@ class Subject:
         found = {}
         for name, buffer in self.module.named_buffers():
             before = self._state.value_of(buffer)
-            if before is None or not _same(buffer, before.to(buffer.device)):
+            if before is None or not same_numbers(buffer, before.to(buffer.device)):
                 found[name] = buffer.detach().clone()
         return found
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b if a is None or b is None else _same(a, b)
+    return a is b if a is None or b is None else same_numbers(a, b)
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    """Of one shape and dtype; NaN is the same as NaN."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    a, b = dense(a), dense(b)
+    return bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 def devices_of(*sources: nn.Module | Inputs) -> list[torch.device]:

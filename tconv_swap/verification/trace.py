@@ -82,7 +82,7 @@ class Trace:
             error = compare.difference(tensor.cpu(), kept, kept)
             floor = compare.allowed_without_error(compare.roundoff(kept.dtype, tensor.device), kept.numel())
             allowed = self.noise.get(place, Norms()).times(4.0).larger(floor)
-            if error.norms.maximum > allowed.maximum or error.norms.l2 > allowed.l2:
+            if not (error.norms.maximum <= allowed.maximum and error.norms.l2 <= allowed.l2):
                 where = error.describe(kept.shape)
                 self.parted = f"{name}: its output is {error.norms.maximum:.2e} (max) off; {where}"
 

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+import sys
+import types
+from collections import Counter, UserString, deque
+from collections.abc import ItemsView, Iterable, KeysView, Mapping, MappingView, Sequence, Set, ValuesView
 from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, nn.Module)
+# Of one of these, no part is looked at: `equal` says whether two are the same.
+_ATOMS = (
+    *(str, UserString, bytes, bytearray, memoryview, int, range, type(None), type, nn.Module),
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType),
+)
+# There is one object for each value of these, and they have no `==` of their own.
+_SINGLETONS = (type, torch.dtype, torch.layout, torch.memory_format)
+# Numbers that may carry rounding.
+_ROUNDED = (float, complex, Decimal, Fraction)
+
+_Children = list[tuple[Any, Any]]
 
 
 @dataclass
@@ -31,56 +46,186 @@ class Tree:
 
 
 def flatten(value: Any) -> Tree:
-    """Tuples, named tuples, lists, sets of plain values, mappings, dataclasses and objects with attributes.
+    """Sequences, mappings, sets of plain values, NumPy arrays, dataclasses and objects with attributes.
 
-    Sparse, quantized and nested tensors become the dense tensors of their values; a Python float becomes a
-    float64 scalar, since it may carry rounding as a tensor does.
+    Sparse, quantized and nested tensors become the dense tensors of their values, NumPy arrays and scalars
+    tensors; a Python float becomes a float64 scalar, since it may carry rounding as a tensor does.
     """
     tree = Tree()
-    _flatten(value, "", tree, set())
+    _flatten(value, "", tree, {})
     return tree
 
 
-def _flatten(value: Any, path: str, tree: Tree, above: set[int]) -> None:
+def dense(tensor: Tensor) -> Tensor:
+    """The values of a sparse or quantized tensor as a dense one; any other as it is."""
+    if tensor.is_quantized:
+        tensor = tensor.dequantize()
+    return tensor if tensor.layout == torch.strided else tensor.to_dense()
+
+
+def equal(value: Any, other: Any) -> bool | None:
+    """Whether two leaves that are no tensors are the same; None if nothing tells."""
+    if type(value) is not type(other):
+        return False
+    if value is other:
+        return True
+    if isinstance(value, _SINGLETONS):
+        return False
+    # A method's `==` goes by the object that it is bound to, and most others' by identity: that the original
+    # and its copy differ in it says nothing.
+    own = any("__eq__" in cls.__dict__ for cls in type(value).__mro__ if cls is not object)
+    if not own or callable(value) or (isinstance(value, Set) and not (_is_plain(value) and _is_plain(other))):
+        return None
+    try:
+        same = value == other
+    except Exception:  # a foreign `==` may raise anything
+        return None
+    return same if isinstance(same, bool) else None
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | Set):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, str | bytes | int | float | complex)
+
+
+def _flatten(value: Any, path: str, tree: Tree, above: dict[int, str]) -> None:
     if isinstance(value, Tensor):
         _flatten_tensor(value, path, tree)
-        return
-    if isinstance(value, float):
-        tree.leaves[path] = torch.tensor(value, dtype=torch.float64)
-        return
-    children = None if id(value) in above else _children(value)
-    if children is None:
-        tree.leaves[path] = value
-        return
-    children = list(children)
-    tree.containers[path] = f"{type(value).__qualname__} of {len(children)}"
-    for key, child in children:
-        _flatten(child, f"{path}.{key}" if path else str(key), tree, above | {id(value)})
+    elif _is_numpy(value):
+        _flatten_numpy(value, path, tree, above)
+    elif isinstance(value, _ROUNDED):
+        number = value if isinstance(value, complex) else float(value)
+        wide = torch.complex128 if isinstance(value, complex) else torch.float64
+        _put(tree.leaves, path, torch.tensor(number, dtype=wide))
+    elif id(value) in above:
+        _put(tree.leaves, path, f"<the same as {above[id(value)] or '(whole)'}>")
+    elif children := _children(value):
+        _put(tree.containers, path, f"{type(value).__qualname__} of {len(children)}")
+        if _hides_something(value):
+            _put(tree.leaves, path, value)
+        _flatten_children(children, path, tree, {**above, id(value): path})
+    elif children is None:
+        _put(tree.leaves, path, value)
+    else:
+        _put(tree.containers, path, f"{type(value).__qualname__} of 0")
+
+
+def _flatten_children(children: _Children, path: str, tree: Tree, above: dict[int, str]) -> None:
+    for name, (_, child) in zip(_paths(path, [key for key, _ in children]), children, strict=True):
+        _flatten(child, name, tree, above)
+
+
+def _paths(path: str, keys: list[Any]) -> list[str]:
+    """`a.0.b`; a key that could be mistaken for another, or for one of what another holds, is in brackets."""
+    names = [str(key) for key in keys]
+    often = Counter(names)
+
+    def ambiguous(name: str) -> bool:
+        inside = any(char == "." and name[:at] in often for at, char in enumerate(name))
+        return not name or often[name] > 1 or inside
+
+    return [
+        f"{path}[{key!r}]" if ambiguous(name) else f"{path}.{name}" if path else name
+        for key, name in zip(keys, names, strict=True)
+    ]
+
+
+def _put(where: dict[str, Any], path: str, value: Any) -> None:
+    """Two keys may be written alike even so; what is under the second must not replace the first."""
+    unique, number = path, 1
+    while unique in where:
+        number += 1
+        unique = f"{path}#{number}"
+    where[unique] = value
 
 
 def _flatten_tensor(tensor: Tensor, path: str, tree: Tree) -> None:
     if tensor.is_nested:
         parts = tensor.unbind()
-        tree.containers[path] = f"nested tensor of {len(parts)}"
+        _put(tree.containers, path, f"nested tensor of {len(parts)}")
         for index, part in enumerate(parts):
             _flatten_tensor(part, f"{path}.{index}" if path else str(index), tree)
         return
-    if tensor.is_quantized:
-        tensor = tensor.dequantize()
-    tree.leaves[path] = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    _put(tree.leaves, path, dense(tensor))
 
 
-def _children(value: Any) -> Iterable[tuple[Any, Any]] | None:
+def _is_numpy(value: Any) -> bool:
+    # Not a dependency: where nobody has imported it, nothing is an array.
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def _flatten_numpy(value: Any, path: str, tree: Tree, above: dict[int, str]) -> None:
+    numpy = sys.modules["numpy"]
+    kind, size = value.dtype.kind, value.dtype.itemsize
+    name = type(value).__qualname__
+    if isinstance(value, numpy.ma.MaskedArray):
+        _put(tree.containers, path, name)
+        masked = [("data", value.filled(0)), ("mask", numpy.ma.getmaskarray(value))]
+        _flatten_children(masked, path, tree, above)
+    elif kind in "biufc":
+        # torch has no wider floating-point numbers, and no other order of bytes.
+        wide = {"f": numpy.float64, "c": numpy.complex128}.get(kind)
+        too_wide = wide is not None and size > numpy.dtype(wide).itemsize
+        dtype = wide if too_wide else value.dtype.newbyteorder("=")
+        _put(tree.containers, path, f"{name} of {value.dtype}")
+        # A copy: the network may write to the array again in its next run.
+        _put(tree.leaves, path, torch.from_numpy(numpy.array(value, dtype=dtype, order="C", copy=True)))
+    else:
+        _put(tree.containers, path, f"{name} of {value.dtype}")
+        content = value.tolist()
+        if isinstance(content, list | tuple):
+            _flatten_children(list(enumerate(content)), path, tree, {**above, id(value): path})
+        else:
+            _flatten(content, path, tree, {**above, id(value): path})
+
+
+def _children(value: Any) -> _Children | None:
     """Key and value of what a container holds; None if it is none."""
-    if isinstance(value, _ATOMS) or callable(value):
+    if isinstance(value, _ATOMS):
         return None
+    children: Iterable[tuple[Any, Any]] | None = None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return zip(value._fields, value, strict=True)
-    if isinstance(value, list | tuple):
-        return enumerate(value)
-    if isinstance(value, Mapping):
-        return value.items()
-    if dataclasses.is_dataclass(value):
-        return [(f.name, getattr(value, f.name)) for f in dataclasses.fields(value)]
-    attributes = getattr(value, "__dict__", None)
-    return attributes.items() if attributes else None
+        children = zip(value._fields, value, strict=True)
+    elif isinstance(value, Mapping):
+        children = value.items()
+    elif isinstance(value, Sequence | KeysView | ItemsView | ValuesView):
+        children = enumerate(value)
+    elif isinstance(value, Set):
+        # Without an order, only what can be sorted can be told apart where rounding has moved it.
+        if not value or not all(isinstance(item, int | float) for item in value):
+            return None
+        children = enumerate(sorted(value))
+    held = None if children is None else list(children)
+    # What is no class of Python's own keeps what it holds in its attributes.
+    if held is not None and not isinstance(value, list | tuple | dict | deque | set | frozenset):
+        return held
+    attributes = _attributes(value)
+    if held is None:
+        return attributes or ([] if dataclasses.is_dataclass(value) else None)
+    known = dict(held) if isinstance(value, Mapping) else {}
+    return held + [(name, item) for name, item in attributes if known.get(name, known) is not item]
+
+
+def _attributes(value: Any) -> _Children:
+    """Fields, what `__dict__` holds and what lies in slots."""
+    fields = [f.name for f in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    found = {name: getattr(value, name) for name in fields if hasattr(value, name)}
+    found |= {name: held for name, held in getattr(value, "__dict__", {}).items() if name not in found}
+    for cls in type(value).__mro__:
+        slots = cls.__dict__.get("__slots__", ())
+        for slot in (slots,) if isinstance(slots, str) else slots:
+            private = slot.startswith("__") and not slot.endswith("__")
+            name = f"_{cls.__name__.lstrip('_')}{slot}" if private else slot
+            if name not in ("__dict__", "__weakref__", *found) and hasattr(value, name):
+                found[name] = getattr(value, name)
+    return list(found.items())
+
+
+def _hides_something(value: Any) -> bool:
+    """Whether a base that is not written in Python may hold what no attribute shows."""
+    if isinstance(value, Mapping | Sequence | MappingView | Set):
+        return False
+    heap_type = 1 << 9  # Py_TPFLAGS_HEAPTYPE
+    return any(not cls.__flags__ & heap_type for cls in type(value).__mro__ if cls is not object)

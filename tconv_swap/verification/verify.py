@@ -51,6 +51,8 @@ _log = logging.getLogger("tconv_swap")
 # Runs of the original with rounding added, at most: they are made only while something is in doubt.
 MAX_SHAKEN_RUNS = 16
 TRACED_SHAKEN_RUNS = 2
+# How many parts of an output a note names one by one.
+MAX_NAMED = 5
 # How much is added, in units of what rounding may do; a right kernel is off by less than one on average.
 SHAKEN_BY = 2.0
 # A float64 run further from the original than this computes something else (other boxes kept, other noise).
@@ -90,14 +92,14 @@ def verify(
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
-        ValueError: an unknown mode or reference, no mode at all, or a negative tolerance.
+        ValueError: an unknown mode or reference, no mode at all, or a tolerance that is negative or NaN.
     """
     if not modes or (unknown := [mode for mode in modes if mode not in ("eval", "train")]):
         raise ValueError(f"modes must be some of 'eval' and 'train', not {unknown if modes else modes!r}")
     if reference not in (None, "float64", "original"):
         raise ValueError(f"reference must be 'float64', 'original' or None, not {reference!r}")
-    if (atol or 0) < 0 or (rtol or 0) < 0:
-        raise ValueError(f"atol and rtol must not be negative, but are {atol} and {rtol}")
+    if not ((atol or 0) >= 0 and (rtol or 0) >= 0):
+        raise ValueError(f"atol and rtol must be numbers and not negative, but are {atol} and {rtol}")
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     inputs = Inputs.of(inputs)
     report = VerifyReport()
@@ -274,6 +276,9 @@ class _Verification:
             report.notes.append(f"{mode}: two runs of the swapped network differ, by up to {worst:.1e}")
             outcomes.append(watched)
         del watched
+        if parts := standard.not_compared(outcome):
+            more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
+            report.notes.append(f"{mode}: not compared: {', '.join(parts[:MAX_NAMED])}{more}")
         structure = [line for each in outcomes for line in standard.structure(each)]
         for way, (other, outcome) in others.items():
             structure += [f"{line}, {way}" for line in other.structure(outcome)]

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from tconv_swap.verification.compare import mismatch
-from tconv_swap.verification.runs import _same
+from tconv_swap.verification.runs import same_numbers
 
 
 def differing_weights(original: nn.Module, swapped: nn.Module) -> list[str]:
@@ -35,6 +35,6 @@ def _difference(original: Tensor | None, swapped: Tensor | None) -> str:
     if is_lazy(original) or is_lazy(swapped):
         return ""
     wrong = mismatch(swapped, original)
-    if not wrong and not _same(swapped.detach(), original.detach()):
+    if not wrong and not same_numbers(swapped.detach(), original.detach()):
         wrong = "has other values than the original's"
     return wrong
