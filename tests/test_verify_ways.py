@@ -218,3 +218,10 @@ def test_the_weight_that_a_layer_used_is_the_one_it_is_judged_by(
     assert report.passed, report.failures
     assert report.notes == []
     assert "operands" not in vars(swapped[0])
+
+
+def test_a_compiled_network_is_not_taken_for_another() -> None:
+    original = decoder(nn.ReLU())
+    compiled = torch.compile(tconv_swap.swap_layers(original, inplace=False), backend="eager")
+    (failure,) = tconv_swap.verify(original, compiled, X).failures
+    assert failure.endswith("verify before torch.compile")

@@ -111,6 +111,10 @@ def verify(
             f"the original holds swapped layers itself ({', '.join(name or '(root)' for name in both)}): "
             "nothing to compare with; swap with inplace=False"
         )
+    if len({type(network).__name__ == "OptimizedModule" for network in (original, swapped)}) > 1:
+        report.failures.append(
+            "one of the networks is compiled, and its parameters have other names: verify before torch.compile"
+        )
     if report.failures:
         return report
     report.failures += differing_weights(original, swapped)
