@@ -64,6 +64,23 @@ def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
     torch.testing.assert_close(swapped.module()(x), model(x))
 
 
+def test_layers_that_follow_each_other(tmp_path: Path) -> None:
+    """With nothing between them, not even an activation."""
+    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, 2), nn.ConvTranspose2d(4, 2, 2, 2)).eval()
+    x = torch.randn(2, 8, 5, 6)
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(torch.export.export(model, (x,)), path)
+    arguments = [str(path), "--unsafe-pickle"]
+    result = CliRunner().invoke(app, [*arguments, "--no-benchmark", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    loaded = torch.export.load(out)
+    assert exported.count_swapped(loaded) == 2
+    torch.testing.assert_close(loaded.module()(x), model(x))
+    result = CliRunner().invoke(app, ["explain", *arguments, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert [layer["name"] for layer in json.loads(result.stdout)["explanation"]["layers"]] == ["0", "1"]
+
+
 class Branches(nn.Module):
     """One layer behind a condition, one around it."""
 

@@ -148,8 +148,8 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
     return result
 
 
-def _calls(graph: fx.Graph) -> list[_Call]:
-    found = []
+def _calls(graph: fx.Graph) -> Iterator[_Call]:
+    """Each is read off the graph only when it is asked for: what has replaced an earlier one is its input then."""
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _FORMS or not _is_swappable(node):
             continue
@@ -165,8 +165,7 @@ def _calls(graph: fx.Graph) -> list[_Call]:
             get("groups"),
             _two(get("dilation")),
         )
-        found.append(_Call(node, get("input"), get("weight"), get("bias"), geometry))
-    return found
+        yield _Call(node, get("input"), get("weight"), get("bias"), geometry)
 
 
 def _two(value: Any) -> list[Any]:
