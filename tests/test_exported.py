@@ -64,6 +64,28 @@ def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
     torch.testing.assert_close(swapped.module()(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_swapped_network_is_known_after_decompositions(tmp_path: Path) -> None:
+    """They turn our op into the one that compiled graphs call."""
+    model = nn.Sequential(
+        nn.ConvTranspose2d(4, 6, (4, 3), (3, 2), (1, 0), (2, 1), 2, dilation=(1, 2)), nn.Tanh()
+    )
+    x = torch.randn(2, 4, 5, 6)
+    program = torch.export.export(tconv_swap.swap_layers(model, inplace=False), (x,)).run_decompositions()
+    assert convolutions(program) == ["tconv_swap.conv_transpose2d_output.default"]
+    assert exported.count_swapped(program) == 1
+    back = exported.unswap_program(program)
+    assert convolutions(back) == ["aten.conv_transpose2d.input"]
+    torch.testing.assert_close(back.module()(x), model(x))
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(program, path)
+    result = run(path, "--unsafe-pickle", "--out", out)
+    assert result.exit_code == 0, result.output
+    loaded = torch.export.load(out)
+    assert exported.count_swapped(loaded) == 1
+    torch.testing.assert_close(loaded.module()(x), model(x))
+
+
 def test_layers_that_follow_each_other(tmp_path: Path) -> None:
     """With nothing between them, not even an activation."""
     model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, 2), nn.ConvTranspose2d(4, 2, 2, 2)).eval()

@@ -22,10 +22,12 @@ from torch.export import ExportedProgram
 from tconv_swap import flops, op
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.files.fileformat import LoadError, first_line, printable
+from tconv_swap.graph import from_list
 
 _ATEN = torch.ops.aten
 _FORMS = (_ATEN.conv_transpose2d.input, _ATEN.convolution.default)
-_OURS = torch.ops.tconv_swap.conv_transpose2d.default
+_DECOMPOSED = torch.ops.tconv_swap.conv_transpose2d_output.default
+_OURS = (torch.ops.tconv_swap.conv_transpose2d.default, _DECOMPOSED)
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ def swap_program(
     for call in _calls(result.graph_module.graph):
         owner = _owner(parameters.get(call.weight.name, ""))
         if names is None or owner in names:
-            call.node.target = _OURS
+            call.node.target = _OURS[0]
             call.node.args = (call.input, call.weight, call.bias, *call.geometry, backend)
             call.node.kwargs = {}
     flops.register()
@@ -99,15 +101,17 @@ def unswap_program(program: ExportedProgram) -> ExportedProgram:
     """A copy of ``program`` in which our operator is PyTorch's again, as ``torch.onnx.export`` needs it."""
     result = _copied(program)
     for node in result.graph_module.graph.nodes:
-        if node.target is _OURS:
-            node.target, node.args = _ATEN.conv_transpose2d.input, node.args[:8]
+        if node.target in _OURS:
+            call = _call(node)
+            node.target, node.kwargs = _ATEN.conv_transpose2d.input, {}
+            node.args = (call.input, call.weight, call.bias, *call.geometry)
     result.graph_module.recompile()
     return result
 
 
 def count_swapped(program: ExportedProgram) -> int:
     """How often ``program`` calls our operator."""
-    return sum(node.target is _OURS for node in program.graph_module.graph.nodes)
+    return sum(node.target in _OURS for node in program.graph_module.graph.nodes)
 
 
 def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
@@ -151,21 +155,22 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
 def _calls(graph: fx.Graph) -> Iterator[_Call]:
     """Each is read off the graph only when it is asked for: what has replaced an earlier one is its input then."""
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _FORMS or not _is_swappable(node):
-            continue
-        values = [*node.args]
-        names = [argument.name for argument in node.target._schema.arguments]
-        given = dict(zip(names, values, strict=False)) | node.kwargs
-        defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
-        get: Callable[[str], Any] = (defaults | given).get
-        geometry = (
-            _two(get("stride")),
-            _two(get("padding")),
-            _two(get("output_padding")),
-            get("groups"),
-            _two(get("dilation")),
-        )
-        yield _Call(node, get("input"), get("weight"), get("bias"), geometry)
+        if node.op == "call_function" and node.target in _FORMS and _is_swappable(node):
+            yield _call(node)
+
+
+def _call(node: fx.Node) -> _Call:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    get: Callable[[str], Any] = (defaults | given).get
+    if node.target is _DECOMPOSED:
+        arguments = from_list(get("geometry"))
+    else:
+        arguments = tuple(map(get, ("stride", "padding", "output_padding", "groups", "dilation")))
+    stride, padding, output_padding, groups, dilation = arguments
+    geometry = _two(stride), _two(padding), _two(output_padding), groups, _two(dilation)
+    return _Call(node, get("input"), get("weight"), get("bias"), geometry)
 
 
 def _two(value: Any) -> list[Any]:
