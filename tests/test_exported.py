@@ -18,6 +18,10 @@ from tconv_swap.cli import app
 from tconv_swap.files import exported
 
 
+def backends(program: torch.export.ExportedProgram) -> list[str]:
+    return [node.args[-1] for node in program.graph.nodes if "tconv_swap" in str(node.target)]
+
+
 def convolutions(program: torch.export.ExportedProgram) -> list[str]:
     return [str(node.target) for node in program.graph.nodes if "conv" in str(node.target)]
 
@@ -101,6 +105,40 @@ def test_layers_that_follow_each_other(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["explain", *arguments, "--json", "-"])
     assert result.exit_code == 0, result.output
     assert [layer["name"] for layer in json.loads(result.stdout)["explanation"]["layers"]] == ["0", "1"]
+
+
+def test_what_is_swapped_already_keeps_its_backend(tmp_path: Path) -> None:
+    """In what is verified, explained and written alike; unless another is asked for."""
+    model = nn.Sequential(nn.ConvTranspose2d(64, 3, 4, 2, 1), nn.Tanh()).eval()
+    program = torch.export.export(model, (torch.randn(2, 64, 8, 8),))
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    for before, option, expected in [
+        ("native", None, "native"),
+        ("auto", None, "auto"),
+        ("auto", "native", "native"),
+        ("native", "auto", "auto"),
+    ]:
+        torch.export.save(tconv_swap.swap_program(program, backend=before), path)
+        arguments = [str(path), "--unsafe-pickle", *(["--backend", option] if option else []), "--json", "-"]
+        result = CliRunner().invoke(app, [*arguments, "--no-benchmark", "--out", str(out)])
+        assert result.exit_code == 0, result.output
+        told = json.loads(result.stdout)
+        assert [layer["already"] for layer in told["plan"]["layers"]] == [True]
+        assert backends(torch.export.load(out)) == [expected]
+        result = CliRunner().invoke(app, ["explain", *arguments])
+        for document in (told, json.loads(result.stdout)):
+            why = document["explanation"]["layers"][0]["stages"][0]["why"]
+            assert (why == "the backend is native") == (expected == "native")
+
+
+def test_swap_program_and_the_backend_of_what_is_ours() -> None:
+    _, program = exported_network()
+    some = tconv_swap.swap_program(program, names=["0", "4"], backend="native")
+    assert backends(tconv_swap.swap_program(some)) == ["native", "auto", "auto", "native"]
+    assert backends(tconv_swap.swap_program(some, names=["4"], backend="kernel")) == ["native", "kernel"]
+    assert backends(tconv_swap.swap_program(some, backend="kernel")) == ["kernel"] * 4
+    with pytest.raises(ValueError, match="backend"):
+        tconv_swap.swap_program(program, backend="fast")
 
 
 class Branches(nn.Module):
