@@ -110,7 +110,8 @@ class LayerExplanation:
     Attributes:
         name: its dotted name; ``""`` for the network itself.
         geometry: channels and arguments in short.
-        input_shape: ``[batch, channels, height, width]``.
+        input_shape: of what the layer is called with: ``[batch, channels, height, width]``, without batch or, of a
+            1-D layer, height where that has none.
         dtype, layout, precision: of the computation; ``precision`` of float32 alone: ``"tf32"`` or ``"ieee"``.
         device: where it is computed.
         stages: the forward pass and, where asked for, the gradients.
@@ -187,6 +188,7 @@ class _Called(NamedTuple):
 
     layer: LayerState
     name: str
+    input_shape: tuple[int, ...]
     device: torch.device
     operands: Operands
 
@@ -205,11 +207,11 @@ def _called(layer: LayerState, captured: LayerCall) -> _Called:
     with torch.no_grad():
         input, weight, bias, *arguments = layer.operands(*captured.inputs.args, **captured.inputs.kwargs)
     forms = (_form(tensor, captured.autocast) for tensor in (input, weight, bias))
-    return _Called(layer, captured.name, input.device, (*forms, *arguments))
+    return _Called(layer, captured.name, tuple(captured.input.shape), input.device, (*forms, *arguments))
 
 
 def _explain(called: _Called, architecture: str | None, backward: bool) -> LayerExplanation:
-    layer, name, device, (input, weight, bias, *arguments) = called
+    layer, name, input_shape, device, (input, weight, bias, *arguments) = called
     if input.dim() == 3:
         input = input.unsqueeze(0)
     posed = call.problem_of(input, weight, bias, tuple(arguments))
@@ -230,7 +232,7 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
     return LayerExplanation(
         name,
         str(posed.geometry),
-        posed.geometry.input_shape,
+        input_shape,
         str(posed.dtype).removeprefix("torch."),
         "channels_last" if posed.channels_last else "contiguous",
         posed.precision if posed.dtype == torch.float32 else "",

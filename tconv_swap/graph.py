@@ -55,7 +55,7 @@ def output(
         if bias is not None and _bias_is_cast.get():
             check_forward(input, weight, bias, tuple(arguments))
             bias, apart = None, bias
-    computed: Tensor = _output_op(input, weight, bias, _as_list(arguments), backend)
+    computed: Tensor = _output_op(input, weight, bias, as_list(arguments), backend)
     return computed if apart is None else computed + apart.view(-1, 1, 1)
 
 
@@ -77,7 +77,7 @@ def gradients(
         grad_output = grad_output.contiguous(memory_format=memory_format)
         # As the forward pass had it; the weight, which is small, is not kept in another format from there to here.
         input = input.contiguous(memory_format=memory_format) if mask[1] else input
-    return _gradients_op(grad_output, input, weight, _as_list(arguments), mask, backend)  # type: ignore[no-any-return]
+    return _gradients_op(grad_output, input, weight, as_list(arguments), mask, backend)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -95,12 +95,13 @@ def _is_for_a_compiler(input: Tensor) -> bool:
     return input.is_cuda and torch._C._get_dispatch_mode(_functional_mode) is not None
 
 
-def _as_list(arguments: Sequence[Any]) -> list[Any]:
+def as_list(arguments: Sequence[Any]) -> list[Any]:
+    """Stride, padding, output_padding, groups and dilation as the two ops take them."""
     stride, padding, output_padding, groups, dilation = arguments
     return [*stride, *padding, *output_padding, groups, *dilation]
 
 
-def _from_list(geometry: Sequence[Any]) -> tuple[Any, ...]:
+def from_list(geometry: Sequence[Any]) -> tuple[Any, ...]:
     """``arguments`` again, hashable."""
     s0, s1, p0, p1, o0, o1, groups, d0, d1 = geometry
     return (s0, s1), (p0, p1), (o0, o1), groups, (d0, d1)
@@ -110,7 +111,7 @@ def _from_list(geometry: Sequence[Any]) -> tuple[Any, ...]:
 def _compute_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
 ) -> Tensor:
-    arguments = _from_list(geometry)
+    arguments = from_list(geometry)
     if input.is_cuda:
         computed = graph_calls.output(input, weight, bias, geometry, arguments, backend)
     else:
@@ -122,7 +123,7 @@ def _compute_output(
 def _compute_gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor, geometry: list[int], mask: list[bool], backend: str
 ) -> list[Tensor]:
-    tensors, arguments, wanted = (grad_output, input, weight), _from_list(geometry), tuple(mask)
+    tensors, arguments, wanted = (grad_output, input, weight), from_list(geometry), tuple(mask)
     if input.is_cuda:
         computed = graph_calls.gradients(*tensors, geometry, arguments, wanted, backend)
     else:
@@ -147,7 +148,7 @@ def _autograd(name: str, with_derivatives: str) -> Callable[..., Any]:
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
             *tensors, geometry = given[:4]
             differentiable = getattr(torch.ops.tconv_swap, with_derivatives).default
-            return differentiable(*tensors, *_from_list(geometry), *given[4:])
+            return differentiable(*tensors, *from_list(geometry), *given[4:])
         return op.redispatch(keys & torch._C._after_autograd_keyset, *given)
 
     return kernel
@@ -165,7 +166,7 @@ for _name, _compute, _with_derivatives in (
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_output", lib=_library)  # type: ignore[untyped-decorator]
 def _(input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any], backend: str) -> Tensor:
-    checked = check_forward(input, weight, bias, _from_list(geometry))
+    checked = check_forward(input, weight, bias, from_list(geometry))
     return torch.empty(
         checked.output_shape,
         dtype=input.dtype,
@@ -183,7 +184,7 @@ def _(
     mask: Sequence[bool],
     backend: str,
 ) -> list[Tensor]:
-    checked = check_backward(grad_output, input, weight, _from_list(geometry))
+    checked = check_backward(grad_output, input, weight, from_list(geometry))
     memory_format = output_memory_format(input, weight)
     shapes = (checked.input_shape, checked.weight_shape, (checked.out_channels,))
     return [

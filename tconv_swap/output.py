@@ -145,7 +145,7 @@ def _write_program(
 ) -> list[str]:
     out = request.out
     assert out is not None
-    swapped = exported.swap_program(program, names=names, backend=request.backend or "auto")
+    swapped = exported.swap_program(program, names=names, backend=request.backend)
     expected = exported.count_swapped(swapped)
 
     def check(temporary: Path) -> None:

@@ -97,7 +97,7 @@ class GPU:
 
 
 ARGUMENTS = (2, 2), (1, 1), (0, 0), 1, (1, 1)
-GEOMETRY = graph._as_list(ARGUMENTS)
+GEOMETRY = graph.as_list(ARGUMENTS)
 
 
 @contextmanager
@@ -136,7 +136,7 @@ def _gradients_anew(gpu: GPU) -> Any:
 def _asked(gpu: GPU, name: str) -> Any:
     def ask(*arguments: Any) -> Any:
         gpu.asked.append(name)
-        geometry = graph._from_list(GEOMETRY)
+        geometry = graph.from_list(GEOMETRY)
         if name == "output":
             *tensors, given, backend = arguments
             return graph_calls.output(*tensors, given, geometry, backend)

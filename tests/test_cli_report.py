@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from tconv_swap import op
 from tconv_swap.cli import app
 from tconv_swap.report import json_schema, written
+from tconv_swap.report.summary import summarise
 
 
 @pytest.fixture
@@ -49,6 +50,29 @@ def test_all_forms_of_one_run(model: Path) -> None:
     assert [stage["stage"] for stage in layer["stages"]] == ["forward", "grad_input, grad_weight, grad_bias"]
     assert document["ceilings"] is None
     assert "ceilings are measured on CUDA" in " ".join(result.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.ConvTranspose2d(3, 2, 2, 2), (3, 4, 5)),
+        (nn.ConvTranspose1d(3, 2, 2, 2), (2, 3, 8)),
+        (nn.ConvTranspose1d(3, 2, 2, 2), (3, 8)),
+    ],
+    ids=["unbatched", "1-D", "1-D unbatched"],
+)
+def test_what_runs_a_layer_is_told_whatever_its_inputs_form(
+    model: Path, layer: nn.Module, shape: tuple[int, ...]
+) -> None:
+    """The timings of a layer and its explanation are matched by the shape of its input."""
+    torch.save(nn.Sequential(layer, nn.Tanh()), model)
+    given = ["--include-1d", "--input-shape", ",".join(map(str, shape)), "--json", "r.json"]
+    result = swap(model, *given, timed=True)
+    assert result.exit_code == 0, result.output
+    document = json.loads(Path("r.json").read_text())
+    assert document["explanation"]["layers"][0]["input_shape"] == list(shape)
+    (row,) = summarise(document).layers
+    assert [bool(stage.family) for stage in row.stages if stage.stage != "both"] == [True, True]
 
 
 def test_details_when_verbose(model: Path) -> None:

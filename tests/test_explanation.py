@@ -106,7 +106,7 @@ def test_a_layer_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "conv_transpose2d", None)
     tconv_swap.explain(DCGAN, torch.randn(1, 128, 2, 2))
     (explained,) = tconv_swap.explain(DCGAN, (torch.randn(128, 2, 2), [5, 5]), architecture="sm_90a").layers
-    assert explained.input_shape == (1, 128, 2, 2)
+    assert explained.input_shape == (128, 2, 2)
     assert "op1" in explained.geometry
 
 

@@ -18,6 +18,10 @@ from tconv_swap.cli import app
 from tconv_swap.files import exported
 
 
+def backends(program: torch.export.ExportedProgram) -> list[str]:
+    return [node.args[-1] for node in program.graph.nodes if "tconv_swap" in str(node.target)]
+
+
 def convolutions(program: torch.export.ExportedProgram) -> list[str]:
     return [str(node.target) for node in program.graph.nodes if "conv" in str(node.target)]
 
@@ -62,6 +66,79 @@ def test_swap_program_swaps_every_form_and_leaves_its_argument() -> None:
     assert exported.count_swapped(swapped) == 4  # the weight-normed one too, whose weight the graph computes
     x = torch.randn(2, 4, 5, 6)
     torch.testing.assert_close(swapped.module()(x), model(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_swapped_network_is_known_after_decompositions(tmp_path: Path) -> None:
+    """They turn our op into the one that compiled graphs call."""
+    model = nn.Sequential(
+        nn.ConvTranspose2d(4, 6, (4, 3), (3, 2), (1, 0), (2, 1), 2, dilation=(1, 2)), nn.Tanh()
+    )
+    x = torch.randn(2, 4, 5, 6)
+    program = torch.export.export(tconv_swap.swap_layers(model, inplace=False), (x,)).run_decompositions()
+    assert convolutions(program) == ["tconv_swap.conv_transpose2d_output.default"]
+    assert exported.count_swapped(program) == 1
+    back = exported.unswap_program(program)
+    assert convolutions(back) == ["aten.conv_transpose2d.input"]
+    torch.testing.assert_close(back.module()(x), model(x))
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(program, path)
+    result = run(path, "--unsafe-pickle", "--out", out)
+    assert result.exit_code == 0, result.output
+    loaded = torch.export.load(out)
+    assert exported.count_swapped(loaded) == 1
+    torch.testing.assert_close(loaded.module()(x), model(x))
+
+
+def test_layers_that_follow_each_other(tmp_path: Path) -> None:
+    """With nothing between them, not even an activation."""
+    model = nn.Sequential(nn.ConvTranspose2d(8, 4, 2, 2), nn.ConvTranspose2d(4, 2, 2, 2)).eval()
+    x = torch.randn(2, 8, 5, 6)
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    torch.export.save(torch.export.export(model, (x,)), path)
+    arguments = [str(path), "--unsafe-pickle"]
+    result = CliRunner().invoke(app, [*arguments, "--no-benchmark", "--out", str(out)])
+    assert result.exit_code == 0, result.output
+    loaded = torch.export.load(out)
+    assert exported.count_swapped(loaded) == 2
+    torch.testing.assert_close(loaded.module()(x), model(x))
+    result = CliRunner().invoke(app, ["explain", *arguments, "--json", "-"])
+    assert result.exit_code == 0, result.output
+    assert [layer["name"] for layer in json.loads(result.stdout)["explanation"]["layers"]] == ["0", "1"]
+
+
+def test_what_is_swapped_already_keeps_its_backend(tmp_path: Path) -> None:
+    """In what is verified, explained and written alike; unless another is asked for."""
+    model = nn.Sequential(nn.ConvTranspose2d(64, 3, 4, 2, 1), nn.Tanh()).eval()
+    program = torch.export.export(model, (torch.randn(2, 64, 8, 8),))
+    path, out = tmp_path / "model.pt2", tmp_path / "fast.pt2"
+    for before, option, expected in [
+        ("native", None, "native"),
+        ("auto", None, "auto"),
+        ("auto", "native", "native"),
+        ("native", "auto", "auto"),
+    ]:
+        torch.export.save(tconv_swap.swap_program(program, backend=before), path)
+        arguments = [str(path), "--unsafe-pickle", *(["--backend", option] if option else []), "--json", "-"]
+        result = CliRunner().invoke(app, [*arguments, "--no-benchmark", "--out", str(out)])
+        assert result.exit_code == 0, result.output
+        told = json.loads(result.stdout)
+        assert [layer["already"] for layer in told["plan"]["layers"]] == [True]
+        assert backends(torch.export.load(out)) == [expected]
+        result = CliRunner().invoke(app, ["explain", *arguments])
+        for document in (told, json.loads(result.stdout)):
+            why = document["explanation"]["layers"][0]["stages"][0]["why"]
+            assert (why == "the backend is native") == (expected == "native")
+
+
+def test_swap_program_and_the_backend_of_what_is_ours() -> None:
+    _, program = exported_network()
+    some = tconv_swap.swap_program(program, names=["0", "4"], backend="native")
+    assert backends(tconv_swap.swap_program(some)) == ["native", "auto", "auto", "native"]
+    assert backends(tconv_swap.swap_program(some, names=["4"], backend="kernel")) == ["native", "kernel"]
+    assert backends(tconv_swap.swap_program(some, backend="kernel")) == ["kernel"] * 4
+    with pytest.raises(ValueError, match="backend"):
+        tconv_swap.swap_program(program, backend="fast")
 
 
 class Branches(nn.Module):

@@ -1,8 +1,9 @@
 """Exported programs (torch.export, ``.pt2``): their transposed convolutions found, swapped, and swapped back.
 
 A program is a graph without layers. ``lifted`` gives it layers again: a network that computes the same, in
-which every transposed convolution over a parameter is an ``nn.ConvTranspose2d`` under its old name. That is
-what is planned, verified and timed as any other; what is saved is the program with our operator in it.
+which every transposed convolution over a parameter is an ``nn.ConvTranspose2d`` under its old name, or ours where
+the program calls our operator. That is what is planned, verified and timed as any other; what is saved is the
+program with our operator in it.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from torch.export import ExportedProgram
 from tconv_swap import flops, op
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.files.fileformat import LoadError, first_line, printable
+from tconv_swap.graph import from_list
+from tconv_swap.layer import ConvTranspose2d
 
 _ATEN = torch.ops.aten
 _FORMS = (_ATEN.conv_transpose2d.input, _ATEN.convolution.default)
-_OURS = torch.ops.tconv_swap.conv_transpose2d.default
+_DECOMPOSED = torch.ops.tconv_swap.conv_transpose2d_output.default
+_OURS = (torch.ops.tconv_swap.conv_transpose2d.default, _DECOMPOSED)
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,13 @@ class _Call:
     bias: fx.Node | None
     geometry: tuple[Any, ...]
     """Stride, padding, output_padding, groups, dilation."""
+    backend: Backend | None
+    """None where it is PyTorch's operator."""
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What all calls of one layer have in common, beside weight and bias."""
+        return *self.geometry, self.backend
 
 
 def load_program(path: Path) -> ExportedProgram:
@@ -68,7 +79,7 @@ def _quiet() -> Iterator[None]:
 
 
 def swap_program(
-    program: ExportedProgram, *, names: Collection[str] | None = None, backend: Backend = "auto"
+    program: ExportedProgram, *, names: Collection[str] | None = None, backend: Backend | None = None
 ) -> ExportedProgram:
     """A copy of ``program`` in which 2-D transposed convolutions run on our operator.
 
@@ -76,19 +87,25 @@ def swap_program(
         program: of ``torch.export``, before or after its decompositions.
         names: of the layers that are swapped, such as ``decoder.up``; None swaps every 2-D transposed
             convolution whose dtype we have, also those whose weight the graph computes.
-        backend: what computes them, as in ``tconv_swap.conv_transpose2d``.
+        backend: what computes them, as in ``tconv_swap.conv_transpose2d``, those included that ran on our operator
+            before. None leaves these with what they have: ``"auto"`` where newly swapped.
 
     Returns:
         The copy. Batched inputs only are swapped; a call with an unbatched one stays as it is.
+
+    Raises:
+        ValueError: there is no such backend.
     """
-    check_backend(backend)
+    if backend is not None:
+        check_backend(backend)
     result = _copied(program)
     parameters = _parameters(result)
     for call in _calls(result.graph_module.graph):
         owner = _owner(parameters.get(call.weight.name, ""))
         if names is None or owner in names:
-            call.node.target = _OURS
-            call.node.args = (call.input, call.weight, call.bias, *call.geometry, backend)
+            call.node.target = _OURS[0]
+            computed_by = backend or call.backend or "auto"
+            call.node.args = (call.input, call.weight, call.bias, *call.geometry, computed_by)
             call.node.kwargs = {}
     flops.register()
     result.graph_module.recompile()
@@ -99,15 +116,17 @@ def unswap_program(program: ExportedProgram) -> ExportedProgram:
     """A copy of ``program`` in which our operator is PyTorch's again, as ``torch.onnx.export`` needs it."""
     result = _copied(program)
     for node in result.graph_module.graph.nodes:
-        if node.target is _OURS:
-            node.target, node.args = _ATEN.conv_transpose2d.input, node.args[:8]
+        if node.target in _OURS:
+            call = _call(node)
+            node.target, node.kwargs = _ATEN.conv_transpose2d.input, {}
+            node.args = (call.input, call.weight, call.bias, *call.geometry)
     result.graph_module.recompile()
     return result
 
 
 def count_swapped(program: ExportedProgram) -> int:
     """How often ``program`` calls our operator."""
-    return sum(node.target is _OURS for node in program.graph_module.graph.nodes)
+    return sum(node.target in _OURS for node in program.graph_module.graph.nodes)
 
 
 def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
@@ -116,7 +135,7 @@ def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
     The parameters are those of ``program`` itself.
     """
     with _quiet():
-        source = unswap_program(program).module(check_guards=False)
+        source = program.module(check_guards=False)
         network = fx.GraphModule(source, source.graph)
     left: list[str] = []
     layers: dict[str, tuple[Any, ...]] = {}
@@ -127,7 +146,7 @@ def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
             continue
         name = _owner(str(call.weight.target))
         if name not in layers:
-            layers[name] = call.geometry
+            layers[name] = call.form
             _replace_submodule(network, name, _layer(network, name, call))
         with network.graph.inserting_before(call.node):
             layer_call = network.graph.call_module(name, (call.input,))
@@ -148,25 +167,25 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
     return result
 
 
-def _calls(graph: fx.Graph) -> list[_Call]:
-    found = []
+def _calls(graph: fx.Graph) -> Iterator[_Call]:
+    """Each is read off the graph only when it is asked for: what has replaced an earlier one is its input then."""
     for node in graph.nodes:
-        if node.op != "call_function" or node.target not in _FORMS or not _is_swappable(node):
-            continue
-        values = [*node.args]
-        names = [argument.name for argument in node.target._schema.arguments]
-        given = dict(zip(names, values, strict=False)) | node.kwargs
-        defaults = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}
-        get: Callable[[str], Any] = (defaults | given).get
-        geometry = (
-            _two(get("stride")),
-            _two(get("padding")),
-            _two(get("output_padding")),
-            get("groups"),
-            _two(get("dilation")),
-        )
-        found.append(_Call(node, get("input"), get("weight"), get("bias"), geometry))
-    return found
+        if node.target in _OURS or (node.target in _FORMS and _is_swappable(node)):
+            yield _call(node)
+
+
+def _call(node: fx.Node) -> _Call:
+    schema: Any = node.target._schema  # type: ignore[union-attr]
+    defaults = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    given = dict(zip((a.name for a in schema.arguments), node.args, strict=False)) | node.kwargs
+    get: Callable[[str], Any] = (defaults | given).get
+    if node.target is _DECOMPOSED:
+        arguments = from_list(get("geometry"))
+    else:
+        arguments = tuple(map(get, ("stride", "padding", "output_padding", "groups", "dilation")))
+    stride, padding, output_padding, groups, dilation = arguments
+    geometry = _two(stride), _two(padding), _two(output_padding), groups, _two(dilation)
+    return _Call(node, get("input"), get("weight"), get("bias"), geometry, get("backend"))
 
 
 def _two(value: Any) -> list[Any]:
@@ -196,7 +215,7 @@ def _why_no_layer(call: _Call, layers: dict[str, tuple[Any, ...]]) -> str:
         return "its weight is the program's own"
     if not all(isinstance(number, int) for value in call.geometry for number in _two(value)):
         return "its arguments are symbolic"
-    if layers.get(name, call.geometry) != call.geometry:
+    if layers.get(name, call.form) != call.form:
         return "its weight is used with other arguments too"
     return ""
 
@@ -211,15 +230,17 @@ def _elsewhere(network: fx.GraphModule) -> Iterator[str]:
     for name, module in network.named_modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             target = str(node.target)
-            transposed = "aten.conv_transpose" in target or (
-                node.target is _ATEN.convolution.default and node.args[6]
+            transposed = (
+                "aten.conv_transpose" in target
+                or node.target in _OURS
+                or (node.target is _ATEN.convolution.default and node.args[6])
             )
             where = f"{name}.{node.name}" if name else node.name
             if not transposed:
                 continue
             if name:
                 yield f"{printable(where)} ({target}) is left: it is in a graph inside of the program's (control flow)"
-            elif node.target not in _FORMS or not _is_swappable(node):
+            elif node.target not in _OURS and (node.target not in _FORMS or not _is_swappable(node)):
                 yield f"{printable(where)} ({target}) is left: no batched 2-D one of a dtype that is swapped"
 
 
@@ -227,7 +248,7 @@ def _layer(network: fx.GraphModule, name: str, call: _Call) -> nn.ConvTranspose2
     holder = network.get_submodule(name)
     weight: Any = holder.weight
     stride, padding, output_padding, groups, dilation = call.geometry
-    layer = nn.ConvTranspose2d(
+    layer = (nn.ConvTranspose2d if call.backend is None else ConvTranspose2d)(
         weight.shape[0],
         weight.shape[1] * groups,
         tuple(weight.shape[2:]),
@@ -247,6 +268,8 @@ def _layer(network: fx.GraphModule, name: str, call: _Call) -> nn.ConvTranspose2
             layer.register_parameter(key, tensor)
         else:
             layer.register_buffer(key, tensor)
+    if isinstance(layer, ConvTranspose2d) and call.backend is not None:
+        layer.tconv_backend = call.backend
     return layer
 
 
