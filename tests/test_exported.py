@@ -249,3 +249,22 @@ def test_what_is_no_batched_2d_layer_is_listed() -> None:
     assert "its weight and bias are not those of one layer" in text
     assert "its weight is used with other arguments too" in text
     torch.testing.assert_close(network(x), model(x))
+
+
+class WithoutItsBias(nn.Module):
+    """A layer whose weight is also used by itself, before the layer is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ConvTranspose2d(4, 4, 2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = nn.functional.conv_transpose2d(x, self.up.weight, stride=2)
+        return y + self.up(x)
+
+
+def test_a_call_that_leaves_the_bias_out_is_no_call_of_the_layer() -> None:
+    model, x = WithoutItsBias().eval(), torch.randn(2, 4, 3, 3)
+    network, left = exported.lifted(torch.export.export(model, (x,)))
+    assert [line.partition(" is left: ")[2] for line in left] == ["its layer's bias is left out"]
+    torch.testing.assert_close(network(x), model(x))

@@ -140,7 +140,7 @@ def lifted(program: ExportedProgram) -> tuple[nn.Module, tuple[str, ...]]:
     left: list[str] = []
     layers: dict[str, tuple[Any, ...]] = {}
     for call in _calls(network.graph):
-        why = _why_no_layer(call, layers)
+        why = _why_no_layer(network, call, layers)
         if why:
             left.append(f"{_described(call)} is left: {why}")
             continue
@@ -201,7 +201,7 @@ def _is_swappable(node: fx.Node) -> bool:
     return value is not None and value.dim() == 4 and value.dtype in op.SUPPORTED_DTYPES
 
 
-def _why_no_layer(call: _Call, layers: dict[str, tuple[Any, ...]]) -> str:
+def _why_no_layer(network: nn.Module, call: _Call, layers: dict[str, tuple[Any, ...]]) -> str:
     if call.weight.op != "get_attr":
         return "the graph computes its weight"
     name = _owner(str(call.weight.target))
@@ -215,6 +215,8 @@ def _why_no_layer(call: _Call, layers: dict[str, tuple[Any, ...]]) -> str:
         return "its weight is the program's own"
     if not all(isinstance(number, int) for value in call.geometry for number in _two(value)):
         return "its arguments are symbolic"
+    if bias is None and getattr(network.get_submodule(name), "bias", None) is not None:
+        return "its layer's bias is left out"
     if layers.get(name, call.form) != call.form:
         return "its weight is used with other arguments too"
     return ""
