@@ -215,10 +215,10 @@ def _why_no_layer(network: nn.Module, call: _Call, layers: dict[str, tuple[Any, 
         return "its weight is the program's own"
     if not all(isinstance(number, int) for value in call.geometry for number in _two(value)):
         return "its arguments are symbolic"
-    if bias is None and getattr(network.get_submodule(name), "bias", None) is not None:
-        return "its layer's bias is left out"
     if layers.get(name, call.form) != call.form:
         return "its weight is used with other arguments too"
+    if bias is None and getattr(network.get_submodule(name), "bias", None) is not None:
+        return "its layer's bias is left out"
     return ""
 
 
