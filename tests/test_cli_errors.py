@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from cli_cases import command, environment, files, generator, run, saved_generat
 import tconv_swap
 from tconv_swap import options, workflow
 from tconv_swap.cli import ExitCode
+from tconv_swap.report import written
 from tconv_swap.verification import Check, VerifyReport
 
 
@@ -122,6 +124,55 @@ class TestUnexpected:
         assert files() == ["model.pt"]
 
 
+@pytest.mark.usefixtures("quick")
+class TestInterruptedWhileWriting:
+    def test_what_was_written_is_named(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(written, "render", interrupt)
+        result = swap(model, "--out", "fast.pt", "--json", "r.json", "--report", "r.md")
+        assert result.exit_code == ExitCode.INTERRUPTED
+        assert result.stderr.endswith("interrupted; written before that: fast.pt, r.json\n")
+        assert files() == ["fast.pt", "model.pt", "r.json"]
+
+    def test_a_file_takes_its_place_and_is_named_or_does_neither(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        replace = os.replace
+
+        def interrupted(*paths: Path) -> None:
+            signal.raise_signal(signal.SIGINT)
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", interrupted)
+        result = swap(model, "--out", "fast.pt")
+        assert result.exit_code == ExitCode.INTERRUPTED
+        assert result.stderr.endswith("interrupted; written before that: fast.pt\n")
+        assert files() == ["fast.pt", "model.pt"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_outside_of_any_work(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("tconv_swap.commands.doctor.diagnose", interrupt)
+        result = run("doctor")
+        assert result.exit_code == ExitCode.INTERRUPTED
+        assert result.stderr == "tconv-swap: error: interrupted, nothing was written\n"
+
+    def test_an_error_in_the_report_is_no_mismatch(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise ZeroDivisionError("in the charts")
+
+        monkeypatch.setattr(written, "render", fail)
+        result = swap(model, "-q", "--report", "r.md")
+        assert result.exit_code == ExitCode.INTERNAL
+        assert result.stderr.startswith("tconv-swap: error: ZeroDivisionError: in the charts (an error in")
+
+
 class TestRealEntryPoint:
     def test_from_file_to_file(self, model: Path) -> None:
         arguments = command(model, "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
@@ -177,3 +228,32 @@ class TestRealEntryPoint:
         assert "Traceback" not in done.stderr
         assert "Exception" not in done.stderr
         assert Path("fast.pt").exists()
+
+    def test_names_that_the_encoding_lacks_are_escaped(self, model: Path) -> None:
+        os.rename(model, "модель.pt")
+        arguments = command("модель.pt", "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
+        done = subprocess.run(
+            arguments, env=environment() | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"\\u043c\\u043e\\u0434" in done.stdout
+        assert b"Traceback" not in done.stderr
+
+    @pytest.mark.parametrize("closed", [">&-", "> /dev/full"])
+    @pytest.mark.parametrize(
+        "words", [("model.pt", "--dry-run"), ("--help",), ("--version",), ("bench", "--list")]
+    )
+    def test_a_stdout_that_takes_nothing(self, model: Path, closed: str, words: tuple[str, ...]) -> None:
+        script = f"{shlex.join(command(*words))} {closed}"
+        done = subprocess.run(
+            ["sh", "-c", script], env=environment(), stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert done.returncode == ExitCode.CANNOT_WRITE
+        assert "tconv-swap: error: stdout cannot be written (" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Exception" not in done.stderr
+
+    def test_no_stderr(self, model: Path) -> None:
+        script = f"{shlex.join(command('nothing.pt'))} 2>&-"
+        done = subprocess.run(["sh", "-c", script], env=environment(), stdout=subprocess.PIPE, check=False)
+        assert done.returncode == ExitCode.CANNOT_LOAD

@@ -6,8 +6,10 @@ import contextlib
 import os
 import pickle
 import secrets
+import signal
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +17,9 @@ import torch
 from torch import nn
 
 from tconv_swap.files.fileformat import first_line
+
+#: What this process has put in place, for the command line to say when it is interrupted.
+finished: list[Path] = []
 
 
 class SaveError(Exception):
@@ -79,7 +84,9 @@ def save_whole(
             check(temporary)
         if destination.exists():
             os.chmod(temporary, stat.S_IMODE(destination.stat().st_mode))
-        os.replace(temporary, destination)
+        with _interrupts_held():
+            os.replace(temporary, destination)
+            finished.append(target)
         _sync_directory(destination.parent)
     except OSError as error:
         raise SaveError(f"{target} cannot be written ({error.strerror or error})") from error
@@ -101,6 +108,23 @@ def save_text(text: str, target: Path) -> None:
         target.write_text(text, encoding="utf-8")
     else:
         save_whole(lambda stream: stream.write(text.encode()), target)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Inside, Ctrl-C waits for the end: a file must not take its place without anybody knowing."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _destination(target: Path) -> Path:
