@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 import typer
 
 from tconv_swap.console import Progress, print_error, progress_shown, silence_stdout
@@ -20,6 +19,7 @@ from tconv_swap.files import saving
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
+from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
 from tconv_swap.report.terminal import print_summary
@@ -93,12 +93,12 @@ def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _
         return Failure(ExitCode.USAGE, str(error))
     except SaveError as error:
         return Failure(ExitCode.CANNOT_WRITE, str(error))
-    except torch.OutOfMemoryError as error:
-        advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
-        return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
     except KeyboardInterrupt:
         return interrupted()
     except Exception as error:  # the last resort, so that a user never meets a bare traceback
+        if is_out_of_memory(error):
+            advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
+            return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
         return _internal(error)
 
 

@@ -17,7 +17,7 @@ import tconv_swap
 from tconv_swap import options, workflow
 from tconv_swap.cli import ExitCode
 from tconv_swap.report import written
-from tconv_swap.verification import Check, VerifyReport
+from tconv_swap.verification import Check, VerifyReport, runs
 
 
 @pytest.fixture
@@ -39,6 +39,8 @@ class TestUsage:
         [
             ("--input-shape", "1,a,2"),
             ("--input-shape", "0,4,1,1"),
+            ("--input-shape", "99999999999999999999,4,1,1"),
+            ("--input-shape", "9223372036854775807,4,1,1"),
             ("--dtype", "float3"),
             ("--dtype", "int64"),
             ("--dtype", "float8_e4m3fn"),
@@ -112,6 +114,25 @@ class TestUnexpected:
         result = swap(model, "-q")
         assert result.exit_code == ExitCode.USAGE
         assert "--input-shape" in result.stderr
+
+    @pytest.mark.parametrize("command", ["swap", "explain"])
+    def test_out_of_cpu_memory_is_the_same(self, model: Path, command: str) -> None:
+        result = run(command, model, "--device", "cpu", "--input-shape", "10000000,4,100000,1000")
+        assert result.exit_code == ExitCode.USAGE
+        assert "not enough memory (RuntimeError: " in result.stderr
+        assert "a smaller --input-shape" in result.stderr
+
+    def test_an_original_without_memory_is_no_mismatch(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            torch.empty(2**60, dtype=torch.int8)
+
+        monkeypatch.setattr(runs.Runner, "run", fail)
+        result = swap(model, "-q", "--out", "fast.pt")
+        assert result.exit_code == ExitCode.USAGE
+        assert "not enough memory (RuntimeError: " in result.stderr
+        assert files() == ["model.pt"]
 
     @pytest.mark.usefixtures("quick")
     def test_ctrl_c(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
