@@ -38,7 +38,7 @@ from tconv_swap.outcome import (
     leave,
     unwritable,
 )
-from tconv_swap.request import Request, RequestError
+from tconv_swap.request import Request
 
 DEFAULT_COMMAND = "swap"
 
@@ -221,11 +221,7 @@ def demo(
 
 def _carry_out(request: Request, output: Output) -> NoReturn:
     """Run a request, print what came of it, and leave with its exit code."""
-    try:
-        check_targets(output, (request.model, request.inputs), request.out)
-    except RequestError as error:
-        # Without the targets: one may well be the network itself.
-        finish(Failure(ExitCode.USAGE, str(error)), Output(verbose=output.verbose, quiet=output.quiet))
+    check_targets(output, (request.model, request.inputs), request.out)
     outcome = attempt(
         lambda progress: workflow.run(request, progress),
         quiet=output.quiet,

@@ -7,8 +7,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -117,17 +117,30 @@ def _internal(error: Exception) -> Failure:
     )
 
 
-def check_targets(output: Output, sources: Iterable[Path | None], out: Path | None = None) -> None:
-    """Find out before any work is done whether the JSON and the reports can be written.
+def check_targets(output: Output, sources: Iterable[Path | None] = (), out: Path | None = None) -> None:
+    """Find out before any work is done whether the JSON and the reports can be written; leave if not.
 
     Args:
         output: where they go.
         sources: files that must not be written over.
         out: the network's own target.
-
-    Raises:
-        RequestError: one cannot be written, or two are the same file.
     """
+    others = [source for source in (*sources, out) if source is not None]
+    try:
+        _check_targets(output, others, out)
+    except RequestError as error:
+        told = replace(output, reports=())
+        places = [os.path.realpath(path) for path in output.reports]
+        try:
+            # The JSON says what is wrong, unless that is the JSON: it may well be the network itself.
+            _check_targets(told, others, out)
+            usable = output.json_target is not None and os.path.realpath(output.json_target) not in places
+        except RequestError:
+            usable = False
+        finish(Failure(ExitCode.USAGE, str(error)), told if usable else replace(told, json_target=None))
+
+
+def _check_targets(output: Output, others: Sequence[Path], out: Path | None) -> None:
     targets = [("--report", path) for path in output.reports]
     if output.json_target not in (None, STDOUT):
         targets.append(("--json", output.json_target))
@@ -136,9 +149,8 @@ def check_targets(output: Output, sources: Iterable[Path | None], out: Path | No
         try:
             if option == "--report":
                 written.check(target)
-            for source in (*sources, out):
-                if source is not None:
-                    check_target(target, source)
+            for other in others or (None,):
+                check_target(target, other, text=True)
         except (SaveError, written.ReportError) as error:
             raise RequestError(f"{option}: {error}") from None
         place = os.path.realpath(target)

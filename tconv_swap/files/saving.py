@@ -26,8 +26,13 @@ class SaveError(Exception):
     """The network was not written; the message is one line, and nothing was left behind."""
 
 
-def check_target(target: Path, source: Path) -> None:
+def check_target(target: Path, source: Path | None = None, *, text: bool = False) -> None:
     """Find out before any work is done that `target` could be written.
+
+    Args:
+        target: what is to be written.
+        source: what must not be written over.
+        text: it is for `save_text`, which writes to a pipe or a device too.
 
     Raises:
         SaveError: `target` is `source` (by another name, a symbolic or a hard link too), a directory or a
@@ -35,11 +40,13 @@ def check_target(target: Path, source: Path) -> None:
     """
     try:
         if target.exists():
-            if source.exists() and os.path.samefile(target, source):
+            if source is not None and source.exists() and os.path.samefile(target, source):
                 raise SaveError(f"{target} is the input itself: give --out another name")
             mode = target.stat().st_mode
             if stat.S_ISDIR(mode):
                 raise SaveError(f"{target} is a directory: give --out the name of a file")
+            if text and not stat.S_ISREG(mode) and os.access(target, os.W_OK):
+                return
             if not stat.S_ISREG(mode):
                 raise SaveError(f"{target} is not a regular file")
         directory = _destination(target).parent
