@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +326,44 @@ class TestCache:
         result = run("cache", "clear")
         assert result.exit_code == 5
         assert "kernels was not removed (Permission denied)" in result.stdout
+
+
+class TestUnusableCache:
+    @pytest.fixture
+    def blocked(self, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        own_cache.touch()
+        (tmp_path / "temporary").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        return own_cache
+
+    def test_doctor_and_cache_say_what_that_costs(self, blocked: Path) -> None:
+        (finding,) = [finding for finding in diagnosis.diagnose() if finding.name == "cache"]
+        assert finding.verdict == "note"
+        shown = run("cache")
+        assert shown.exit_code == 0
+        for text in (finding.text, shown.stdout):
+            assert f"{blocked} cannot be used (it is no directory)" in text
+            assert "every process compiles its kernels again" in text
+            assert "what `tune` finds out is lost" in text
+
+    def test_there_is_nothing_to_clear(self, blocked: Path) -> None:
+        result = run("cache", "clear")
+        assert result.exit_code == 5
+        assert result.stdout == ""
+        assert f"nothing was removed: {blocked} cannot be used" in result.stderr
+
+    def test_what_takes_its_place_goes_with_the_process(self, blocked: Path, tmp_path: Path) -> None:
+        code = (
+            "import os; from tconv_swap.cuda.cache import cache_directory as c; (c() / 'kernels').mkdir()\n"
+            "if os.fork() == 0: raise SystemExit\n"
+            "os.wait(); assert (c() / 'kernels').is_dir(); print(c())"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert Path(done.stdout.strip()).parent == tmp_path / "temporary"
+        assert list((tmp_path / "temporary").iterdir()) == []
 
 
 class TestWords:
