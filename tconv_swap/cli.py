@@ -23,9 +23,22 @@ import tconv_swap
 from tconv_swap import demo as demo_network
 from tconv_swap import options, workflow
 from tconv_swap.commands import bench, cache, doctor, explain, tune
+from tconv_swap.console import prepare_streams, print_error
+from tconv_swap.files import saving
 from tconv_swap.files.fileformat import first_line
-from tconv_swap.outcome import EXIT_CODES, ExitCode, Failure, Output, attempt, check_targets, finish
-from tconv_swap.request import Request, RequestError
+from tconv_swap.outcome import (
+    EXIT_CODES,
+    ExitCode,
+    Failure,
+    Output,
+    attempt,
+    check_targets,
+    finish,
+    interrupted,
+    leave,
+    unwritable,
+)
+from tconv_swap.request import Request
 
 DEFAULT_COMMAND = "swap"
 
@@ -41,6 +54,16 @@ class SwapByDefault(TyperGroup):
         if args and args[0] not in self.commands and args[0] not in own and not misspelt:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        """Says what was written wherever Ctrl-C strikes: typer would leave without a word."""
+        saving.finished.clear()
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            failure = interrupted()
+            print_error(str(failure))
+            raise typer.Exit(int(failure.code)) from None
 
 
 app = typer.Typer(
@@ -58,13 +81,18 @@ def main() -> None:
     """Entry point of the `tconv-swap` script."""
     # A SIGTERM that raises lets a half-written file be removed.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
-    app(prog_name="tconv-swap")
+    prepare_streams()
+    try:
+        app(prog_name="tconv-swap")
+    except OSError as error:  # typer's own words, such as --help
+        failure = unwritable(error)
+        print_error(str(failure))
+        sys.exit(int(failure.code))
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"tconv-swap {tconv_swap.__version__}, torch {torch.__version__}")
-        raise typer.Exit
+        leave(lambda: typer.echo(f"tconv-swap {tconv_swap.__version__}, torch {torch.__version__}"))
 
 
 @app.callback()
@@ -174,7 +202,7 @@ def demo(
         directory.mkdir(parents=True, exist_ok=True)
         model = directory / "dcgan.pt"
         demo_network.write_generator(model, seed)
-    except (OSError, RuntimeError) as error:
+    except (OSError, saving.SaveError) as error:
         failure = Failure(ExitCode.CANNOT_WRITE, f"{directory}: {first_line(error)}")
         finish(failure, Output(json_target, (), verbose, quiet))
     request = Request(
@@ -193,11 +221,7 @@ def demo(
 
 def _carry_out(request: Request, output: Output) -> NoReturn:
     """Run a request, print what came of it, and leave with its exit code."""
-    try:
-        check_targets(output, (request.model, request.inputs), request.out)
-    except RequestError as error:
-        # Without the targets: one may well be the network itself.
-        finish(Failure(ExitCode.USAGE, str(error)), Output(verbose=output.verbose, quiet=output.quiet))
+    check_targets(output, (request.model, request.inputs), request.out)
     outcome = attempt(
         lambda progress: workflow.run(request, progress),
         quiet=output.quiet,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 from rich import progress
 from rich.console import Console
@@ -82,7 +84,7 @@ class _Words(progress.ProgressColumn):
         return Text(task.description, overflow="ellipsis", no_wrap=True)
 
 
-@contextmanager
+@contextlib.contextmanager
 def progress_shown(*, quiet: bool) -> Iterator[Progress]:
     """Progress, and one line for every Python warning and every log record of ours from WARNING on.
 
@@ -111,6 +113,26 @@ def progress_shown(*, quiet: bool) -> Iterator[Progress]:
 def print_error(text: str) -> None:
     """The one line on stderr that says why there is no result; printed however quiet."""
     sys.stderr.write(f"tconv-swap: error: {printable(text)}\n")
+
+
+def prepare_streams() -> None:
+    """See to it that what is printed cannot fail for want of a letter, nor of a stream."""
+    # A name that the terminal's encoding lacks is escaped: Python would raise in the middle of the output.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    # Started with it closed (`>&-`), Python has None there, and the next file to be opened gets its number. What is
+    # printed to a file that can only be read fails as it would have; of stderr nobody is left to be told.
+    if sys.stdout is None:
+        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def silence_stdout() -> None:
+    """Let what stdout does not take be lost: Python would try again at exit, and fail with an exit code of its own."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class _LogLines(logging.Handler):

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from tconv_swap.files.saving import save_model
+
 LATENT = 100
 CHANNELS = (512, 256, 128, 64)
 
@@ -40,4 +42,4 @@ def write_generator(path: Path, seed: int) -> None:
     """Save the generator, its weights drawn with `seed`; the global random state is left alone."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        torch.save(dcgan_generator(), path)
+        save_model(dcgan_generator(), path)

@@ -17,7 +17,7 @@ import torch
 
 from tconv_swap import __version__
 from tconv_swap.cuda import call, nvrtc, tuned
-from tconv_swap.cuda.cache import cache_use
+from tconv_swap.cuda.cache import cache_problem, cache_use
 from tconv_swap.cuda.choice import choose_backward, choose_forward
 from tconv_swap.cuda.launch import library_path
 from tconv_swap.cuda.problem import Problem
@@ -140,6 +140,8 @@ def _compiler() -> Finding:
 
 
 def _cache() -> Finding:
+    if problem := cache_problem():
+        return Finding("cache", "note", problem)
     use = cache_use()
     return Finding("cache", "ok", f"{use}, {use.tuned} of them tuned" if use.tuned else str(use))
 

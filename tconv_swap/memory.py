@@ -13,6 +13,15 @@ CPU = torch.device("cpu")
 LEAST_BYTES = 1 << 30
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory ran out, of a GPU or of the CPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    # PyTorch's CPU allocator has no class of its own; what C++ code allocates besides says no more than bad_alloc.
+    signs = ("DefaultCPUAllocator", "std::bad_alloc")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Bytes that can still be allocated on a CPU or CUDA device; None where that cannot be told."""
     if device.type == "cuda":

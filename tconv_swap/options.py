@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
@@ -16,6 +17,9 @@ from tconv_swap.files.usercode import parse_factory, parse_file
 from tconv_swap.request import Request
 
 _T = TypeVar("_T")
+
+#: PyTorch counts a tensor's bytes in 64 bits with a sign; the largest elements, of float64, have eight.
+MOST_ELEMENTS = (2**63 - 1) // 8
 
 ModelArgument = Annotated[
     Path,
@@ -177,12 +181,15 @@ def parse_shape(text: str) -> tuple[int, ...]:
     """`2,3,64,64` (or `2x3x64x64`) as a tuple.
 
     Raises:
-        ValueError: it is not a list of positive whole numbers.
+        ValueError: it is not a list of positive whole numbers, or no tensor can be as large.
     """
     sizes = text.lower().replace("x", ",").split(",")
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise ValueError(f"{text!r} is not a shape such as 2,3,64,64")
-    return tuple(int(size) for size in sizes)
+    shape = tuple(int(size) for size in sizes)
+    if math.prod(shape) > MOST_ELEMENTS:
+        raise ValueError(f"{text!r} is more than a tensor can hold")
+    return shape
 
 
 def parse_dtype(text: str) -> torch.dtype:

@@ -7,18 +7,19 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-import torch
 import typer
 
-from tconv_swap.console import Progress, print_error, progress_shown
+from tconv_swap.console import Progress, print_error, progress_shown, silence_stdout
+from tconv_swap.files import saving
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
+from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
 from tconv_swap.report.terminal import print_summary
@@ -52,7 +53,7 @@ EXIT_CODES = """Exit codes:
  4 = nothing to swap;
  5 = verified, but the output could not be written;
  70 = an error in tconv-swap itself (TCONV_SWAP_DEBUG=1 shows where);
- 130 = interrupted, nothing was written."""
+ 130 = interrupted, nothing was written but what the message names."""
 
 
 class Failure(Exception):
@@ -92,30 +93,54 @@ def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _
         return Failure(ExitCode.USAGE, str(error))
     except SaveError as error:
         return Failure(ExitCode.CANNOT_WRITE, str(error))
-    except torch.OutOfMemoryError as error:
-        advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
-        return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
     except KeyboardInterrupt:
-        return Failure(ExitCode.INTERRUPTED, "interrupted, nothing was written")
+        return interrupted()
     except Exception as error:  # the last resort, so that a user never meets a bare traceback
-        if os.environ.get(DEBUG_VARIABLE):
-            traceback.print_exc()
-        return Failure(
-            ExitCode.INTERNAL, f"{first_line(error)} (an error in tconv-swap; {DEBUG_VARIABLE}=1 shows where)"
-        )
+        if is_out_of_memory(error):
+            advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
+            return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
+        return _internal(error)
 
 
-def check_targets(output: Output, sources: Iterable[Path | None], out: Path | None = None) -> None:
-    """Find out before any work is done whether the JSON and the reports can be written.
+def interrupted() -> Failure:
+    """What Ctrl-C comes to: files that were in their place by then stay there, and are named."""
+    names = ", ".join(map(str, saving.finished))
+    before = f"; written before that: {names}" if names else ", nothing was written"
+    return Failure(ExitCode.INTERRUPTED, f"interrupted{before}")
+
+
+def _internal(error: Exception) -> Failure:
+    if os.environ.get(DEBUG_VARIABLE):
+        traceback.print_exc()
+    return Failure(
+        ExitCode.INTERNAL, f"{first_line(error)} (an error in tconv-swap; {DEBUG_VARIABLE}=1 shows where)"
+    )
+
+
+def check_targets(output: Output, sources: Iterable[Path | None] = (), out: Path | None = None) -> None:
+    """Find out before any work is done whether the JSON and the reports can be written; leave if not.
 
     Args:
         output: where they go.
         sources: files that must not be written over.
         out: the network's own target.
-
-    Raises:
-        RequestError: one cannot be written, or two are the same file.
     """
+    others = [source for source in (*sources, out) if source is not None]
+    try:
+        _check_targets(output, others, out)
+    except RequestError as error:
+        told = replace(output, reports=())
+        places = [os.path.realpath(path) for path in output.reports]
+        try:
+            # The JSON says what is wrong, unless that is the JSON: it may well be the network itself.
+            _check_targets(told, others, out)
+            usable = output.json_target is not None and os.path.realpath(output.json_target) not in places
+        except RequestError:
+            usable = False
+        finish(Failure(ExitCode.USAGE, str(error)), told if usable else replace(told, json_target=None))
+
+
+def _check_targets(output: Output, others: Sequence[Path], out: Path | None) -> None:
     targets = [("--report", path) for path in output.reports]
     if output.json_target not in (None, STDOUT):
         targets.append(("--json", output.json_target))
@@ -124,9 +149,8 @@ def check_targets(output: Output, sources: Iterable[Path | None], out: Path | No
         try:
             if option == "--report":
                 written.check(target)
-            for source in (*sources, out):
-                if source is not None:
-                    check_target(target, source)
+            for other in others or (None,):
+                check_target(target, other, text=True)
         except (SaveError, written.ReportError) as error:
             raise RequestError(f"{option}: {error}") from None
         place = os.path.realpath(target)
@@ -158,19 +182,33 @@ def finish(outcome: Result | Failure, output: Output) -> NoReturn:
 
 def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoReturn:
     """Write the last words and leave; an output that cannot be written has an exit code of its own."""
+    failure = None
     try:
         write()
         sys.stdout.flush()
     except BrokenPipeError:
-        # Nobody reads any more (`| head`): what was found out stays true. Keeps Python from flushing at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except SaveError as error:
-        print_error(str(error))
-        code = ExitCode.CANNOT_WRITE
+        # Nobody reads any more (`| head`): what was found out stays true.
+        silence_stdout()
+    except (SaveError, written.ReportError) as error:
+        failure = Failure(ExitCode.CANNOT_WRITE, str(error))
     except OSError as error:
-        print_error(f"{error.filename or 'stdout'} cannot be written ({error.strerror or error})")
-        code = ExitCode.CANNOT_WRITE
+        failure = unwritable(error)
+    except KeyboardInterrupt:
+        failure = interrupted()
+    except Exception as error:  # as in `attempt`
+        failure = _internal(error)
+    if failure is not None:
+        print_error(str(failure))
+        code = failure.code
     raise typer.Exit(int(code))
+
+
+def unwritable(error: OSError) -> Failure:
+    """What an output that cannot be written comes to, a file or stdout."""
+    silence_stdout()
+    return Failure(
+        ExitCode.CANNOT_WRITE, f"{error.filename or 'stdout'} cannot be written ({error.strerror or error})"
+    )
 
 
 def write_json(document: dict[str, Any], target: Path) -> None:

@@ -25,6 +25,7 @@ from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
 from tconv_swap.measurement.stages import LayerCall, Stage, layer_variant
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import Facts
 from tconv_swap.request import Progress, Result
 from tconv_swap.surgery import plan_swap, swap_layers
@@ -74,7 +75,9 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
             progress(f"measuring {layer.name}", done, len(layers))
             try:
                 explained.append(_measure(layer, request, timing, verification))
-            except torch.OutOfMemoryError as error:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 notes.append(f"{layer.name} not measured: {first_line(error)}")
             if request.device.type == "cuda":
                 # A layer's buffers are gigabytes, and no two layers want the same sizes.

@@ -31,7 +31,7 @@ from tconv_swap.measurement.bench import benchmark
 from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.roof import Ceilings
-from tconv_swap.memory import free_bytes
+from tconv_swap.memory import free_bytes, is_out_of_memory
 from tconv_swap.report import Facts
 from tconv_swap.request import Explained, Progress, Request, RequestError, Result
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
@@ -165,7 +165,7 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
             if place != places[-1]:
                 notes.append(f"run once on the CPU, since without numbers it raises {first_line(error)}")
                 continue
-            if isinstance(error, RequestError):
+            if isinstance(error, RequestError) or is_out_of_memory(error):
                 raise
             raise RequestError(f"the network does not run ({first_line(error)})") from error
         break

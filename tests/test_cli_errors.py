@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 from pathlib import Path
@@ -15,7 +16,8 @@ from cli_cases import command, environment, files, generator, run, saved_generat
 import tconv_swap
 from tconv_swap import options, workflow
 from tconv_swap.cli import ExitCode
-from tconv_swap.verification import Check, VerifyReport
+from tconv_swap.report import written
+from tconv_swap.verification import Check, VerifyReport, runs
 
 
 @pytest.fixture
@@ -37,6 +39,8 @@ class TestUsage:
         [
             ("--input-shape", "1,a,2"),
             ("--input-shape", "0,4,1,1"),
+            ("--input-shape", "99999999999999999999,4,1,1"),
+            ("--input-shape", "9223372036854775807,4,1,1"),
             ("--dtype", "float3"),
             ("--dtype", "int64"),
             ("--dtype", "float8_e4m3fn"),
@@ -111,6 +115,25 @@ class TestUnexpected:
         assert result.exit_code == ExitCode.USAGE
         assert "--input-shape" in result.stderr
 
+    @pytest.mark.parametrize("command", ["swap", "explain"])
+    def test_out_of_cpu_memory_is_the_same(self, model: Path, command: str) -> None:
+        result = run(command, model, "--device", "cpu", "--input-shape", "10000000,4,100000,1000")
+        assert result.exit_code == ExitCode.USAGE
+        assert "not enough memory (RuntimeError: " in result.stderr
+        assert "a smaller --input-shape" in result.stderr
+
+    def test_an_original_without_memory_is_no_mismatch(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            torch.empty(2**60, dtype=torch.int8)
+
+        monkeypatch.setattr(runs.Runner, "run", fail)
+        result = swap(model, "-q", "--out", "fast.pt")
+        assert result.exit_code == ExitCode.USAGE
+        assert "not enough memory (RuntimeError: " in result.stderr
+        assert files() == ["model.pt"]
+
     @pytest.mark.usefixtures("quick")
     def test_ctrl_c(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupt(*_: Any, **__: Any) -> None:
@@ -120,6 +143,55 @@ class TestUnexpected:
         result = swap(model, "-q", "--out", "fast.pt")
         assert result.exit_code == ExitCode.INTERRUPTED
         assert files() == ["model.pt"]
+
+
+@pytest.mark.usefixtures("quick")
+class TestInterruptedWhileWriting:
+    def test_what_was_written_is_named(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: Any, **__: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(written, "render", interrupt)
+        result = swap(model, "--out", "fast.pt", "--json", "r.json", "--report", "r.md")
+        assert result.exit_code == ExitCode.INTERRUPTED
+        assert result.stderr.endswith("interrupted; written before that: fast.pt, r.json\n")
+        assert files() == ["fast.pt", "model.pt", "r.json"]
+
+    def test_a_file_takes_its_place_and_is_named_or_does_neither(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        replace = os.replace
+
+        def interrupted(*paths: Path) -> None:
+            signal.raise_signal(signal.SIGINT)
+            replace(*paths)
+
+        monkeypatch.setattr(os, "replace", interrupted)
+        result = swap(model, "--out", "fast.pt")
+        assert result.exit_code == ExitCode.INTERRUPTED
+        assert result.stderr.endswith("interrupted; written before that: fast.pt\n")
+        assert files() == ["fast.pt", "model.pt"]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+    def test_outside_of_any_work(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupt(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("tconv_swap.commands.doctor.diagnose", interrupt)
+        result = run("doctor")
+        assert result.exit_code == ExitCode.INTERRUPTED
+        assert result.stderr == "tconv-swap: error: interrupted, nothing was written\n"
+
+    def test_an_error_in_the_report_is_no_mismatch(
+        self, model: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(*_: Any, **__: Any) -> None:
+            raise ZeroDivisionError("in the charts")
+
+        monkeypatch.setattr(written, "render", fail)
+        result = swap(model, "-q", "--report", "r.md")
+        assert result.exit_code == ExitCode.INTERNAL
+        assert result.stderr.startswith("tconv-swap: error: ZeroDivisionError: in the charts (an error in")
 
 
 class TestRealEntryPoint:
@@ -177,3 +249,32 @@ class TestRealEntryPoint:
         assert "Traceback" not in done.stderr
         assert "Exception" not in done.stderr
         assert Path("fast.pt").exists()
+
+    def test_names_that_the_encoding_lacks_are_escaped(self, model: Path) -> None:
+        os.rename(model, "модель.pt")
+        arguments = command("модель.pt", "--out", "fast.pt", "--no-benchmark", "--device", "cpu")
+        done = subprocess.run(
+            arguments, env=environment() | {"PYTHONIOENCODING": "latin-1"}, capture_output=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert b"\\u043c\\u043e\\u0434" in done.stdout
+        assert b"Traceback" not in done.stderr
+
+    @pytest.mark.parametrize("closed", [">&-", "> /dev/full"])
+    @pytest.mark.parametrize(
+        "words", [("model.pt", "--dry-run"), ("--help",), ("--version",), ("bench", "--list")]
+    )
+    def test_a_stdout_that_takes_nothing(self, model: Path, closed: str, words: tuple[str, ...]) -> None:
+        script = f"{shlex.join(command(*words))} {closed}"
+        done = subprocess.run(
+            ["sh", "-c", script], env=environment(), stderr=subprocess.PIPE, text=True, check=False
+        )
+        assert done.returncode == ExitCode.CANNOT_WRITE
+        assert "tconv-swap: error: stdout cannot be written (" in done.stderr
+        assert "Traceback" not in done.stderr
+        assert "Exception" not in done.stderr
+
+    def test_no_stderr(self, model: Path) -> None:
+        script = f"{shlex.join(command('nothing.pt'))} 2>&-"
+        done = subprocess.run(["sh", "-c", script], env=environment(), stdout=subprocess.PIPE, check=False)
+        assert done.returncode == ExitCode.CANNOT_LOAD

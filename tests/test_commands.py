@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ class TestBench:
             (("--only", "nothing"), "no such layer: nothing; the suite has kb57"),
             (("--dtype", "int8"), "expected one of tf32, fp16, bf16, fp32"),
             (("--device", "meta"), "only cpu and cuda"),
+            (("--backend", "cudnn"), "expected one of auto, kernel"),
             (("--report", "r.pdf"), "ends in .md or .html"),
         ],
     )
@@ -123,6 +125,19 @@ class TestBench:
         result = run("bench", *options)
         assert result.exit_code == 2
         assert words in result.stderr
+
+    @pytest.mark.parametrize("option", ["--report", "--json"])
+    def test_what_cannot_be_written_is_refused_before_any_work(
+        self, option: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("tconv_swap.commands.bench.run_suite", None)
+        result = run("bench", "--only", "dcgan1", option, "/nowhere/b.html")
+        assert result.exit_code == 2
+        assert f"{option}: /nowhere/b.html cannot be written: /nowhere is not a directory" in result.stderr
+
+    def test_a_pipe_may_be_written_to(self) -> None:
+        with process("bench", "--only", "nothing", "--json", "/dev/stdout") as running:
+            assert json.loads(running.communicate(timeout=60)[0])["outcome"] == "error"
 
     def test_interrupted_it_leaves_nothing_half_written_and_exits_130(self, tmp_path: Path) -> None:
         target = tmp_path / "r.json"
@@ -194,6 +209,36 @@ class TestExplain:
     def test_a_file_that_is_none(self, model: Path) -> None:
         model.write_bytes(b"no network")
         assert run("explain", model).exit_code == 3
+
+
+class TestFailuresAreDocuments:
+    @pytest.mark.parametrize(
+        ("command", "code", "words"),
+        [
+            ("explain nothing.pt", 3, "no such file"),
+            ("explain model.pt --arch sm_10", 2, "expected one of sm_75"),
+            ("bench --only nope", 2, "no such layer: nope"),
+            ("bench --only nope --report r.txt", 2, "ends in .md or .html"),
+            ("model.pt --report r.txt", 2, "ends in .md or .html"),
+            ("tune nothing.pt", 3, "no such file"),
+        ],
+    )
+    @pytest.mark.parametrize("target", ["-", "r.json"])
+    def test_in_the_json(self, model: Path, command: str, code: int, words: str, target: str) -> None:
+        result = run(*command.split(), "--json", target)
+        assert result.exit_code == code
+        found = json.loads(result.stdout if target == "-" else Path(target).read_text())
+        assert (found["outcome"], found["exit_code"]) == ("error", code)
+        assert words in found["error"]
+        assert words in result.stderr
+
+    @pytest.mark.parametrize("target", ["model.pt", "fast.pt", "a.md", "nowhere/r.json"])
+    def test_but_not_where_something_else_belongs(self, model: Path, target: str) -> None:
+        before = model.read_bytes()
+        others = ("--out", "fast.pt", "--report", "a.md", "--report", "r.txt")
+        assert run(model, *others, "--json", target).exit_code == 2
+        assert [path.name for path in Path().iterdir()] == ["model.pt"]
+        assert model.read_bytes() == before
 
 
 class TestDoctor:
@@ -281,6 +326,44 @@ class TestCache:
         result = run("cache", "clear")
         assert result.exit_code == 5
         assert "kernels was not removed (Permission denied)" in result.stdout
+
+
+class TestUnusableCache:
+    @pytest.fixture
+    def blocked(self, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        own_cache.touch()
+        (tmp_path / "temporary").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+        return own_cache
+
+    def test_doctor_and_cache_say_what_that_costs(self, blocked: Path) -> None:
+        (finding,) = [finding for finding in diagnosis.diagnose() if finding.name == "cache"]
+        assert finding.verdict == "note"
+        shown = run("cache")
+        assert shown.exit_code == 0
+        for text in (finding.text, shown.stdout):
+            assert f"{blocked} cannot be used (it is no directory)" in text
+            assert "every process compiles its kernels again" in text
+            assert "what `tune` finds out is lost" in text
+
+    def test_there_is_nothing_to_clear(self, blocked: Path) -> None:
+        result = run("cache", "clear")
+        assert result.exit_code == 5
+        assert result.stdout == ""
+        assert f"nothing was removed: {blocked} cannot be used" in result.stderr
+
+    def test_what_takes_its_place_goes_with_the_process(self, blocked: Path, tmp_path: Path) -> None:
+        code = (
+            "import os; from tconv_swap.cuda.cache import cache_directory as c; (c() / 'kernels').mkdir()\n"
+            "if os.fork() == 0: raise SystemExit\n"
+            "os.wait(); assert (c() / 'kernels').is_dir(); print(c())"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+        )
+        assert Path(done.stdout.strip()).parent == tmp_path / "temporary"
+        assert list((tmp_path / "temporary").iterdir()) == []
 
 
 class TestWords:

@@ -1,4 +1,4 @@
-"""How much memory is free, asked of a GPU that is named with its number or without."""
+"""How much memory is free, asked of a GPU that is named with its number or without; and what says that none is."""
 
 from __future__ import annotations
 
@@ -28,3 +28,14 @@ def test_what_a_process_may_still_take_of_a_gpu(
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", allowed)
     assert memory.free_bytes(torch.device(name)) == free * MIB
+
+
+def test_what_says_that_memory_ran_out() -> None:
+    with pytest.raises(RuntimeError) as raised:
+        torch.empty(2**60, dtype=torch.int8)
+    assert memory.is_out_of_memory(raised.value)
+    windows = "DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."
+    for error in (torch.OutOfMemoryError("CUDA"), MemoryError(), RuntimeError(windows)):
+        assert memory.is_out_of_memory(error)
+    for other in (RuntimeError("shapes do not fit"), ValueError(windows)):
+        assert not memory.is_out_of_memory(other)

@@ -268,6 +268,28 @@ def test_layer_timings_keep_their_digits_beside_a_long_name() -> None:
     assert "128x2048x128x256bfloat16channels_last,3calls" in label
 
 
+@pytest.mark.parametrize("width", [40, 50, 60, 71])
+def test_nothing_is_cut_on_a_narrow_terminal(width: int) -> None:
+    def narrow(verbose: bool) -> list[str]:
+        stream = io.StringIO()
+        print_report(Console(file=stream, width=width), **full_case(), verbose=verbose)
+        return stream.getvalue().partition("Load it")[0].splitlines()
+
+    lines = narrow(False)
+    assert max(map(len, lines)) <= width
+    for words in (["up.1"], ["512->256", "k4", "s2", "p1"], ["whole", "network"]):
+        assert words in [line.split() for line in lines]
+    rows = [line.split()[:5] for line in lines]
+    assert ["forward", "0.0800", "0.0510", "1.57x", "faster"] in rows
+    assert ["error", "8.0e-05", "7.5e-05", "12%", "of"] in rows
+    assert any("halo tile" in line for line in lines) == (width >= 50)
+    for verbose in (False, True):
+        assert "…" not in "".join(narrow(verbose))
+    assert ["up.1", "forward", "0.0800", "+-1%", "0.0510", "+-1%", "1.57x", "faster"] in [
+        line.split() for line in narrow(True)
+    ]
+
+
 def test_a_busy_machine_is_noticed() -> None:
     assert "unsteady" not in render(PLAN, verified(), timed())
     rows = [Comparison("network", "forward", steady(1.0, spread), steady(1.0)) for spread in (0.4, 0.6)]

@@ -11,12 +11,12 @@ from tconv_swap import options, workflow
 from tconv_swap.cuda.choice import check_backend
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import load_suite
-from tconv_swap.outcome import ExitCode, Failure, Output, attempt, check_targets, finish
+from tconv_swap.outcome import Output, attempt, check_targets, finish, leave
 from tconv_swap.request import Progress, RequestError, Result
 from tconv_swap.suite_run import SuiteRequest, run_suite
 
 EPILOG = """Exit codes: 0 = every layer was verified; 1 = a mismatch; 2 = wrong usage; 70 = an error in tconv-swap
-itself; 130 = interrupted, nothing was written."""
+itself; 130 = interrupted, nothing was written but what the message names."""
 
 
 def bench(
@@ -55,14 +55,14 @@ def bench(
     """
     suite = load_suite()
     if show:
-        for layer in suite.layers:
-            typer.echo(f"{layer.name:16} {layer}  ({layer.network})")
-        raise typer.Exit
+        lines = [f"{layer.name:16} {layer}  ({layer.network})" for layer in suite.layers]
+        leave(lambda: typer.echo("\n".join(lines)))
     wanted = device and options.parsed("--device", torch.device, device)
+    ours = None if backend is None else options.parsed("--backend", check_backend, backend)
     output = Output(json_target, tuple(reports or ()), verbose, quiet)
+    check_targets(output)
 
     def work(progress: Progress) -> Result:
-        check_targets(output, ())
         where = workflow.device_of(wanted or None)
         chosen = mode or ("tf32" if where.type == "cuda" else "fp32")
         if chosen not in MODES:
@@ -79,13 +79,10 @@ def bench(
             where,
             backward=not no_backward,
             verify=not no_verify,
-            backend=None if backend is None else options.parsed("--backend", check_backend, backend),
+            backend=ours,
             budget_s=seconds,
             iters=iters,
         )
         return run_suite(request, progress)
 
-    outcome = attempt(work, quiet=quiet)
-    if isinstance(outcome, Failure) and outcome.code == ExitCode.USAGE:
-        output = Output(quiet=quiet)  # a target may be what is wrong
-    finish(outcome, output)
+    finish(attempt(work, quiet=quiet), output)

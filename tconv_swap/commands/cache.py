@@ -6,8 +6,9 @@ from typing import Annotated
 
 import typer
 
-from tconv_swap.cuda.cache import CacheUse, cache_use, clear_cache
-from tconv_swap.outcome import ExitCode, leave
+from tconv_swap.cuda.cache import CacheUse, cache_problem, cache_use, clear_cache
+from tconv_swap.files.fileformat import printable
+from tconv_swap.outcome import ExitCode, Failure, Output, finish, leave
 
 app = typer.Typer(
     help="Show or clear what is kept between runs: compiled kernels, the launcher, what `tune` found out.",
@@ -20,7 +21,7 @@ app = typer.Typer(
 def show(context: typer.Context) -> None:
     """Show where the cache is and how large. `tconv-swap cache clear` empties it."""
     if context.invoked_subcommand is None:
-        leave(lambda: typer.echo(str(cache_use())))
+        leave(lambda: typer.echo(printable(cache_problem() or cache_use())))
 
 
 @app.command("clear")
@@ -34,6 +35,8 @@ def clear(
 
     What is needed again is compiled again, at the first call of each layer: 0.2 to 1.5 seconds a kernel.
     """
+    if problem := cache_problem():
+        finish(Failure(ExitCode.CANNOT_WRITE, f"nothing was removed: {problem}"), Output())
     before = cache_use()
     failed = clear_cache(tuned=not kernels)
     after = cache_use()

@@ -8,10 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from tconv_swap import options, workflow
-from tconv_swap.console import print_error
 from tconv_swap.explanation import DEVICES
 from tconv_swap.files.fileformat import printable
-from tconv_swap.outcome import ExitCode, Failure, Output, attempt, check_targets, leave, write_json
+from tconv_swap.outcome import ExitCode, Failure, Output, attempt, check_targets, finish, leave, write_json
 from tconv_swap.request import Explained, Progress, RequestError
 
 EPILOG = """Exit codes: 0 = explained; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
@@ -69,16 +68,17 @@ def explain(
         unsafe_pickle=unsafe_pickle,
     )
 
+    output = Output(json_target)
+    check_targets(output, (model, inputs))
+
     def work(progress: Progress) -> Explained:
-        check_targets(Output(json_target), (model, inputs))
         if architecture is not None and architecture not in DEVICES:
             raise RequestError(f"--arch {architecture}: expected one of {', '.join(DEVICES)}")
         return workflow.explain_request(request, architecture, progress)
 
     outcome = attempt(work, quiet=False)
     if isinstance(outcome, Failure):
-        print_error(str(outcome))
-        raise typer.Exit(int(outcome.code))
+        finish(outcome, output)
     code = ExitCode.VERIFIED if outcome.plan.swapped else ExitCode.NOTHING_TO_SWAP
     leave(lambda: _write(outcome, json_target), code)
 

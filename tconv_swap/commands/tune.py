@@ -67,10 +67,7 @@ def tune(
     )
     request = replace(request, seed=seed)
     output = Output(json_target, quiet=quiet)
-    refused = attempt(lambda _: check_targets(output, (model, inputs)), quiet=True)
-    if isinstance(refused, Failure):
-        # Without the target: it may well be the network itself.
-        finish(refused, Output(quiet=quiet))
+    check_targets(output, (model, inputs))
     outcome = attempt(lambda progress: workflow.tune_layers(request, progress), quiet=quiet)
     if outcome is None:
         outcome = Failure(ExitCode.NOTHING_TO_SWAP, "nothing to swap, and so nothing to tune")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import shutil
@@ -22,24 +23,53 @@ TUNED = ("tuned",)
 @lru_cache(maxsize=1)
 def cache_directory() -> Path:
     """The writable cache directory: ``$TCONV_SWAP_CACHE``, else ``$XDG_CACHE_HOME/tconv_swap``, else
-    ``~/.cache/tconv_swap``. Where none can be written, one of this process's own, with a warning."""
-    candidates = []
+    ``~/.cache/tconv_swap``. Where none can be written, one of this process's own until it ends, with a warning."""
+    configured = _configured()
+    reason = _why_unusable(configured)
+    if not reason:
+        return configured
+    logger.warning(
+        "cannot keep compiled kernels in %s (%s); set %s", configured, reason, ENVIRONMENT_VARIABLE
+    )
+    directory = Path(tempfile.mkdtemp(prefix="tconv_swap-"))
+    atexit.register(_remove, directory, os.getpid())
+    return directory
+
+
+def cache_problem() -> str:
+    """Why nothing is kept between processes, in one line; empty where it is kept."""
+    configured = _configured()
+    reason = _why_unusable(configured)
+    return reason and (
+        f"{configured} cannot be used ({reason}): every process compiles its kernels again, and what `tune` finds "
+        f"out is lost; set {ENVIRONMENT_VARIABLE}"
+    )
+
+
+def _configured() -> Path:
     if os.environ.get(ENVIRONMENT_VARIABLE):
-        candidates.append(Path(os.environ[ENVIRONMENT_VARIABLE]))
-    elif os.environ.get("XDG_CACHE_HOME"):
-        candidates.append(Path(os.environ["XDG_CACHE_HOME"]) / "tconv_swap")
-    else:
-        candidates.append(Path(os.path.expanduser("~")) / ".cache" / "tconv_swap")
-    for candidate in candidates:
-        try:
-            candidate.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=candidate):
-                return candidate
-        except OSError as error:
-            logger.warning(
-                "cannot keep compiled kernels in %s (%s); set %s", candidate, error, ENVIRONMENT_VARIABLE
-            )
-    return Path(tempfile.mkdtemp(prefix="tconv_swap-"))
+        return Path(os.environ[ENVIRONMENT_VARIABLE])
+    if os.environ.get("XDG_CACHE_HOME"):
+        return Path(os.environ["XDG_CACHE_HOME"]) / "tconv_swap"
+    return Path(os.path.expanduser("~")) / ".cache" / "tconv_swap"
+
+
+def _why_unusable(directory: Path) -> str:
+    """Makes the directory where there is none."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return ""
+    except FileExistsError:
+        return "it is no directory"
+    except OSError as error:
+        return error.strerror or str(error)
+
+
+def _remove(directory: Path, owner: int) -> None:
+    # A forked process inherits what is to be done at exit, but not the directory.
+    if os.getpid() == owner:
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 def write_atomically(path: Path, content: bytes) -> None:

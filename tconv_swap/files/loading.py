@@ -23,7 +23,7 @@ from tconv_swap.files.legacy import readable_by_safe_loader
 from tconv_swap.files.trust import Allowed, UntrustedError, allowed_names, parse_trust, torch_allows
 from tconv_swap.files.usercode import build_network
 from tconv_swap.inputs import Inputs
-from tconv_swap.memory import CPU, LEAST_BYTES, free_bytes, within_free_memory
+from tconv_swap.memory import CPU, LEAST_BYTES, free_bytes, is_out_of_memory, within_free_memory
 
 __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model", "parse_trust"]
 
@@ -224,7 +224,8 @@ def _load(file: TorchFile, allowed: Allowed, unsafe: bool, map_location: Callabl
             return torch.load(source, map_location=map_location, weights_only=not unsafe)
     except Exception as error:  # a damaged pickle may fail in any way; so may the code of a trusted class
         reason = str(error)
-        if isinstance(error, MemoryError) or "can't allocate memory" in reason:
+        # The restricted unpickler's own class of error quotes the allocator's.
+        if is_out_of_memory(error) or "can't allocate memory" in reason:
             raise LoadError(
                 f"{printable(path)} cannot be loaded: it needs more memory than is free"
             ) from error

@@ -6,8 +6,10 @@ import contextlib
 import os
 import pickle
 import secrets
+import signal
 import stat
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
@@ -16,13 +18,21 @@ from torch import nn
 
 from tconv_swap.files.fileformat import first_line
 
+#: What this process has put in place, for the command line to say when it is interrupted.
+finished: list[Path] = []
+
 
 class SaveError(Exception):
     """The network was not written; the message is one line, and nothing was left behind."""
 
 
-def check_target(target: Path, source: Path) -> None:
+def check_target(target: Path, source: Path | None = None, *, text: bool = False) -> None:
     """Find out before any work is done that `target` could be written.
+
+    Args:
+        target: what is to be written.
+        source: what must not be written over.
+        text: it is for `save_text`, which writes to a pipe or a device too.
 
     Raises:
         SaveError: `target` is `source` (by another name, a symbolic or a hard link too), a directory or a
@@ -30,11 +40,13 @@ def check_target(target: Path, source: Path) -> None:
     """
     try:
         if target.exists():
-            if source.exists() and os.path.samefile(target, source):
+            if source is not None and source.exists() and os.path.samefile(target, source):
                 raise SaveError(f"{target} is the input itself: give --out another name")
             mode = target.stat().st_mode
             if stat.S_ISDIR(mode):
                 raise SaveError(f"{target} is a directory: give --out the name of a file")
+            if text and not stat.S_ISREG(mode) and os.access(target, os.W_OK):
+                return
             if not stat.S_ISREG(mode):
                 raise SaveError(f"{target} is not a regular file")
         directory = _destination(target).parent
@@ -79,7 +91,9 @@ def save_whole(
             check(temporary)
         if destination.exists():
             os.chmod(temporary, stat.S_IMODE(destination.stat().st_mode))
-        os.replace(temporary, destination)
+        with _interrupts_held():
+            os.replace(temporary, destination)
+            finished.append(target)
         _sync_directory(destination.parent)
     except OSError as error:
         raise SaveError(f"{target} cannot be written ({error.strerror or error})") from error
@@ -101,6 +115,23 @@ def save_text(text: str, target: Path) -> None:
         target.write_text(text, encoding="utf-8")
     else:
         save_whole(lambda stream: stream.write(text.encode()), target)
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Inside, Ctrl-C waits for the end: a file must not take its place without anybody knowing."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = []
+    signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if came:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _destination(target: Path) -> Path:

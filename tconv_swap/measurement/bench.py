@@ -41,6 +41,7 @@ from tconv_swap.measurement.timing import (
     speedup_interval,
     time_interleaved,
 )
+from tconv_swap.memory import is_out_of_memory
 
 logger = logging.getLogger("tconv_swap")
 
@@ -348,7 +349,7 @@ class _Run:
         except torch.AcceleratorError:  # the GPU has failed: nothing after it can be believed
             raise
         except Exception as error:
-            if side != "original" and not isinstance(error, torch.OutOfMemoryError):
+            if side != "original" and not is_out_of_memory(error):
                 raise
             self._note(f"{what} not timed: the {side} network raises {_reason(error)}")
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterable, Iterator
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeAlias
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     from tconv_swap.verification.report import VerifyReport
 
 WIDTH = 80
+#: Beside its numbers, which nothing may cut, a name has 14 columns then.
+LEAST_WIDTH = 72
 FAILURES_SHOWN = 10
+#: What a table says of one layer: lines on the left, and rows of cells.
+Block: TypeAlias = tuple[list[Text], list[list[Text]]]
 STYLES = {"faster": "green", "slower": "red", "noisy": "yellow", "same": ""}
 VERDICTS = {"verified": "bold green", "mismatch": "bold red", "not_verified": "yellow"}
 
@@ -69,13 +73,21 @@ def print_report(
 
 def print_summary(console: Console, summary: Summary, *, verbose: bool = False) -> None:
     """The same of a summary."""
-    sections: list[Iterable[RenderableType]] = [_heading(summary), _layers(summary), _left(summary)]
+    sections: list[Iterable[RenderableType]] = [
+        _heading(summary),
+        _layers(summary, console.width),
+        _left(summary),
+    ]
     if verbose:
         sections += [_errors(summary), _times(summary), _kernels(summary)]
     sections += [_failures(summary), _notes(summary)]
     with console.capture() as capture:
+        width = console.width
         for renderable in itertools.chain.from_iterable(sections):
+            # A narrow terminal wraps these tables itself: rich would cut names and numbers.
+            console.width = max(width, LEAST_WIDTH) if isinstance(renderable, _Whole) else width
             console.print(renderable)
+        console.width = width
         if summary.load_snippet:
             console.print(Text("Load it", style="bold"))
             for line in summary.load_snippet.strip().splitlines():
@@ -97,6 +109,14 @@ def _title(text: str, explanation: str = "") -> RenderableType:
 
 def _table(padding: tuple[int, ...] = (0, 1)) -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=padding, header_style="dim")  # type: ignore[arg-type]
+
+
+class _Whole(Padding):
+    """A table that is never narrower than LEAST_WIDTH."""
+
+
+def _whole(table: Table) -> RenderableType:
+    return _Whole(table, (0, 0, 1, 2))
 
 
 def _indented(renderable: RenderableType) -> RenderableType:
@@ -124,7 +144,7 @@ def _speedup(row: StageRow) -> Text:
     return Text(speedup_text(row), style=STYLES[row.verdict])
 
 
-def _layers(summary: Summary) -> Iterator[RenderableType]:
+def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
     """The one look: for every layer and the whole network what it took, what it takes, who computes it."""
     if not summary.layers:
         yield _title("Nothing to swap")
@@ -136,6 +156,26 @@ def _layers(summary: Summary) -> Iterator[RenderableType]:
     if summary.errors:
         explanation += f"; errors: relative, against {summary.reference.partition(':')[0].partition(',')[0]}"
     yield _title("Layers", explanation if summary.network or summary.errors else "")
+    blocks = [([_text(layer.name), *_described(layer)], _layer_cells(layer)) for layer in summary.layers]
+    whole = [_stage_cells(row) for row in summary.network]
+    whole += [_error_cells(row, _what(row)) for row in _network_errors(summary)]
+    blocks.append(([Text("whole network", style="bold")] if whole else [], whole))
+    if width < LEAST_WIDTH:
+        yield from _stacked(blocks, width, roof)
+    else:
+        yield _indented(_beside(blocks, roof))
+    remarks = [*summary.remarks]
+    if roof:
+        remarks.append(_roof_explained(summary))
+    elif summary.network and summary.no_roof:
+        remarks.append(f"{summary.no_roof[0].upper()}{summary.no_roof[1:]}.")
+    if remarks:
+        yield from (Padding(_text(remark), (0, 0, 0, 2)) for remark in remarks)
+        yield ""
+
+
+def _beside(blocks: list[Block], roof: bool) -> Table:
+    """Names on the left of their numbers."""
     table = _table(padding=(0, 1, 0, 0))
     table.add_column("", overflow="fold", ratio=1)
     table.add_column("", no_wrap=True)
@@ -145,21 +185,33 @@ def _layers(summary: Summary) -> Iterator[RenderableType]:
     table.add_column("run by", no_wrap=True)
     if roof:
         table.add_column("roof", justify="right", no_wrap=True)
-    for layer in summary.layers:
-        _add_rows(table, [_text(layer.name), *_described(layer)], _layer_cells(layer))
+    for labels, rows in blocks:
+        _add_rows(table, labels, rows)
         table.add_section()
-    whole = [_stage_cells(row) for row in summary.network]
-    whole += [_error_cells(row, _what(row)) for row in _network_errors(summary)]
-    _add_rows(table, [Text("whole network", style="bold")] if whole else [], whole)
-    yield _indented(table)
-    remarks = [*summary.remarks]
-    if roof:
-        remarks.append(_roof_explained(summary))
-    elif summary.network and summary.no_roof:
-        remarks.append(f"{summary.no_roof[0].upper()}{summary.no_roof[1:]}.")
-    if remarks:
-        yield from (Padding(_text(remark), (0, 0, 0, 2)) for remark in remarks)
-        yield ""
+    return table
+
+
+def _stacked(blocks: list[Block], width: int, roof: bool) -> Iterator[RenderableType]:
+    """Names above their numbers, and of the last two columns those that there is room for."""
+    head = [Text(word, style="dim") for word in ("", "PyTorch", "ours", "", "run by", "roof")]
+    rows = [head, *(row for _, block in blocks for row in block)]
+    sizes = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
+    room = [size for size in range(4, 6 + roof) if sum(sizes[:size]) + size + 1 <= width]
+
+    def line(row: list[Text]) -> Text:
+        cells = row[: max(room, default=4)]
+        for place, cell in enumerate(cells):
+            cell.align("right" if place in (1, 2, 5) else "left", sizes[place])
+        joined = Text(" ", no_wrap=True, overflow="ignore").join([Text(" "), *cells])
+        joined.rstrip()
+        return joined
+
+    yield line(head)
+    for labels, block in blocks:
+        yield from (Padding(label, (0, 0, 0, 2)) for label in labels)
+        yield from map(line, block)
+        if labels or block:
+            yield ""
 
 
 def _described(layer: LayerRow) -> list[Text]:
@@ -260,7 +312,7 @@ def _errors(summary: Summary) -> Iterator[RenderableType]:
             Text(error_text(row.swapped), style="green" if row.passed else "bold red"),
             error_text(row.limit),
         )
-    yield _indented(table)
+    yield _whole(table)
 
 
 def _times(summary: Summary) -> Iterator[RenderableType]:
@@ -279,7 +331,7 @@ def _times(summary: Summary) -> Iterator[RenderableType]:
             table.add_section()
             labels = [_text(layer.name), _text(layer.form, "dim")]
             _add_rows(table, labels, [_time_cells(row) for row in layer.stages])
-    yield _indented(table)
+    yield _whole(table)
 
 
 def _time_cells(row: StageRow) -> list[Text]:

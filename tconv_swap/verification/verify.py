@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import Inputs, model_dtype
+from tconv_swap.memory import is_out_of_memory
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.layer_call import layer_roundoff
@@ -193,6 +194,8 @@ class _Verification:
             try:
                 outcome = self.runner.run(self.original, name, how)
             except Exception as error:  # a foreign forward may raise anything
+                if is_out_of_memory(error):
+                    raise  # says nothing of the network
                 reason = reason or _reason(error)
                 last = _reason(error)
                 continue
