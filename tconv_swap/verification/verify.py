@@ -93,6 +93,7 @@ def verify(
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
+        Exception: that memory ran out, as whatever raised it says.
         ValueError: an unknown mode or reference, no mode at all, or a tolerance that is negative or NaN.
     """
     if not modes or (unknown := [mode for mode in modes if mode not in ("eval", "train")]):
@@ -272,6 +273,8 @@ class _Verification:
             outcome = self.runner.run(self.swapped, mode, standard.how)
             others = self._other_ways(standard)
         except Exception as error:  # whatever a broken layer raises
+            if is_out_of_memory(error):
+                raise
             report.failures.append(
                 f"{mode}: the swapped network raises {_reason(error)}; the original does not"
             )
@@ -312,6 +315,8 @@ class _Verification:
             try:
                 original = self.runner.run(self.original, standard.mode, how)
             except Exception as error:  # such as a forward that takes gradients itself
+                if is_out_of_memory(error):
+                    raise
                 _log.debug("verify: the original does not run %s: %s", way, _reason(error))
                 continue
             exact = standard.truth
