@@ -185,10 +185,13 @@ class LayerChecks:
                 for _, check in self._found
             )
             call.described = f"{way}, {call.described}"
-            if not known and not (
-                isinstance(output, Tensor) and torch.equal(output, call.differentiable_output())
-            ):
-                self._guarded(call, lambda: self._compare_output(call, output))
+
+            def compare_what_differs() -> None:
+                if not isinstance(output, Tensor) or not torch.equal(output, call.differentiable_output()):
+                    self._compare_output(call, output)
+
+            if not known:
+                self._guarded(call, compare_what_differs)
 
         return hook
 
