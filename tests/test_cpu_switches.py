@@ -43,7 +43,8 @@ def test_a_switch_for_matrix_products_leaves_convolutions_exact(name: str) -> No
     for precision in ("highest", "medium", "highest"):
         torch.set_float32_matmul_precision(precision)
         for found, truth in zip(results(torch.float32), exact, strict=True):
-            assert float((found - truth).detach().norm() / truth.detach().norm()) < 1e-6
+            # A gradient of the weight sums 32,768 products: 1e-6 off in float32, and 2e-3 of bfloat16's.
+            assert float((found - truth).detach().norm() / truth.detach().norm()) < 1e-5
         geometry = check_geometry(x_shape, w_shape, None, (stride,) * 2, (padding,) * 2, (0, 0), 1, (1, 1))
         chosen.append(plan_cpu.choose(geometry, torch.float32, torch.contiguous_format))
     assert chosen[0] == chosen[2] != "plain" == chosen[1]

@@ -13,6 +13,7 @@ from pretended_gpu import ARGUMENTS, CHANNELS_LAST, GEOMETRY, GPU, NCHW, pretend
 from torch import Tensor
 
 import tconv_swap
+from tconv_swap import graph
 from tconv_swap.cuda import call, graph_calls, measured, node, route
 from tconv_swap.measurement.modes import MODES
 
@@ -244,6 +245,20 @@ def test_what_is_forgotten_during_a_call_is_not_answered_by_it(
     gpu.asked.clear()
     check_output(gpu, x, w, b)
     assert gpu.asked == ["output"]
+
+
+def test_the_whole_op_is_called_with_all_of_the_geometry() -> None:
+    """Each number another, so that none can stand in the place of another."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
+    x, w = torch.randn(2, 4, 5, 6, requires_grad=True), torch.randn(4, 3, 3, 2, requires_grad=True)
+    arguments: tuple[Any, ...] = ((3, 4), (2, 1), (1, 2), 2, (2, 5))
+    expected = F.conv_transpose2d(x, w, None, *arguments)
+    output = torch.ops.tconv_swap.conv_transpose2d_output.default
+    with torch.enable_grad():
+        y = output.redispatch(keys, x, w, None, graph.as_list(arguments), "auto")
+    torch.testing.assert_close(y, expected)
+    (found,), (wanted,) = (torch.autograd.grad(one.square().sum(), w) for one in (y, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("how", ["forgotten", "too many"])

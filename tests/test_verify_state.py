@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from typing import Literal
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -60,14 +62,17 @@ def test_what_a_forward_updates_excuses_nothing() -> None:
     assert not tconv_swap.verify(original, swapped, X).passed
 
 
-def test_a_frozen_network_is_verified_frozen_and_stays_so() -> None:
+@pytest.mark.parametrize("modes", [("train", "eval"), ("eval", "train")], ids=" then ".join)
+def test_a_frozen_network_is_verified_frozen_and_stays_so(
+    modes: tuple[Literal["eval", "train"], Literal["eval", "train"]],
+) -> None:
     original = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ConvTranspose2d(8, 3, 4, 2, 1)).eval()
     swapped = tconv_swap.freeze(tconv_swap.swap_layers(original, inplace=False))
     seen: list[tuple[bool, bool, bool]] = []
     swapped[1].register_forward_hook(
         lambda layer, *_: seen.append((layer.training, torch.is_grad_enabled(), layer.is_frozen()))
     )
-    assert tconv_swap.verify(original, swapped, X, modes=("train", "eval")).passed
+    assert tconv_swap.verify(original, swapped, X, modes=modes).passed
     assert swapped[1].is_frozen()
     assert (False, False, True) in seen  # as it is served
     assert not any(frozen for training, _, frozen in seen if training)
