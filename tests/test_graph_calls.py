@@ -58,6 +58,15 @@ def check_gradients(
         torch.testing.assert_close(ours.float(), theirs, rtol=1e-2, atol=1e-1)
 
 
+@pytest.mark.parametrize("name", ["conv_transpose2d_output", "conv_transpose2d_gradients"])
+def test_no_kernel_of_pythons_is_on_the_way(name: str) -> None:
+    assert node._library() is not None
+    lines = torch._C._dispatch_dump_table(f"tconv_swap::{name}").splitlines()
+    for key in ("AutogradCUDA", "CUDA"):
+        (line,) = (line for line in lines if line.startswith(f"{key}:"))
+        assert "node.cpp" in line
+
+
 @pytest.mark.parametrize("backend", ["auto", "kernel"])
 @pytest.mark.parametrize("form", [NCHW, CHANNELS_LAST])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

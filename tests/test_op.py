@@ -138,15 +138,6 @@ def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(gradients, exact)
 
 
-@pytest.mark.parametrize("name", ["conv_transpose2d_output", "conv_transpose2d_gradients"])
-def test_no_kernel_of_autograd_is_on_the_way_of_a_graphs_op(name: str) -> None:
-    lines = torch._C._dispatch_dump_table(f"tconv_swap::{name}").splitlines()
-    for key in ("AutogradCPU", "AutogradCUDA"):
-        (line,) = (line for line in lines if line.startswith(f"{key}:"))
-        assert "fallthrough" in line
-        assert "graph.py" in line
-
-
 def test_results_lie_as_fake_tensors_promise_whatever_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operator gives out NCHW where it does not go by cuDNN, whatever the input's format."""
     forward, backward = eager.DIRECT["cpu"]
