@@ -17,8 +17,8 @@ import tconv_swap
 from benchmarks.networks import NETWORKS, Network
 from tconv_swap.explanation import explain
 from tconv_swap.inputs import Inputs
-from tconv_swap.measurement.bench import BenchmarkReport, Comparison, benchmark, cudnn_benchmark
-from tconv_swap.measurement.modes import LAYOUTS, MODES
+from tconv_swap.measurement.bench import BenchmarkReport, Comparison, benchmark
+from tconv_swap.measurement.modes import LAYOUTS, MODES, cudnn_benchmark
 from tconv_swap.measurement.stages import (
     Stage,
     autocast_of,

@@ -18,10 +18,10 @@ from tconv_swap.cuda.choice import Backend
 from tconv_swap.explanation import Explanation, LayerExplanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
-from tconv_swap.measurement.bench import BenchmarkReport, LayerComparison, cudnn_benchmark
+from tconv_swap.measurement.bench import BenchmarkReport, LayerComparison
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
-from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
+from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode, cudnn_benchmark
 from tconv_swap.measurement.stages import LayerCall, Stage, layer_variant
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import time_interleaved

@@ -1,56 +1,23 @@
-"""The commands beside `swap`: bench, explain, doctor, cache; completion, and answers to misspelt words."""
+"""The commands beside `swap`: bench, explain; failures as documents; completion, and answers to misspelt words."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
+from cli_cases import process, run
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 import tconv_swap
-from tconv_swap import diagnosis, op, workflow
-from tconv_swap.cli import app
-from tconv_swap.cuda import cache as cache_module
-from tconv_swap.cuda.cache import cache_directory
+from tconv_swap import op, workflow
 from tconv_swap.measurement.suite import load_suite
 from tconv_swap.report import json_schema
-
-REPOSITORY = Path(tconv_swap.__file__).parents[1]
-
-
-def run(*arguments: object) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
-
-def process(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "tconv_swap", *arguments],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        # Whoever started the tests in the background had SIGINT ignored, which children inherit.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-@pytest.fixture
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
-    cache_directory.cache_clear()
-    yield tmp_path / "cache"  # type: ignore[misc]
-    cache_directory.cache_clear()
 
 
 @pytest.fixture
@@ -239,131 +206,6 @@ class TestFailuresAreDocuments:
         assert run(model, *others, "--json", target).exit_code == 2
         assert [path.name for path in Path().iterdir()] == ["model.pt"]
         assert model.read_bytes() == before
-
-
-class TestDoctor:
-    def test_ten_lines_of_80_columns(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.delenv("COLUMNS", raising=False)
-        result = run("doctor")
-        assert result.exit_code == 0, result.output
-        lines = result.stdout.splitlines()
-        assert max(map(len, lines)) <= 80
-        names = [line.split()[0] for line in lines if not line.startswith(" ")]
-        assert names == [
-            "tconv-swap",
-            "torch",
-            "CUDA",
-            "GPU",
-            "NVRTC",
-            "compiler",
-            "cache",
-            "charts",
-            "PyTorch's",
-            "verdict",
-        ]
-        assert torch.__version__ in result.stdout
-        assert str(cache_directory())[:20] in result.stdout
-
-    def test_as_json(self) -> None:
-        findings = json.loads(run("doctor", "--json", "-").stdout)["findings"]
-        assert len(findings) == 10
-        assert {finding["verdict"] for finding in findings} <= {"ok", "note", "missing"}
-
-    def test_what_is_missing_has_an_exit_code(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def broken() -> diagnosis.Finding:
-            raise OSError("the driver is broken\nmore")
-
-        monkeypatch.setattr(diagnosis, "_gpu", broken)
-        result = run("doctor")
-        assert result.exit_code == 1
-        flat = " ".join(result.stdout.split())
-        assert "GPU NO looking at it raises OSError: the driver is broken" in flat
-        assert "verdict NO the kernels cannot run here: see GPU" in flat
-
-    def test_no_compiler(self, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CXX", "no-such-compiler")
-        (finding,) = [finding for finding in diagnosis.diagnose() if finding.name == "compiler"]
-        assert "no-such-compiler not found: apt-get install g++, or set CXX" in finding.text
-
-    @pytest.mark.gpu
-    def test_on_a_gpu(self) -> None:
-        result = run("doctor")
-        assert result.exit_code == 0, result.output
-        assert torch.cuda.get_device_name() in " ".join(result.stdout.split())
-        assert "the kernels run here" in result.stdout
-
-
-class TestCache:
-    @pytest.fixture
-    def filled(self, own_cache: Path) -> Path:
-        for name in ("kernels/a.cubin", "host/torch-2/launch.so", "tuned/h200.json", "somebody/else.txt"):
-            (own_cache / name).parent.mkdir(parents=True, exist_ok=True)
-            (own_cache / name).write_bytes(b"x" * 2**20)
-        return own_cache
-
-    def test_its_size(self, filled: Path) -> None:
-        result = run("cache")
-        assert result.exit_code == 0
-        assert result.stdout.strip() == f"{filled}: 3 files, 3.0 MiB"
-
-    def test_clear(self, filled: Path) -> None:
-        result = run("cache", "clear")
-        assert result.exit_code == 0
-        assert result.stdout.strip() == f"removed: 3 files, 3.0 MiB from {filled}"
-        left = [path.name for path in filled.rglob("*") if path.is_file()]
-        assert left == ["else.txt"], "what is not ours stays"
-        assert "0 files" in run("cache").stdout
-
-    def test_what_was_tuned_may_stay(self, filled: Path) -> None:
-        assert "removed: 2 files" in run("cache", "clear", "--kernels").stdout
-        assert (filled / "tuned/h200.json").exists()
-
-    def test_what_cannot_be_removed_is_said(self, filled: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        def refuse(path: Path) -> None:
-            raise PermissionError(13, "Permission denied", str(path))
-
-        monkeypatch.setattr(cache_module.shutil, "rmtree", refuse)
-        result = run("cache", "clear")
-        assert result.exit_code == 5
-        assert "kernels was not removed (Permission denied)" in result.stdout
-
-
-class TestUnusableCache:
-    @pytest.fixture
-    def blocked(self, own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-        own_cache.touch()
-        (tmp_path / "temporary").mkdir()
-        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-        return own_cache
-
-    def test_doctor_and_cache_say_what_that_costs(self, blocked: Path) -> None:
-        (finding,) = [finding for finding in diagnosis.diagnose() if finding.name == "cache"]
-        assert finding.verdict == "note"
-        shown = run("cache")
-        assert shown.exit_code == 0
-        for text in (finding.text, shown.stdout):
-            assert f"{blocked} cannot be used (it is no directory)" in text
-            assert "every process compiles its kernels again" in text
-            assert "what `tune` finds out is lost" in text
-
-    def test_there_is_nothing_to_clear(self, blocked: Path) -> None:
-        result = run("cache", "clear")
-        assert result.exit_code == 5
-        assert result.stdout == ""
-        assert f"nothing was removed: {blocked} cannot be used" in result.stderr
-
-    def test_what_takes_its_place_goes_with_the_process(self, blocked: Path, tmp_path: Path) -> None:
-        code = (
-            "import os; from tconv_swap.cuda.cache import cache_directory as c; (c() / 'kernels').mkdir()\n"
-            "if os.fork() == 0: raise SystemExit\n"
-            "os.wait(); assert (c() / 'kernels').is_dir(); print(c())"
-        )
-        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TMPDIR": str(tmp_path / "temporary")}
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-        )
-        assert Path(done.stdout.strip()).parent == tmp_path / "temporary"
-        assert list((tmp_path / "temporary").iterdir()) == []
 
 
 class TestWords:

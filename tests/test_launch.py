@@ -28,6 +28,16 @@ def test_the_host_part_builds_once_and_is_kept(own_cache: Path, caplog: pytest.L
     assert sorted(path.name for path in first.parent.iterdir()) == ["launch.so", "lock"]
 
 
+def test_another_header_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "csrc_directory", lambda: own_cache)
+    (own_cache / "node.cpp").write_text('#include "routes.h"')
+    paths = set()
+    for text in ("", "// changed"):
+        (own_cache / "routes.h").write_text(text)
+        paths.add(launch.library_path("node.cpp"))
+    assert len(paths) == 2
+
+
 def test_a_missing_compiler_is_named(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(launch.BuildError, match=r"no-such-compiler.*install g\+\+"):

@@ -59,12 +59,19 @@ def relaunch_address() -> int | None:
 def library_path(source: str = "launch.cpp") -> Path:
     """Where the shared library of a file of csrc/ for this torch is, or will be."""
     path = csrc_directory() / source
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-    return cache_directory() / "host" / f"torch-{torch.__version__}-{digest}" / f"{path.stem}.so"
+    digest = hashlib.sha256()
+    for read in (path, *sorted(path.parent.glob("*.h"))):
+        digest.update(read.read_bytes())
+    return (
+        cache_directory()
+        / "host"
+        / f"torch-{torch.__version__}-{digest.hexdigest()[:16]}"
+        / f"{path.stem}.so"
+    )
 
 
 def build(source: str = "launch.cpp") -> Path:
-    """The shared library of a file of csrc/, built on the first use for this torch and source, then kept.
+    """The shared library of a file of csrc/, built on the first use for this torch, source and headers, then kept.
 
     Raises:
         BuildError: naming the missing tool.

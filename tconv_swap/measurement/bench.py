@@ -9,8 +9,7 @@ themselves on the tensors that reach them in the original network. The networks 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ from tconv_swap.freezing import FrozenState
 from tconv_swap.inputs import Inputs, model_device
 from tconv_swap.layer import SWAPPED
 from tconv_swap.measurement.environment import environment
+from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import (
     LayerCall,
     Loss,
@@ -388,14 +388,3 @@ def _peak_bytes(variant: Variant, device: torch.device) -> int:
     torch.cuda.synchronize(device)
     del result
     return torch.cuda.max_memory_allocated(device) - before
-
-
-@contextmanager
-def cudnn_benchmark() -> Iterator[None]:
-    """PyTorch at its best: cuDNN tries its algorithms and keeps the fastest."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

@@ -47,3 +47,14 @@ MODES = {
 }
 
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
+
+
+@contextmanager
+def cudnn_benchmark() -> Iterator[None]:
+    """PyTorch at its best: cuDNN tries its algorithms and keeps the fastest."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
