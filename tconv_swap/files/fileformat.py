@@ -20,7 +20,7 @@ from typing import IO, Literal, NamedTuple
 
 import torch
 
-from tconv_swap.memory import within_free_memory
+from tconv_swap.memory import is_out_of_memory, within_free_memory
 
 ZIP_MAGIC = b"PK\x03\x04"
 PICKLE_MAGIC = b"\x80"
@@ -147,7 +147,13 @@ def _examine_zip(path: Path) -> TorchFile:
         pickle = bytes(reader.get_record("data.pkl"))
         return TorchFile(path, "zip", frozenset(_globals_of(BytesIO(pickle))))
     except (RuntimeError, ValueError, EOFError, OverflowError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise LoadError(needs_more_memory(path)) from None
         raise LoadError(f"{shown} is truncated or damaged ({_reason(error)})") from None
+
+
+def needs_more_memory(path: Path) -> str:
+    return f"{printable(path)} cannot be loaded: it needs more memory than is free"
 
 
 def _examine_pickles(path: Path, stream: IO[bytes]) -> TorchFile:

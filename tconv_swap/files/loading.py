@@ -18,7 +18,14 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tconv_swap.files import exported, weights
-from tconv_swap.files.fileformat import LoadError, TorchFile, examine, first_line, printable
+from tconv_swap.files.fileformat import (
+    LoadError,
+    TorchFile,
+    examine,
+    first_line,
+    needs_more_memory,
+    printable,
+)
 from tconv_swap.files.legacy import readable_by_safe_loader
 from tconv_swap.files.trust import Allowed, UntrustedError, allowed_names, parse_trust, torch_allows
 from tconv_swap.files.usercode import build_network
@@ -226,9 +233,7 @@ def _load(file: TorchFile, allowed: Allowed, unsafe: bool, map_location: Callabl
         reason = str(error)
         # The restricted unpickler's own class of error quotes the allocator's.
         if is_out_of_memory(error) or "can't allocate memory" in reason:
-            raise LoadError(
-                f"{printable(path)} cannot be loaded: it needs more memory than is free"
-            ) from error
+            raise LoadError(needs_more_memory(path)) from error
         if "Unsupported operand" in reason:
             raise LoadError(
                 f"{printable(path)} is damaged, or was saved with another pickle protocol than torch.save's "
