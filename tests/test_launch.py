@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,14 +20,27 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_host_part_builds_once_and_is_kept(own_cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    first = launch.build()
-    assert "building the CUDA launcher" in caplog.text
-    assert ctypes.CDLL(str(first)).tconv_add_plan
-    caplog.clear()
-    assert launch.build() == first
-    assert not caplog.records
-    assert sorted(path.name for path in first.parent.iterdir()) == ["launch.so", "lock"]
+def test_the_host_part_builds_once_and_is_kept(tmp_path: Path) -> None:
+    # In processes of their own: one that has loaded it does not load another copy.
+    code = (
+        "from tconv_swap.cuda import launch; assert launch._library().tconv_add_plan; print(launch.build())"
+    )
+    words = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "TCONV_SWAP_CACHE": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=240,
+        )
+        for _ in range(2)
+    ]
+    assert ["building the CUDA launcher" in each.stderr for each in words] == [True, False]
+    assert words[0].stdout == words[1].stdout
+    (library,) = tmp_path.rglob("launch.so")
+    assert str(library) == words[0].stdout.strip()
+    assert sorted(path.name for path in library.parent.iterdir()) == ["launch.so", "lock"]
 
 
 def test_another_header_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,6 +73,9 @@ def test_every_python_snippet_runs(name: str) -> None:
 def test_commands_of_ours_work(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TCONV_SWAP_CACHE", str(tmp_path / "cache"))
+    # The completion is installed there, for the shell that started this: which need not be one.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2)), "model.pt")
     arguments = shlex.split(line.replace("MODEL", "model.pt"))[1:]
     command: Any = typer.main.get_command(app)

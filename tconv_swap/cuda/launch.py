@@ -26,6 +26,9 @@ logger = logging.getLogger("tconv_swap")
 #: What compilers say of a source that they do not take; of themselves they say "fatal error".
 _REFUSAL = ": error: "
 
+#: For a compiler, beside torch's own: which C++ its headers are of, torch says.
+FLAGS = ("-O2", "-DAT_PER_OPERATOR_HEADERS")
+
 _lock = threading.Lock()
 _kernels: dict[tuple[Kernel, str], int] = {}
 
@@ -59,7 +62,7 @@ def relaunch_address() -> int | None:
 def library_path(source: str = "launch.cpp") -> Path:
     """Where the shared library of a file of csrc/ for this torch is, or will be."""
     path = csrc_directory() / source
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(" ".join(FLAGS).encode())
     for read in (path, *sorted(path.parent.glob("*.h"))):
         digest.update(read.read_bytes())
     return (
@@ -111,7 +114,7 @@ def build(source: str = "launch.cpp") -> Path:
                 name=name,
                 sources=[str(csrc_directory() / source)],
                 build_directory=directory,
-                extra_cflags=["-O2", "-std=c++17", "-DAT_PER_OPERATOR_HEADERS"],
+                extra_cflags=list(FLAGS),
                 extra_ldflags=[f"-L{libraries}", "-ltorch_cuda", "-ldl"],
                 with_cuda=False,
                 is_python_module=False,
