@@ -151,7 +151,7 @@ std::vector<Tensor> gradients(const Tensor& grad_output, const Tensor& input, co
 }
 
 /// Stride, padding, output_padding, groups, dilation behind the tensors, and more behind those: as op.py's ops take it.
-std::vector<c10::IValue> spelled_out(std::vector<c10::IValue> tensors, at::IntArrayRef geometry,
+std::vector<c10::IValue> spelled_out(std::vector<c10::IValue> tensors, c10::SymIntArrayRef geometry,
                                      std::vector<c10::IValue> more) {
   for (const size_t at : {0, 2, 4}) tensors.emplace_back(geometry.slice(at, 2));
   tensors.emplace_back(geometry[6]);
@@ -160,7 +160,9 @@ std::vector<c10::IValue> spelled_out(std::vector<c10::IValue> tensors, at::IntAr
   return tensors;
 }
 
-bool wants_gradient(std::initializer_list<const Tensor*> tensors) {
+/// In forward mode, too: the op knows how.
+bool wants_derivative(std::initializer_list<const Tensor*> tensors) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) return true;
   return at::GradMode::is_enabled() &&
          std::any_of(tensors.begin(), tensors.end(), [](const Tensor* one) { return one && one->requires_grad(); });
 }
@@ -171,26 +173,30 @@ c10::IValue redispatched(const char* name, c10::DispatchKeySet keys, std::vector
   return std::move(stack.at(0));
 }
 
+// Sizes may be symbols in these two, which a compiler traces: their kernels would not even be called with numbers.
+
 Tensor output_autograd(c10::DispatchKeySet keys, const Tensor& input, const Tensor& weight,
-                       const std::optional<Tensor>& bias, at::IntArrayRef geometry, std::string_view backend) {
-  if (wants_gradient({&input, &weight, bias ? &*bias : nullptr}))
+                       const std::optional<Tensor>& bias, c10::SymIntArrayRef geometry, std::string_view backend) {
+  if (wants_derivative({&input, &weight, bias ? &*bias : nullptr}))
     return by_python("tconv_swap::conv_transpose2d",
                      spelled_out({input, weight, bias}, geometry, {std::string(backend)}))
         .toTensor();
-  if (is_plain(keys)) return output(input, weight, bias, geometry, backend);
+  const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
+  if (numbers && is_plain(keys)) return output(input, weight, bias, *numbers, backend);
   return redispatched("tconv_swap::conv_transpose2d_output", keys,
                       {input, weight, bias, geometry, std::string(backend)})
       .toTensor();
 }
 
 std::vector<Tensor> gradients_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Tensor& input,
-                                       const Tensor& weight, at::IntArrayRef geometry, Mask mask,
+                                       const Tensor& weight, c10::SymIntArrayRef geometry, Mask mask,
                                        std::string_view backend) {
-  if (wants_gradient({&grad_output, &input, &weight}))
+  if (wants_derivative({&grad_output, &input, &weight}))
     return by_python("tconv_swap::conv_transpose2d_backward",
                      spelled_out({grad_output, input, weight}, geometry, {as_list(mask), std::string(backend)}))
         .toTensorVector();
-  if (is_plain(keys)) return gradients(grad_output, input, weight, geometry, mask, backend);
+  const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
+  if (numbers && is_plain(keys)) return gradients(grad_output, input, weight, *numbers, mask, backend);
   return redispatched("tconv_swap::conv_transpose2d_gradients", keys,
                       {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
       .toTensorVector();

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import graph_calls
-from tconv_swap.eager import DIRECT
+from tconv_swap.cuda import graph_calls, native
+from tconv_swap.eager import DIRECT, cast
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # Inductor keeps graphs on disk that call these, whatever version of this package made them: another meaning of an
@@ -145,7 +146,8 @@ def _autograd(name: str, with_derivatives: str) -> Callable[..., Any]:
     op = getattr(torch.ops.tconv_swap, name).default
 
     def kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
+        differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
+        if differentiated or forward_ad._current_level >= 0:
             *tensors, geometry = given[:4]
             differentiable = getattr(torch.ops.tconv_swap, with_derivatives).default
             return differentiable(*tensors, *from_list(geometry), *given[4:])
@@ -154,14 +156,54 @@ def _autograd(name: str, with_derivatives: str) -> Callable[..., Any]:
     return kernel
 
 
+def _output_by_pytorch(
+    input: Tensor, weight: Tensor, bias: Tensor | None, geometry: Sequence[Any], backend: str
+) -> Tensor:
+    return native.forward(input, weight, bias, from_list(geometry))
+
+
+def _gradients_by_pytorch(
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    geometry: Sequence[Any],
+    mask: Sequence[bool],
+    backend: str,
+) -> list[Tensor]:
+    return native.backward(grad_output, input, weight, from_list(geometry), tuple(mask))
+
+
+def register_autocast(library: torch.library.Library, name: str) -> None:
+    """An autocast casts input, weight and bias, an op's first arguments, as it would a convolution's."""
+    op = getattr(torch.ops.tconv_swap, name).default
+    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+        library.impl(name, _autocast(op, device_type, getattr(torch._C.DispatchKey, key)), key)
+
+
+def _autocast(op: Any, device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
+    excluded = torch._C.DispatchKeySet(key)
+
+    def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+        operands = [cast(tensor, device_type, dtype) for tensor in (input, weight, bias)]
+        with torch._C._ExcludeDispatchKeyGuard(excluded), bias_is_cast(operands[2] is not bias):
+            return op(*operands, *more)  # type: ignore[no-any-return]
+
+    return kernel
+
+
 # Not for CUDA and its autograd by name: node.cpp's kernels are, and so come before these.
-for _name, _compute, _with_derivatives in (
-    ("conv_transpose2d_output", _compute_output, "conv_transpose2d"),
-    ("conv_transpose2d_gradients", _compute_gradients, "conv_transpose2d_backward"),
+for _name, _compute, _with_derivatives, _by_pytorch in (
+    ("conv_transpose2d_output", _compute_output, "conv_transpose2d", _output_by_pytorch),
+    ("conv_transpose2d_gradients", _compute_gradients, "conv_transpose2d_backward", _gradients_by_pytorch),
 ):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
     _library.impl(_name, _autograd(_name, _with_derivatives), "Autograd", with_keyset=True)
     _library.impl(f"{_name}_anew", _compute, "CUDA")
+    # As of the ops of op.py.
+    for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+        _library.impl(_name, _by_pytorch, _key)
+register_autocast(_library, "conv_transpose2d_output")
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_output", lib=_library)  # type: ignore[untyped-decorator]

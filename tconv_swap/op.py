@@ -16,13 +16,13 @@ from torch.autograd import forward_ad
 
 from tconv_swap import graph
 from tconv_swap.cpu.forward import is_plain
+from tconv_swap.cuda import native
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.eager import (
     DIRECT,
     again,
     are_plain,
     autocast_dtype,
-    cast,
     first,
     is_eager,
     is_left_to_pytorch,
@@ -88,8 +88,8 @@ def conv_transpose2d(
     key: tuple[Any, ...] = ()
     if input.is_cuda and type(input) is Tensor and is_eager() and are_plain(weight, bias):
         dtype = autocast_dtype("cuda")
-        sizes = input.shape, weight.shape, input.dtype, dtype, bias is None
-        key = *sizes, stride, padding, output_padding, groups, dilation, backend
+        tensors = input.get_device(), input.shape, weight.shape, input.dtype, dtype, bias is None
+        key = *tensors, stride, padding, output_padding, groups, dilation, backend
         output = again(key, input, weight, bias, dtype)
         if output is not None:
             return output
@@ -208,16 +208,12 @@ def _differentiate_backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
 
 def _forward_by_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
     *arguments, _ = given
-    return torch.nn.functional.conv_transpose2d(input, weight, bias, *arguments)
+    return native.forward(input, weight, bias, arguments)
 
 
-def _backward_by_pytorch(grad_output: Tensor, input: Tensor, weight: Tensor, *arguments: Any) -> list[Tensor]:
-    stride, padding, output_padding, groups, dilation, mask, _ = arguments
-    gradients = torch.ops.aten.convolution_backward(
-        *(grad_output, input, weight, [weight.shape[1] * groups]),
-        *(stride, padding, dilation, True, output_padding, groups, mask),
-    )
-    return [gradient for gradient, wanted in zip(gradients, mask, strict=True) if wanted]
+def _backward_by_pytorch(grad_output: Tensor, input: Tensor, weight: Tensor, *given: Any) -> list[Tensor]:
+    *arguments, mask, _ = given
+    return native.backward(grad_output, input, weight, arguments, mask)
 
 
 def _register_derivatives(
@@ -263,18 +259,4 @@ _register_derivatives(
 )
 
 
-def _autocast_kernel(device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
-    excluded = torch._C.DispatchKeySet(key)
-
-    def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any) -> Tensor:
-        dtype = torch.get_autocast_dtype(device_type)
-
-        operands = [cast(tensor, device_type, dtype) for tensor in (input, weight, bias)]
-        with torch._C._ExcludeDispatchKeyGuard(excluded), graph.bias_is_cast(operands[2] is not bias):
-            return _forward_op(*operands, *arguments)  # type: ignore[no-any-return]
-
-    return kernel
-
-
-_library.impl("conv_transpose2d", _autocast_kernel("cuda", torch._C.DispatchKey.AutocastCUDA), "AutocastCUDA")
-_library.impl("conv_transpose2d", _autocast_kernel("cpu", torch._C.DispatchKey.AutocastCPU), "AutocastCPU")
+graph.register_autocast(_library, "conv_transpose2d")

@@ -61,11 +61,13 @@ def gradients(
     """
     key = key_of(_GRADIENTS, input, weight, False, geometry, backend)
     known = route.find(key)
+    way = known or route.of_gradients(key, input, weight, arguments, backend)
+    computed = way.backward(grad_output, input, weight, mask)
     if known is None:
-        known = route.remember_gradients(key, input, weight, arguments, backend)
+        route.keep(way)
     else:
         _answer(known, key, input, weight)
-    return known.backward(grad_output, input, weight, mask)
+    return computed
 
 
 def key_of(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -55,6 +55,7 @@ def _words(numbers: Sequence[int]) -> Any:
 
 
 def add_route(
+    key: Hashable,
     handle: int | None,
     strides: tuple[Any, ...],
     has_bias: bool,
@@ -66,6 +67,7 @@ def add_route(
     """The number that ``torch.ops.tconv_swap.differentiable`` takes; None where csrc/node.cpp cannot be built.
 
     Args:
+        key: a route of another call is another route, though its words are the same: its gradients may go another way.
         handle: of the plan; None: PyTorch's operator, for tensors with ``strides``.
         precision: the state of the switch that this holds for; None: any.
         cast: what an autocast wanted operands to be; they come as they were before.
@@ -78,7 +80,7 @@ def add_route(
     words = [_PYTORCH if handle is None else handle, tf32]
     words += [-1 if cast is None else launch.DTYPE_CODES[cast], int(has_bias)]
     words += [*stride, *padding, *output_padding, groups, *dilation, *strides[0], *strides[1]]
-    known = (*words, backend)
+    known = (key, *words, backend)
     if known not in _numbers:
         _numbers[known] = library.tconv_add_route(_words(words), backend.encode())
     return _numbers[known]

@@ -18,6 +18,7 @@ class Route:
     """How a forward call is computed while its tensors lie as they did, and the gradients that followed it.
 
     Attributes:
+        key: that calls which may go this way are found by.
         handle: of the plan, or None where PyTorch's operator computes the output of tensors with these ``strides``.
         all_native: it computes every gradient too.
         precision: the state of the switch that this holds for; None: any.
@@ -35,6 +36,7 @@ class Route:
         "gradients",
         "handle",
         "has_bias",
+        "key",
         "number",
         "precision",
         "strides",
@@ -42,6 +44,7 @@ class Route:
 
     def __init__(
         self,
+        key: Hashable,
         handle: int | None,
         strides: tuple[Any, ...],
         all_native: bool,
@@ -51,6 +54,7 @@ class Route:
         has_bias: bool,
         cast: torch.dtype | None,
     ) -> None:
+        self.key = key
         self.handle = handle
         self.strides = strides
         self.all_native = all_native
@@ -77,6 +81,7 @@ class Route:
         """``number``, after telling csrc/node.cpp what is known here if it has not been told; None: it cannot be."""
         if self.number is None:
             self.number = node.add_route(
+                self.key,
                 self.handle,
                 self.strides,
                 self.has_bias,
@@ -120,9 +125,12 @@ class Route:
         forms = {one.formats[0] for one in calls if one.handle is not None} or {None}
         # What a switch asks for that has changed since the forward pass is not what the next pass will ask for.
         if len(forms) == 1 and not any(form for one in calls for form in one.formats[1:]) and self.holds():
-            self.gradients[mask] = calls, (form := forms.pop())
-            if self.number is not None:
-                node.add_gradients(self.number, mask, form, calls)
+            steps = calls, forms.pop()
+            # A gradient that begins where no plan may read it is asked for anew, and found the same, every time.
+            if steps != known:
+                self.gradients[mask] = steps
+                if self.number is not None:
+                    node.add_gradients(self.number, mask, steps[1], calls)
         return gradients
 
     def _gradients(self, one: Call, grad_output: Tensor, input: Tensor, weight: Tensor) -> list[Tensor]:
@@ -175,9 +183,9 @@ def remember(
         return
     strides = input.stride(), weight.stride()
     with suppress(TypeError):  # a list among the arguments cannot be hashed
-        _keep(
-            key,
+        keep(
             Route(
+                key,
                 made.handle,
                 strides,
                 made.all_native,
@@ -190,23 +198,21 @@ def remember(
         )
 
 
-def remember_gradients(
-    key: Hashable, input: Tensor, weight: Tensor, arguments: Arguments, backend: str
-) -> Route:
-    """A way for ``Route.backward`` alone, of which nothing is known yet."""
+def of_gradients(key: Hashable, input: Tensor, weight: Tensor, arguments: Arguments, backend: str) -> Route:
+    """A way for ``Route.backward`` alone, of which nothing is known yet, nor kept."""
     strides = input.stride(), weight.stride()
-    return _keep(key, Route(None, strides, False, _switch(input), arguments, backend, False, None))
+    return Route(key, None, strides, False, _switch(input), arguments, backend, False, None)
 
 
 def _switch(input: Tensor) -> str | None:
     return call.precision() if input.dtype == torch.float32 else None
 
 
-def _keep(key: Hashable, made: Route) -> Route:
+def keep(made: Route) -> None:
+    """``find`` gives it out from now on."""
     if len(_routes) >= MOST_ROUTES:
         _forget_routes()
-    _routes[key] = made
-    return made
+    _routes[made.key] = made
 
 
 def _forget_routes() -> None:
