@@ -1,8 +1,9 @@
 """Whole networks, PyTorch's layers against ours, end to end: ``python -m benchmarks.models``.
 
 Forward (eval, no gradients), backward and training step (SGD), in TF32 and under float16 autocast, in NCHW and in
-channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA graph, without the CPU's
-time; and the share of the original's time that transposed convolutions take at all, which bounds what anybody can gain.
+channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA graph, by what the GPU
+alone takes; and the share of the original's time that transposed convolutions take at all, which bounds what anybody
+can gain.
 The JSON is written after every row: an interrupted run leaves what it has, and ``--resume`` goes on from there.
 """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import tconv_swap
 from benchmarks.networks import NETWORKS, Network
 from tconv_swap.explanation import explain
-from tconv_swap.inputs import Inputs
+from tconv_swap.inputs import Inputs, named_tensors
 from tconv_swap.measurement.bench import BenchmarkReport, Comparison, benchmark
 from tconv_swap.measurement.modes import LAYOUTS, MODES, cudnn_benchmark
 from tconv_swap.measurement.stages import (
@@ -96,10 +96,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
             raise ValueError("; ".join(timing.notes))
         replayed = None
         if setting.device.type == "cuda" and not network.no_compile:
-            try:
-                replayed = _replayed({"original": original, "swapped": swapped}, inputs, setting)
-            except RuntimeError as error:
-                timing.notes.append(f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
+            replayed = _replayed({"original": original, "swapped": swapped}, inputs, setting, timing.notes)
     return {
         **case._asdict(),
         "batch": 2 if setting.tiny else network.batch,
@@ -115,31 +112,65 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _replayed(networks: Mapping[str, nn.Module], inputs: Inputs, setting: Setting) -> dict[str, Any]:
-    """The forward pass replayed from a CUDA graph: what is left of it without the CPU's time for the launches."""
+def _replayed(
+    networks: Mapping[str, nn.Module], inputs: Inputs, setting: Setting, notes: list[str]
+) -> dict[str, Any] | None:
+    """The forward pass replayed from a CUDA graph, by what the GPU takes for it; None, and a note, where it has none.
+
+    Raises:
+        ValueError: what is replayed is not what the network computes.
+    """
+    graphs: dict[str, Callable[[], None]] = {}
     with cudnn_benchmark():
-        graphs = {name: _captured(network.eval(), inputs) for name, network in networks.items()}
+        for name, network in networks.items():
+            try:
+                captured = _captured(network.eval(), inputs)
+            except RuntimeError as error:  # after which this process's GPU is of no use, as PyTorch leaves it
+                notes.append(f"no CUDA graph: {str(error).strip().partition(chr(10))[0]}")
+                return None
+            difference = captured.difference()
+            if not difference <= MOST_DIFFERENCE:
+                raise ValueError(f"what is replayed of the {name} differs by {difference:.1e} of its norm")
+            graphs[name] = captured.graph.replay
     timed = time_interleaved(
-        {name: graph.replay for name, graph in graphs.items()},
-        device=setting.device,
-        launches="included",
-        iters=setting.iters,
-        budget_s=setting.budget_s,
+        graphs, device=setting.device, launches="hidden", iters=setting.iters, budget_s=setting.budget_s
     )
     return Comparison("network", "forward", **timed).to_dict()
 
 
-def _captured(network: nn.Module, inputs: Inputs) -> torch.cuda.CUDAGraph:
+class Captured(NamedTuple):
+    """A forward pass in a CUDA graph, where it leaves its output, and what that should be."""
+
+    graph: torch.cuda.CUDAGraph
+    output: Any
+    expected: Any
+
+    def difference(self) -> float:
+        """Of a replay, relative (L2), of the worst tensor; what the replay does not write is not a number."""
+        floats = [
+            (found, wanted)
+            for (_, found), (_, wanted) in zip(
+                named_tensors(self.output), named_tensors(self.expected), strict=True
+            )
+            if found.is_floating_point()
+        ]
+        for found, _ in floats:
+            found.fill_(math.nan)
+        self.graph.replay()
+        return max(_apart(found, wanted) for found, wanted in floats)
+
+
+def _captured(network: nn.Module, inputs: Inputs) -> Captured:
     graph, aside = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
     with torch.no_grad():
         with torch.cuda.stream(aside):
             for _ in range(3):
-                inputs(network)
+                expected = inputs(network)
         torch.cuda.current_stream().wait_stream(aside)
         with torch.cuda.graph(graph):
-            inputs(network)
-    return graph
+            output = inputs(network)
+    return Captured(graph, output, expected)
 
 
 def _shares(timing: BenchmarkReport) -> dict[str, float | None]:
@@ -196,13 +227,16 @@ def _difference(original: nn.Module, swapped: nn.Module, inputs: Inputs) -> floa
         for called in capture_calls(original, layers, lambda: inputs.map(torch.clone)(original)):
             with autocast_of(called):
                 ours, theirs = (
-                    called.inputs(network.get_submodule(called.name)).double()
-                    for network in (swapped, original)
+                    called.inputs(network.get_submodule(called.name)) for network in (swapped, original)
                 )
-            apart = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
-            # A NaN is larger than any number.
-            worst = max(worst, apart if apart == apart else math.inf)
+            worst = max(worst, _apart(ours, theirs))
     return worst
+
+
+def _apart(ours: Tensor, theirs: Tensor) -> float:
+    """Relative L2. A NaN is larger than any number."""
+    apart = float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
+    return apart if apart == apart else math.inf
 
 
 def run_once(case: Case, setting: Setting) -> None:

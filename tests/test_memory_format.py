@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch._prims_common import suggest_memory_format
 
@@ -30,6 +31,9 @@ def _anyhow(chance: random.Random) -> torch.Tensor:
     return tensor.transpose(*chance.sample(range(tensor.dim()), 2)) if chance.random() < 0.3 else tensor
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.11", reason="torch 2.10's own function is not what its operators do of one pixel"
+)
 def test_the_format_is_pytorchs() -> None:
     chance = random.Random(0)
     plain = torch.empty(2, 3, 4, 5)

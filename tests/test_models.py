@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable
 from multiprocessing import active_children
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from torch import nn
+from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 
 import tconv_swap
@@ -247,6 +247,58 @@ def test_a_forward_pass_replayed_has_a_column_where_one_was(measured: dict[str, 
     assert "in a graph" in text
     assert "in a graph" not in models_report.table(measured)
     assert max(map(len, text.splitlines())) <= 130
+
+
+class Graph:
+    """In place of a CUDA graph: a replay computes ``y`` of ``x``."""
+
+    def __init__(self, x: Tensor, y: Tensor, factor: float) -> None:
+        self.x, self.y, self.factor = x, y, factor
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        if self.factor:
+            torch.mul(self.x, self.factor, out=self.y)
+
+
+def replayed(monkeypatch: pytest.MonkeyPatch, factor: float) -> tuple[Any, list[str], list[Graph]]:
+    """What is found of networks that double their input, by graphs that multiply it."""
+    graphs: list[Graph] = []
+
+    def captured(_: nn.Module, inputs: Inputs) -> models_row.Captured:
+        x = inputs.named_tensors()[0][1]
+        y, count = torch.empty_like(x), torch.tensor(3)
+        graphs.append(Graph(x, y, factor))
+        return models_row.Captured(cast(Any, graphs[-1]), {"y": y, "n": count}, {"y": 2 * x, "n": count})
+
+    monkeypatch.setattr(models_row, "_captured", captured)
+    networks: dict[str, nn.Module] = {"original": nn.Identity(), "swapped": nn.Identity()}
+    notes: list[str] = []
+    setting = models.Setting(torch.device("cpu"), True, 2)
+    return models_row._replayed(networks, Inputs.of(torch.randn(4, 4)), setting, notes), notes, graphs
+
+
+def test_what_is_replayed_is_what_the_network_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, notes, graphs = replayed(monkeypatch, 2.0)
+    assert found["speedup"] > 0
+    assert notes == []
+    assert all(graph.replays > 2 for graph in graphs)
+    for factor, apart in ((2.1, "5.0e-02"), (0.0, "inf")):
+        with pytest.raises(ValueError, match=f"what is replayed of the original differs by {apart}"):
+            replayed(monkeypatch, factor)
+
+
+def test_a_network_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> models_row.Captured:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(models_row, "_captured", refused)
+    notes: list[str] = []
+    setting = models.Setting(torch.device("cpu"), True, 2)
+    inputs = Inputs.of(torch.zeros(1))
+    assert models_row._replayed({"original": nn.Identity()}, inputs, setting, notes) is None
+    assert notes == ["no CUDA graph: operation not permitted when stream is capturing"]
 
 
 @pytest.mark.gpu
