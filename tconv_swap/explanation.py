@@ -205,7 +205,9 @@ def _calls(module: nn.Module, inputs: Inputs) -> list[_Called]:
 
 def _called(layer: LayerState, captured: LayerCall) -> _Called:
     with torch.no_grad():
-        input, weight, bias, *arguments = layer.operands(*captured.inputs.args, **captured.inputs.kwargs)
+        input, weight, bias, *arguments = layer.tconv_operands(
+            *captured.inputs.args, **captured.inputs.kwargs
+        )
     forms = (_form(tensor, captured.autocast) for tensor in (input, weight, bias))
     return _Called(layer, captured.name, tuple(captured.input.shape), input.device, (*forms, *arguments))
 

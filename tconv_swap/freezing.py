@@ -34,7 +34,7 @@ def freeze(model: nn.Module) -> nn.Module:
     if any(layer.training for layer in layers):
         raise ValueError("freeze is for inference, but a layer is in training mode: call model.eval() first")
     for layer in layers:
-        layer.keep_packed()
+        layer.tconv_keep_packed()
     return model
 
 
@@ -49,7 +49,7 @@ def unfreeze(model: nn.Module) -> nn.Module:
     """
     for layer in model.modules():
         if isinstance(layer, LayerState):
-            layer.let_packed_go()
+            layer.tconv_let_packed_go()
     return model
 
 
@@ -57,10 +57,12 @@ class FrozenState:
     """Which of some modules are frozen layers, to be frozen again after they have run in training mode."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._layers = [module for module in modules if isinstance(module, LayerState) and module.is_frozen()]
+        self._layers = [
+            module for module in modules if isinstance(module, LayerState) and module.tconv_is_frozen()
+        ]
 
     def put_back(self) -> None:
         """What was packed is still there where nothing undid it; elsewhere it is packed anew by the next call."""
         for layer in self._layers:
-            if not layer.is_frozen():
-                layer.keep_packed()
+            if not layer.tconv_is_frozen():
+                layer.tconv_keep_packed()

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
-from torch import Tensor, fx, nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.parametrize import is_parametrized
 
 # The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
 from tconv_swap import op
 from tconv_swap.layer_state import LayerState, Operands
+from tconv_swap.leaf import Leaf
 
 
-class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
+class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
     """``nn.ConvTranspose2d``, computed by ``tconv_swap.conv_transpose2d``.
 
     Constructor, initial values, ``state_dict`` and repr are those of ``nn.ConvTranspose2d``. What our
@@ -41,18 +46,16 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
             ValueError: ``output_size`` cannot be had, or ``padding_mode`` is not ``"zeros"``.
             RuntimeError: the shapes, dtypes or devices of ``input`` and the parameters do not fit together.
         """
-        if isinstance(input, fx.Proxy) and _is_leaf(self, input):
-            return _record(self, input, output_size)  # type: ignore[no-any-return]
-        if isinstance(input, fx.Proxy) or not _is_ours(self, input):
+        if not _is_ours(self, input):
             return super().forward(input, output_size)
-        operands = self.operands(input, output_size)
+        operands = self.tconv_operands(input, output_size)
         if self._tconv_packed is not None:
-            output = self._with_packed(self._tconv_packed, operands)
+            output = self._tconv_with_packed(self._tconv_packed, operands)
             if output is not None:
                 return output
         return _computed(self, operands)
 
-    def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
+    def tconv_operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
         """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
         output_padding: Any = self.output_padding
         if output_size is not None:
@@ -77,7 +80,7 @@ class ConvTranspose2d(LayerState, nn.ConvTranspose2d):
         )
 
 
-class ConvTranspose1d(LayerState, nn.ConvTranspose1d):
+class ConvTranspose1d(Leaf, LayerState, nn.ConvTranspose1d):
     """``nn.ConvTranspose1d``, computed as a 2-D transposed convolution of height 1; otherwise as above."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
@@ -94,13 +97,13 @@ class ConvTranspose1d(LayerState, nn.ConvTranspose1d):
         Raises:
             ValueError, RuntimeError: as ``ConvTranspose2d.forward``.
         """
-        if isinstance(input, fx.Proxy) and _is_leaf(self, input):
-            return _record(self, input, output_size)  # type: ignore[no-any-return]
-        if isinstance(input, fx.Proxy) or not _is_ours(self, input) or input.dim() not in (2, 3):
+        if not _is_ours(self, input) or input.dim() not in (2, 3):
             return super().forward(input, output_size)
-        return _computed(self, self.operands(input, output_size)).squeeze(-2).contiguous()
+        output = _computed(self, self.tconv_operands(input, output_size)).contiguous()
+        # Not a view, into which autograd refuses to write.
+        return torch.ops.aten._unsafe_view.default(output, [*output.shape[:-2], output.shape[-1]])  # type: ignore[no-any-return]
 
-    def operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
+    def tconv_operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
         """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
         output_padding = self._output_padding(
             input,
@@ -132,6 +135,9 @@ _PLAIN: dict[type[Swapped], type[Plain]] = {
     ConvTranspose2d: nn.ConvTranspose2d,
     ConvTranspose1d: nn.ConvTranspose1d,
 }
+_CHANGE = "_tconv_swap_changes_class"
+#: As they were: somebody may put another in the place of PyTorch's.
+_FORWARDS = [cls.forward for cls in (*_PLAIN, *_PLAIN.values())]
 
 
 def _computed(layer: Swapped, operands: Operands) -> Tensor:
@@ -153,18 +159,6 @@ def _is_ours(layer: Plain, input: Tensor) -> bool:
         and layer.padding_mode == "zeros"
         and isinstance(layer.padding, tuple)
     )
-
-
-def _is_leaf(layer: Plain, input: fx.Proxy) -> bool:
-    """Whether the tracer can record ``layer`` as a call; not where that is what it traces."""
-    return isinstance(input.tracer, fx.Tracer) and input.tracer.root is not layer
-
-
-def _record(layer: Plain, input: fx.Proxy, output_size: list[int] | None) -> Any:
-    """Records ``layer`` as a leaf of the graph, as symbolic tracing does by itself for torch.nn's."""
-    tracer: Any = input.tracer
-    kwargs = {} if output_size is None else {"output_size": output_size}
-    return tracer.create_proxy("call_module", tracer.path_of_module(layer), (input,), kwargs)
 
 
 class _PickledByFirstBase:
@@ -214,10 +208,33 @@ def original_class(cls: type[Swapped]) -> type[Plain]:
     first, last = cls.__bases__[0], cls.__bases__[-1]
     if last in (_SwappedSubclass, _SwappedSubclass1d):
         return first
-    if first.__name__ == "FSDPModule" and issubclass(last, SWAPPED):  # made by FSDP2's fully_shard
+    # Made by FSDP2's fully_shard, or by what is built on it.
+    if any(base.__name__ == "FSDPModule" for base in first.__mro__) and issubclass(last, SWAPPED):
         namespace = {k: v for k, v in vars(cls).items() if k not in ("__dict__", "__weakref__")}
         return type(cls.__name__, (first, original_class(last)), namespace)
     return cls
+
+
+def set_classes(classes: Sequence[tuple[nn.Module, type[Plain]]]) -> None:
+    """Gives each layer its class; all classes are made before the first is assigned."""
+    for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
+        object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise
+        # torch.compile skips its guards, that on the class too, while no dictionary of the network has
+        # changed: an assignment makes a network that is compiled already see its new layer.
+        vars(layer)[_CHANGE] = None
+        del vars(layer)[_CHANGE]
+
+
+def _parametrized_like(layer: nn.Module, cls: type[Plain]) -> type[nn.Module]:
+    """``cls`` with the properties that ``torch.nn.utils.parametrize`` has put into the class of ``layer``.
+
+    A new class, as deep copies of a layer share theirs; with ``cls`` as its first base, which is where
+    ``remove_parametrizations`` looks for the class to go back to.
+    """
+    if not is_parametrized(layer):
+        return cls
+    namespace = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
+    return type(layer.__class__.__name__, (cls,), namespace)
 
 
 def plain_class(layer: Plain) -> type[Plain]:
@@ -227,8 +244,8 @@ def plain_class(layer: Plain) -> type[Plain]:
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
     """Whether a subclass of PyTorch's or our layer computes something else than these."""
-    inherited = [base.forward for base in (*_PLAIN, *_PLAIN.values())]
-    return getattr(cls, "forward", None) not in inherited
+    asks_otherwise = getattr(cls, "_output_padding", None) is not _ConvTransposeNd._output_padding
+    return asks_otherwise or getattr(cls, "forward", None) not in _FORWARDS
 
 
 @functools.cache

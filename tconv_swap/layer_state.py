@@ -30,38 +30,38 @@ class LayerState(nn.Module):
     tconv_backend: Backend = "auto"
     _tconv_packed: PackedWeight | None = None
 
-    def operands(self, *args: Any, **kwargs: Any) -> Operands:
+    def tconv_operands(self, *args: Any, **kwargs: Any) -> Operands:
         """What ``forward`` with these arguments calls ``tconv_swap.conv_transpose2d`` with, the backend apart."""
         raise NotImplementedError
 
-    def forget_ours(self) -> None:
+    def tconv_forget(self) -> None:
         """Take away what the layer of PyTorch's does not know."""
-        self.let_packed_go()
+        self.tconv_let_packed_go()
         vars(self).pop("tconv_backend", None)
 
     # Frozen weights (freezing.py). In the instance's dictionary, past any __setattr__ of a subclass.
 
-    def keep_packed(self) -> None:
+    def tconv_keep_packed(self) -> None:
         """Freeze the weight, if it is a parameter whose changes show."""
-        self.let_packed_go()
+        self.tconv_let_packed_go()
         weight = self._parameters.get("weight")
         if weight is not None and not weight.is_inference():
             vars(self)["_tconv_packed"] = PackedWeight(weight)
 
-    def is_frozen(self) -> bool:
+    def tconv_is_frozen(self) -> bool:
         """Whether a packed weight is kept that the next call may use."""
         packed = self._tconv_packed
         return (
             packed is not None and packed.weight is self._parameters.get("weight") and packed.is_unchanged()
         )
 
-    def let_packed_go(self) -> None:
+    def tconv_let_packed_go(self) -> None:
         """Unfreeze the weight."""
         packed = vars(self).pop("_tconv_packed", None)
         if packed is not None:
             packed.release()
 
-    def _with_packed(self, packed: PackedWeight, operands: Operands) -> Tensor | None:
+    def _tconv_with_packed(self, packed: PackedWeight, operands: Operands) -> Tensor | None:
         """The output from the packed weight; None where the call is to be computed in the ordinary way."""
         input, weight, bias, *arguments = operands
         if input.shape in packed.unpacked_shapes:
@@ -70,21 +70,21 @@ class LayerState(nn.Module):
         if weight is not packed.weight or input.dim() != 4 or not is_plain_cuda(input, weight, bias):
             return None
         if not packed.is_unchanged():
-            self.let_packed_go()
+            self.tconv_let_packed_go()
             return None
         return packed.forward(input, bias, tuple(arguments), self.tconv_backend)
 
     def train(self, mode: bool = True) -> Self:
         if mode:
-            self.let_packed_go()
+            self.tconv_let_packed_go()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self.let_packed_go()
+        self.tconv_let_packed_go()
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.let_packed_go()
+        self.tconv_let_packed_go()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ The op and its backward are written once, here, for every device. What computes 
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -116,7 +117,7 @@ def conv_transpose2d(
         as_pair(stride, "stride"),
         as_pair(padding, "padding"),
         as_pair(output_padding, "output_padding"),
-        groups,
+        groups if type(groups) is int else operator.index(groups),
         as_pair(dilation, "dilation"),
     )
     # Where PyTorch's own call is the fastest, nothing is put in its way.
@@ -136,7 +137,7 @@ def conv_transpose2d(
 
 def _is_distributed(tensor: Tensor) -> bool:
     """Whether it is a DTensor: how PyTorch's own operators are computed in parts is known of these alone."""
-    if type(tensor) is Tensor or torch.compiler.is_compiling():
+    if type(tensor) is Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)

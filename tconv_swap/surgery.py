@@ -7,7 +7,7 @@ first layer is touched, and what is then done cannot fail half-way.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,14 +19,13 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 from tconv_swap import flops, op
 from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
-from tconv_swap.layer import SWAPPED, Plain, has_own_forward, original_class, swapped_class
+from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
 from tconv_swap.layer_state import LayerState
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
 _LIKE_OURS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_CHANGE = "_tconv_swap_changes_class"
 _LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
 
 
@@ -188,7 +187,7 @@ def swap_layers(
     target = model if inplace else deep_copy(model)
     modules = dict(target.named_modules(remove_duplicate=False))
     layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
-    _set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
+    set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
     if backend is not None:
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
@@ -214,13 +213,27 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """
     _check_model(model)
     target = model if inplace else deep_copy(model)
-    layers = [module for module in target.modules() if isinstance(module, SWAPPED)]
-    originals = [(layer, original_class(type_before_parametrizations(layer))) for layer in layers]
+    originals = []
+    for name, layer in target.named_modules():
+        if isinstance(layer, SWAPPED):
+            if reason := _why_kept(layer):
+                warnings.warn(f"{name or 'the layer'} stays swapped: {reason}", SwapWarning, stacklevel=2)
+            else:
+                originals.append((layer, original_class(type_before_parametrizations(layer))))
     for layer, original in originals:
         if not issubclass(original, LayerState):
-            layer.forget_ours()
-    _set_classes(originals)
+            layer.tconv_forget()
+    set_classes(originals)
     return target
+
+
+def _why_kept(layer: nn.Module) -> str:
+    """Why ``layer`` cannot go back to its class, or ``""``."""
+    if "forward" in vars(layer):
+        return "its forward was replaced on the instance, and may hold on to ours"
+    if not issubclass(type_before_parametrizations(layer), nn.Module):
+        return "it is parametrized, and was sharded after that"
+    return ""
 
 
 def _plan(
@@ -298,6 +311,8 @@ def _why_unfit(module: nn.Module, include_1d: bool) -> str:
         return "its forward was replaced on the instance"
     if _pickles_itself(type(module)):
         return f"{kind} has its own way of being pickled"
+    if not issubclass(type_before_parametrizations(module), nn.Module):
+        return "parametrized and sharded (FSDP2): swap before fully_shard"
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if unsupported := sorted(str(dtype) for dtype in dtypes.difference(op.SUPPORTED_DTYPES)):
         return f"unsupported dtype {', '.join(unsupported)}"
@@ -371,25 +386,3 @@ def _has_bias(module: Any) -> bool:
 
 def _count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))
-
-
-def _set_classes(classes: Sequence[tuple[nn.Module, type[Plain]]]) -> None:
-    """Gives each layer its class; all classes are made before the first is assigned."""
-    for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
-        object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise
-        # torch.compile skips its guards, that on the class too, while no dictionary of the network has
-        # changed: an assignment makes a network that is compiled already see its new layer.
-        vars(layer)[_CHANGE] = None
-        del vars(layer)[_CHANGE]
-
-
-def _parametrized_like(layer: nn.Module, cls: type[Plain]) -> type[nn.Module]:
-    """``cls`` with the properties that ``torch.nn.utils.parametrize`` has put into the class of ``layer``.
-
-    A new class, as deep copies of a layer share theirs; with ``cls`` as its first base, which is where
-    ``remove_parametrizations`` looks for the class to go back to.
-    """
-    if not is_parametrized(layer):
-        return cls
-    namespace = {k: v for k, v in vars(type(layer)).items() if k not in ("__dict__", "__weakref__")}
-    return type(layer.__class__.__name__, (cls,), namespace)

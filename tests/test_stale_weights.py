@@ -364,7 +364,7 @@ def test_a_frozen_layer_gives_the_same_bits(
                 for _ in range(20):
                     torch.full_like(usual, float("nan"))
                     assert torch.equal(layer(x * 1), usual)
-            input, weight, bias, *rest = layer.operands(x)
+            input, weight, bias, *rest = layer.tconv_operands(x)
             posed = call.problem_of(input, weight, bias, tuple(rest))
             whole = plan.plan_forward(posed, True, call.device_facts(0))
             if whole.without_packing(x.element_size()) is None:

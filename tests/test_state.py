@@ -182,12 +182,12 @@ def test_frozen_layers_are_frozen_again(write: bool) -> None:
     stale, unfrozen = model[1], model[2]
     with torch.no_grad():
         stale.weight.add_(1.0)
-    unfrozen.let_packed_go()
+    unfrozen.tconv_let_packed_go()
     packed = model[0]._tconv_packed
     with preserved(model), torch.no_grad():
         if write:
             model.train()
             model[0].weight.add_(1.0)
             model[0].weight = nn.Parameter(torch.zeros(1))
-    assert [layer.is_frozen() for layer in model] == [True, False, False]
+    assert [layer.tconv_is_frozen() for layer in model] == [True, False, False]
     assert (model[0]._tconv_packed is packed) == (not write)

@@ -70,10 +70,10 @@ def test_a_frozen_network_is_verified_frozen_and_stays_so(
     swapped = tconv_swap.freeze(tconv_swap.swap_layers(original, inplace=False))
     seen: list[tuple[bool, bool, bool]] = []
     swapped[1].register_forward_hook(
-        lambda layer, *_: seen.append((layer.training, torch.is_grad_enabled(), layer.is_frozen()))
+        lambda layer, *_: seen.append((layer.training, torch.is_grad_enabled(), layer.tconv_is_frozen()))
     )
     assert tconv_swap.verify(original, swapped, X, modes=modes).passed
-    assert swapped[1].is_frozen()
+    assert swapped[1].tconv_is_frozen()
     assert (False, False, True) in seen  # as it is served
     assert not any(frozen for training, _, frozen in seen if training)
 

@@ -62,13 +62,14 @@ def _outer(
     grad_output: Tensor, input: Tensor, weight: Tensor, g: Geometry, output_mask: tuple[bool, ...]
 ) -> list[Tensor]:
     """Of a 1x1 input without padding: the output is a product of ``[batch, Ci]`` and ``[Ci, Co*KH*KW]``."""
+    # Detached, here and below: as in forward.py's outer.
     wants_input, wants_weight, wants_bias = output_mask
     columns = grad_output.reshape(g.batch, -1)
     gradients = []
     if wants_input:
-        gradients.append(torch.mm(columns, weight.flatten(1).t()).view(g.input_shape))
+        gradients.append(torch.mm(columns, weight.flatten(1).t()).view(g.input_shape).detach())
     if wants_weight:
-        gradients.append(torch.mm(input.flatten(1).t(), columns).view(g.weight_shape))
+        gradients.append(torch.mm(input.flatten(1).t(), columns).view(g.weight_shape).detach())
     if wants_bias:
         gradients.append(grad_output.sum((0, 2, 3)))
     return gradients
@@ -99,5 +100,5 @@ def _products(
                         pixels = input[n, :, rows].reshape(g.in_channels, height * g.width)
                         grad_weight.addmm_(pixels, columns.t())
     grad_bias = grad_output.sum((0, 2, 3)) if wants_bias else grad_output.new_empty(0)
-    gradients = (grad_input, grad_weight.view(g.weight_shape), grad_bias)
+    gradients = (grad_input, grad_weight.view(g.weight_shape).detach(), grad_bias)
     return [gradient for gradient, wanted in zip(gradients, output_mask, strict=True) if wanted]

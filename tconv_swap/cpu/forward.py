@@ -155,7 +155,8 @@ def outer(
         product = rows @ columns
     else:
         product = torch.addmm(bias.repeat_interleave(geometry.taps), rows, columns)
-    return product.view(geometry.output_shape).contiguous(memory_format=memory_format)
+    # Detached: autograd refuses to write, as ReLU(inplace=True) does, into a view that a Function made.
+    return product.view(geometry.output_shape).detach().contiguous(memory_format=memory_format)
 
 
 def products(

@@ -115,9 +115,12 @@ def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None
 
     Methods that were set on the layer itself are left out: a `forward` would be compared with itself.
     """
+    if any(hasattr(getattr(cls, name, None), "__set__") for name in ("weight", "bias")):
+        # A property (a weight that is scaled at run time) would come before what is put into the instance.
+        cls = type(cls.__name__, (cls,), {"weight": None, "bias": None})
     bare = cls.__new__(cls)
     nn.Module.__init__(bare)
-    own = {*vars(bare), "forward", "operands"}
+    own = {*vars(bare), "forward", "tconv_operands"}
     vars(bare).update({key: value for key, value in vars(layer).items() if key not in own})
     vars(bare).update(weight=weight, bias=bias)
     return bare

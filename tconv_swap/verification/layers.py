@@ -90,7 +90,7 @@ class LayerChecks:
                 self._note_own_forward(name, layer)
                 continue
             handles.append(layer.register_forward_hook(hook(name), with_kwargs=True, prepend=True))
-            vars(layer)["operands"] = self._recording(name, layer)
+            vars(layer)["tconv_operands"] = self._recording(name, layer)
             recorded.append(layer)
         try:
             yield
@@ -98,12 +98,12 @@ class LayerChecks:
             for handle in handles:
                 handle.remove()
             for layer in recorded:
-                del vars(layer)["operands"]
+                del vars(layer)["tconv_operands"]
             self._used.clear()
 
     def _recording(self, name: str, layer: Swapped) -> Callable[..., Operands]:
         """A parametrized weight that is read again may be another: dropped connections, a power iteration."""
-        operands = layer.operands
+        operands = layer.tconv_operands
 
         def record(*args: Any, **kwargs: Any) -> Operands:
             found = operands(*args, **kwargs)
