@@ -8,7 +8,6 @@ subcommand is given as `./demo` or `swap demo`.
 from __future__ import annotations
 
 import difflib
-import signal
 import sys
 import tempfile
 from dataclasses import replace
@@ -26,6 +25,7 @@ from tconv_swap.commands import bench, cache, doctor, explain, tune
 from tconv_swap.console import prepare_streams, print_error
 from tconv_swap.files import saving
 from tconv_swap.files.fileformat import first_line
+from tconv_swap.interruption import obey_signals
 from tconv_swap.outcome import (
     EXIT_CODES,
     ExitCode,
@@ -79,8 +79,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `tconv-swap` script."""
-    # A SIGTERM that raises lets a half-written file be removed.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    obey_signals()
     prepare_streams()
     try:
         app(prog_name="tconv-swap")

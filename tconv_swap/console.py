@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tconv_swap.files.fileformat import printable
+from tconv_swap.interruption import raise_again
 
 
 class Progress:
@@ -33,7 +34,11 @@ class Progress:
         Args:
             text: in a few words; the first says what kind of work it is.
             done, total: how much of that kind of work is behind, and how much there is in all; None if unknown.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a signal has come, and was swallowed.
         """
+        raise_again()
         text = printable(text)
         if self._console.is_terminal:
             self._show(text, done, total)

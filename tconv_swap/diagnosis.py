@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import platform
 import shutil
 import subprocess
@@ -16,10 +15,9 @@ from typing import Literal
 import torch
 
 from tconv_swap import __version__
-from tconv_swap.cuda import call, nvrtc, tuned
+from tconv_swap.cuda import call, compiler, launch, node, nvrtc, tuned
 from tconv_swap.cuda.cache import cache_problem, cache_use
 from tconv_swap.cuda.choice import choose_backward, choose_forward
-from tconv_swap.cuda.launch import library_path
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.environment import cpu_name, environment
@@ -120,20 +118,18 @@ def _nvrtc() -> Finding:
 
 
 def _compiler() -> Finding:
-    if library_path().exists():
+    if all(launch.is_built(source) for source in ("launch.cpp", node.SOURCE)):
         return Finding("compiler", "ok", "not needed: the launcher for this torch is built")
-    name = os.environ.get("CXX", "g++")
     missing: Verdict = "missing" if torch.cuda.is_available() else "note"
-    found = shutil.which(name)
-    if found is None:
-        return Finding(
-            "compiler", missing, f"{name} not found: apt-get install g++, or set CXX (only for a GPU)"
-        )
-    if importlib.util.find_spec("ninja") is None and shutil.which("ninja") is None:
-        return Finding("compiler", missing, "ninja not found: pip install ninja (only for a GPU)")
+    try:
+        command = compiler.words(compiler.find_compiler())
+        compiler.find_ninja()
+    except compiler.BuildError as error:
+        return Finding("compiler", missing, f"{error} (only for a GPU)")
     version = subprocess.run(
-        [found, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False
+        [*command, "-dumpfullversion"], capture_output=True, text=True, timeout=10, check=False
     )
+    found = " ".join([shutil.which(command[0]) or command[0], *command[1:]])
     return Finding(
         "compiler", "ok", f"{found} {version.stdout.strip()}; builds the launcher at its first use"
     )

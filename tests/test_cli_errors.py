@@ -233,11 +233,15 @@ class TestRealEntryPoint:
             preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         ) as process:
             assert process.stderr is not None
-            for line in process.stderr:
-                if "verifying" in line:
-                    process.send_signal(number)
-                    break
-            rest = process.stderr.read()
+            try:
+                for line in process.stderr:
+                    if "verifying" in line:
+                        process.send_signal(number)
+                        break
+                rest = process.stderr.read()
+            except BaseException:  # a timeout of the tests, which would wait for its end
+                process.kill()
+                raise
         assert process.returncode == code
         assert "Traceback" not in rest
         assert files() == ["model.pt"]

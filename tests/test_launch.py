@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tconv_swap.cuda import cache, launch, node, plan, program
+from tconv_swap.cuda import cache, compiler, launch, node, plan, program
+from tconv_swap.cuda.compiler import BuildError
 from tconv_swap.geometry import Geometry
 
 
@@ -40,7 +42,7 @@ def test_the_host_part_builds_once_and_is_kept(tmp_path: Path) -> None:
     assert words[0].stdout == words[1].stdout
     (library,) = tmp_path.rglob("launch.so")
     assert str(library) == words[0].stdout.strip()
-    assert sorted(path.name for path in library.parent.iterdir()) == ["launch.so", "lock"]
+    assert sorted(path.name for path in library.parent.iterdir()) == ["launch.sha256", "launch.so", "lock"]
 
 
 def test_another_header_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,21 +57,172 @@ def test_another_header_is_another_library(own_cache: Path, monkeypatch: pytest.
 
 def test_a_missing_compiler_is_named(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(launch.BuildError, match=r"no-such-compiler.*install g\+\+"):
+    with pytest.raises(BuildError, match=r"no-such-compiler.*install g\+\+"):
         launch.build()
 
 
 def test_a_missing_ninja_is_named(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.cpp_extension.is_ninja_available", lambda: False)
-    with pytest.raises(launch.BuildError, match="pip install ninja"):
+    (own_cache / "g++").symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(own_cache))
+    monkeypatch.setitem(sys.modules, "ninja", None)
+    with pytest.raises(BuildError, match="pip install ninja"):
         launch.build()
+
+
+def test_a_ninja_that_is_installed_beside_python_alone(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a virtual environment is not activated."""
+    (own_cache / "ninja").write_text("#!/bin/sh")
+    (own_cache / "ninja").chmod(0o755)
+    monkeypatch.setitem(sys.modules, "ninja", SimpleNamespace(BIN_DIR=str(own_cache)))
+    monkeypatch.setenv("PATH", "/usr/sbin")
+    assert compiler.find_ninja() == own_cache
+    monkeypatch.setenv("CXX", "true")
+    monkeypatch.setattr("shutil.which", lambda name, path="": f"{own_cache}/{name}")
+    with compiler.tools():
+        assert os.environ["PATH"] == f"{own_cache}:/usr/sbin"
+    assert os.environ["PATH"] == "/usr/sbin"
+
+
+@pytest.mark.parametrize(
+    ("named", "there", "taken"),
+    [
+        ("", ["g++", "c++"], "g++"),
+        ("", ["c++"], "c++"),
+        (None, ["c++"], "c++"),
+        ("ccache g++", ["ccache"], "ccache g++"),
+        ("clang++", ["clang++", "g++"], "clang++"),
+    ],
+)
+def test_the_compiler_that_is_looked_for_is_the_one_that_runs(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, there: list[str], taken: str
+) -> None:
+    for name in (*there, "ninja"):
+        (own_cache / name).symlink_to("/bin/true")
+    monkeypatch.setenv("PATH", str(own_cache))
+    monkeypatch.delenv("CXX", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CXX", named)
+    with compiler.tools():
+        assert os.environ["CXX"] == taken
+    assert os.environ.get("CXX") == named
+    (own_cache / there[0]).unlink()
+    if there[1:] == []:
+        with pytest.raises(BuildError, match="was not found"):
+            compiler.find_compiler()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x7fELF", None])
+def test_a_damaged_library_is_built_again(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, content: bytes | None
+) -> None:
+    """Half of one kills whoever loads it."""
+    built = []
+
+    def build(source: str, what: str, directory: Path) -> Path:
+        built.append(source)
+        (directory / "new.so").write_bytes(b"whole")
+        return directory / "new.so"
+
+    monkeypatch.setattr(launch, "_built", build)
+    path = launch.build()
+    assert launch.build() == path
+    assert built == ["launch.cpp"]
+    if content is None:
+        path.with_suffix(".sha256").unlink()
+    else:
+        path.write_bytes(content)
+    assert not launch.is_built()
+    assert launch.build().read_bytes() == b"whole"
+    assert built == ["launch.cpp"] * 2
+
+
+def test_a_library_of_another_system_is_built_again(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    contents = iter([b"theirs", b"ours"])
+    loaded = []
+
+    def build(source: str, what: str, directory: Path) -> Path:
+        (directory / "new.so").write_bytes(next(contents))
+        return directory / "new.so"
+
+    def load(path: Path) -> None:
+        loaded.append(path.read_bytes())
+        if loaded[-1] == b"theirs":
+            raise OSError("version `GLIBC_2.38' not found")
+
+    monkeypatch.setattr(launch, "_built", build)
+    monkeypatch.setattr(launch, "_load", load)
+    launch.load()
+    assert loaded == [b"theirs", b"ours"]
+
+
+def test_another_machine_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = launch.library_path()
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert launch.library_path() != here
+
+
+def test_a_file_system_without_locks(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    def build(source: str, what: str, directory: Path) -> Path:
+        (directory / "new.so").touch()
+        return directory / "new.so"
+
+    monkeypatch.setattr("fcntl.flock", refused)
+    monkeypatch.setattr(launch, "_built", build)
+    assert launch.build().exists()
+
+
+def test_a_cache_that_cannot_be_written_is_named(own_cache: Path) -> None:
+    (own_cache / "host").touch()
+    with pytest.raises(BuildError, match=f"cannot be kept in {own_cache}/host"):
+        launch.build()
+
+
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        ("node.cpp:3:5: error: no", True),
+        ("node.cpp:3:5: fatal error: ATen/x.h: No such file", True),
+        ("collect2: error: ld returned 1 exit status", False),
+        ("g++: fatal error: Killed signal terminated program cc1plus", False),
+    ],
+)
+def test_what_a_compiler_says_of_a_source(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, words: str, refused: bool
+) -> None:
+    """The linker's words are of a full disk, which another time has room."""
+
+    def fails(**_: object) -> None:
+        raise RuntimeError(f"Error building extension\n{words}\n")
+
+    monkeypatch.setattr("torch.utils.cpp_extension.load", fails)
+    with pytest.raises(BuildError) as raised:
+        launch.build()
+    assert isinstance(raised.value, launch.RefusedError) == refused
+
+
+@pytest.mark.parametrize(
+    ("architecture", "overlaps"), [("sm_80", 0), ("sm_89", 0), ("sm_90a", 1), ("sm_120", 1)]
+)
+def test_kernels_that_do_not_wait_overlap_nothing(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, overlaps: int
+) -> None:
+    monkeypatch.setattr(launch, "_kernel", lambda *_: 7)
+    kernel = program.Kernel("a.cu", "b", ())
+    made = program.Plan("a", "b", (), (program.Launch(kernel, 1, 32, (), overlaps_previous=True),))
+    words = launch.plan_words(made, torch.float32, architecture)
+    assert words[words.index(7) + 4] == overlaps
 
 
 def test_a_failing_build_shows_the_compilers_words(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = own_cache / "launch.cpp"
     source.write_text("#error deliberately broken")
     monkeypatch.setattr(launch, "csrc_directory", lambda: own_cache)
-    with pytest.raises(launch.BuildError, match="deliberately broken"):
+    with pytest.raises(BuildError, match="deliberately broken"):
         launch.build()
     assert not list((own_cache / "host").rglob("*.so"))
 

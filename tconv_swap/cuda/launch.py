@@ -7,10 +7,12 @@ import fcntl
 import hashlib
 import logging
 import os
-import shutil
+import platform
+import re
 import tempfile
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,13 +20,14 @@ import torch
 from torch import Tensor
 
 from tconv_swap.cuda import jit
-from tconv_swap.cuda.cache import cache_directory, csrc_directory
+from tconv_swap.cuda.cache import cache_directory, csrc_directory, write_atomically
+from tconv_swap.cuda.compiler import BuildError, find_compiler, find_ninja, tools
 from tconv_swap.cuda.program import Kernel, Output, Plan
 
 logger = logging.getLogger("tconv_swap")
 
-#: What compilers say of a source that they do not take; of themselves they say "fatal error".
-_REFUSAL = ": error: "
+#: What compilers say of a line of a source; of themselves, and of their linker, they say it without a number.
+_REFUSAL = re.compile(r":\d+(:\d+)?: (fatal )?error: ")
 
 #: For a compiler, beside torch's own: which C++ its headers are of, torch says.
 FLAGS = ("-O2", "-DAT_PER_OPERATOR_HEADERS")
@@ -33,23 +36,32 @@ _lock = threading.Lock()
 _kernels: dict[tuple[Kernel, str], int] = {}
 
 
-class BuildError(RuntimeError):
-    """The host part cannot be built: the message names what is missing."""
-
-
 class RefusedError(BuildError):
     """The compiler refuses a file of csrc/ with this torch, and will do so again."""
 
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    library = load(build())
+    library = load()
     library.tconv_last_error.restype = ctypes.c_char_p
     return library
 
 
-def load(path: Path) -> ctypes.CDLL:
-    """A shared library that ``build`` built: its ops with PyTorch, its functions to call."""
+def load(source: str = "launch.cpp") -> ctypes.CDLL:
+    """The shared library of a file of csrc/: its ops with PyTorch, its functions to call.
+
+    Raises:
+        BuildError: as ``build``.
+        OSError: the system does not load it.
+    """
+    try:
+        return _load(build(source))
+    except OSError:  # built by another system that shares this cache
+        library_path(source).unlink(missing_ok=True)
+        return _load(build(source))
+
+
+def _load(path: Path) -> ctypes.CDLL:
     torch.ops.load_library(path)
     return ctypes.CDLL(str(path))
 
@@ -62,7 +74,7 @@ def relaunch_address() -> int | None:
 def library_path(source: str = "launch.cpp") -> Path:
     """Where the shared library of a file of csrc/ for this torch is, or will be."""
     path = csrc_directory() / source
-    digest = hashlib.sha256(" ".join(FLAGS).encode())
+    digest = hashlib.sha256(" ".join((*FLAGS, platform.machine())).encode())
     for read in (path, *sorted(path.parent.glob("*.h"))):
         digest.update(read.read_bytes())
     return (
@@ -73,61 +85,78 @@ def library_path(source: str = "launch.cpp") -> Path:
     )
 
 
+def is_built(source: str = "launch.cpp") -> bool:
+    """Whether the shared library is there, whole: of half of one, a system's loader may die."""
+    path = library_path(source)
+    try:
+        return path.with_suffix(".sha256").read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def build(source: str = "launch.cpp") -> Path:
     """The shared library of a file of csrc/, built on the first use for this torch, source and headers, then kept.
 
     Raises:
-        BuildError: naming the missing tool.
+        BuildError: naming the missing tool, or what cannot be written.
         RefusedError: with the compiler's output.
     """
     target = library_path(source)
-    if target.exists():
+    if is_built(source):
         return target
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+    try:
+        find_compiler(), find_ninja()
+    except BuildError as error:
         raise BuildError(
-            f"the CUDA launcher of tconv_swap is built on its first use and needs a C++ compiler, but "
-            f"{compiler!r} was not found; install g++ (Debian, Ubuntu: apt-get install g++) or set CXX"
-        )
+            f"the CUDA launcher of tconv_swap is built on its first use and needs a C++ compiler and ninja, but {error}"
+        ) from None
+    what = {"launch.cpp": "the CUDA launcher", "node.cpp": "the CUDA launcher's way past Python"}[source]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            open(target.parent / "lock", "w") as lock,
+            # torch's own lock is a file that a killed process leaves behind; in a directory of our own it is alone.
+            tempfile.TemporaryDirectory(dir=target.parent) as directory,
+        ):
+            with suppress(OSError):  # a file system without locks: then several may build, each for itself
+                fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system however the process ends
+            if not is_built(source):
+                logger.warning(
+                    "tconv_swap: building %s for torch %s, once (a few seconds)", what, torch.__version__
+                )
+                built = _built(source, what, Path(directory))
+                digest = hashlib.sha256(built.read_bytes()).hexdigest()
+                os.replace(built, target)
+                write_atomically(target.with_suffix(".sha256"), digest.encode())
+    except OSError as error:
+        raise BuildError(f"{what} of tconv_swap cannot be kept in {target.parent}: {error}") from error
+    return target
+
+
+def _built(source: str, what: str, directory: Path) -> Path:
     from torch.utils import cpp_extension
 
-    if not cpp_extension.is_ninja_available():
-        raise BuildError(
-            "the CUDA launcher of tconv_swap is built on its first use and needs ninja, but it was not "
-            "found; pip install ninja"
-        )
-    what = {"launch.cpp": "the CUDA launcher", "node.cpp": "the CUDA launcher's way past Python"}[source]
-    logger.warning("tconv_swap: building %s for torch %s, once (a few seconds)", what, torch.__version__)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    name = f"tconv_swap_{Path(source).stem}"
     libraries = Path(torch.__file__).parent / "lib"
-    name = f"tconv_swap_{target.stem}"
-    with (
-        open(target.parent / "lock", "w") as lock,
-        # torch's own lock is a file that a killed process leaves behind; in a directory of our own it is alone.
-        tempfile.TemporaryDirectory(dir=target.parent) as directory,
-    ):
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system however the process ends
-        if target.exists():
-            return target
-        try:
+    try:
+        with tools():
             built = cpp_extension.load(
                 name=name,
                 sources=[str(csrc_directory() / source)],
-                build_directory=directory,
+                build_directory=str(directory),
                 extra_cflags=list(FLAGS),
                 extra_ldflags=[f"-L{libraries}", "-ltorch_cuda", "-ldl"],
                 with_cuda=False,
                 is_python_module=False,
                 is_standalone=False,
             )
-        except RuntimeError as error:
-            # A compiler that was killed, or found the disk full, may build it next time.
-            kind = RefusedError if _REFUSAL in str(error) else BuildError
-            raise kind(
-                f"{what} of tconv_swap does not build from {csrc_directory() / source}:\n{error}"
-            ) from error
-        os.replace(built or Path(directory) / f"{name}.so", target)
-    return target
+    except RuntimeError as error:
+        # A compiler that was killed, or found the disk full, may build it next time.
+        kind = RefusedError if _REFUSAL.search(str(error)) else BuildError
+        raise kind(
+            f"{what} of tconv_swap does not build from {csrc_directory() / source}:\n{error}"
+        ) from error
+    return Path(built or directory / f"{name}.so")
 
 
 def _check(code: int) -> None:
@@ -158,6 +187,11 @@ def _strides(output: Output) -> list[int]:
     return strides
 
 
+def _may_overlap(architecture: str) -> bool:
+    """Programmatic dependent launch is of compute capability 9.0 and later; kernels for others do not wait."""
+    return int("".join(filter(str.isdigit, architecture))) >= 90
+
+
 def plan_words(
     plan: Plan, dtype: torch.dtype, architecture: str, inputs: Sequence[Tensor | None] = ()
 ) -> list[int]:
@@ -172,7 +206,7 @@ def plan_words(
             launch.grid,
             launch.block,
             launch.shared_bytes,
-            int(launch.overlaps_previous),
+            int(launch.overlaps_previous and _may_overlap(architecture)),
             len(launch.arguments),
         ]
         for argument in launch.arguments:

@@ -15,6 +15,7 @@ from tconv_swap.cuda import launch
 from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.cuda.call import Arguments, Call
 from tconv_swap.cuda.choice import Mask
+from tconv_swap.cuda.compiler import BuildError
 
 logger = logging.getLogger("tconv_swap")
 
@@ -29,14 +30,14 @@ _FORMATS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL | None:
     # The compiler's words, so that it is not asked by every process; another one is.
-    refusal, compiler = launch.library_path(SOURCE).with_suffix(".txt"), os.environ.get("CXX", "g++")
+    refusal, compiler = launch.library_path(SOURCE).with_suffix(".txt"), os.environ.get("CXX", "")
     try:
         if refusal.exists() and refusal.read_text().startswith(f"{compiler}\n"):
-            raise launch.BuildError(
+            raise BuildError(
                 f"csrc/{SOURCE} does not build with this torch; {refusal} says why, and is to be removed to try again"
             )
-        library = launch.load(launch.build(SOURCE))
-    except (launch.BuildError, OSError) as error:
+        library = launch.load(SOURCE)
+    except (BuildError, OSError) as error:
         if isinstance(error, launch.RefusedError):
             write_atomically(refusal, f"{compiler}\n{error}".encode())
         logger.warning(
