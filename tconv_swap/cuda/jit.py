@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from contextlib import suppress
 from functools import lru_cache
+from pathlib import Path
 
 from tconv_swap.cuda import nvrtc
 from tconv_swap.cuda.cache import cache_directory, csrc_directory, write_atomically
@@ -47,7 +49,8 @@ def render(kernel: Kernel) -> str:
 
 
 def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
-    """Machine code of a kernel for an architecture such as ``"sm_90"``, from the cache on disk where it lies.
+    """Machine code of a kernel for an architecture such as ``"sm_90"``, from the cache on disk where it lies whole.
+    Where it cannot be written there, a warning says so.
 
     Raises:
         CompileError: with the compiler's log and the path of the rendered source.
@@ -64,18 +67,49 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
         key.update(hashlib.sha256(part).digest())
     stem = cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
     cubin_path, log_path = stem.with_suffix(".cubin"), stem.with_suffix(".log")
-    try:
-        return cubin_path.read_bytes(), log_path.read_text()
-    except FileNotFoundError:
-        pass
+    kept = _read(cubin_path, log_path)
+    if kept is not None:
+        return kept
     headers = {name: text for name, text in _kernel_files().items() if name.endswith(".cuh")}
     logger.info("compiling %s for %s", kernel.entry, architecture)
     try:
         cubin, log = nvrtc.compile_cubin(source, kernel.source, headers, options)
     except nvrtc.CompileError as error:
         path = stem.with_suffix(".cu")
-        write_atomically(path, source.encode())
-        raise nvrtc.CompileError(f"{error}\nThe source is in {path}") from None
-    write_atomically(log_path, log.encode())
-    write_atomically(cubin_path, cubin)
+        with suppress(OSError):  # the compiler's words matter more
+            write_atomically(path, source.encode())
+            raise nvrtc.CompileError(f"{error}\nThe source is in {path}") from None
+        raise
+    try:
+        write_atomically(log_path, f"{_seal(cubin, log)}\n{log}".encode())
+        write_atomically(cubin_path, cubin)
+    except (
+        OSError
+    ) as error:  # the disk is full, or `cache clear` is at work: what is compiled is good all the same
+        _warn_of_unkept(cache_directory(), error.strerror or str(error))
     return cubin, log
+
+
+def _read(cubin_path: Path, log_path: Path) -> tuple[bytes, str] | None:
+    """What was written; None where it is not there, cannot be read or is damaged."""
+    try:
+        cubin = cubin_path.read_bytes()
+        seal, _, log = log_path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (cubin, log) if seal == _seal(cubin, log) else None
+
+
+def _seal(cubin: bytes, log: str) -> str:
+    """The first line of a log: a driver may crash on machine code that is damaged, so what is kept is compared."""
+    digest = hashlib.sha256(cubin)
+    digest.update(log.encode())
+    return f"{len(cubin)} bytes, sha256 with this log {digest.hexdigest()}"
+
+
+@lru_cache(maxsize=16)
+def _warn_of_unkept(directory: Path, reason: str) -> None:
+    """Once, however many kernels there are."""
+    logger.warning(
+        "compiled kernels are not kept in %s (%s): the next process compiles them again", directory, reason
+    )
