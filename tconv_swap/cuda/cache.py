@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import secrets
 import shutil
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,13 +21,15 @@ COMPILED = ("kernels", "host")
 TUNED = ("tuned",)
 """What of the cache directory is ours: it may be one that holds other things too."""
 
+PROBE_BYTES = 64 << 10
+"""About a cubin: where the disk is full or a quota used up, an empty file can still be made."""
+
 
 @lru_cache(maxsize=1)
 def cache_directory() -> Path:
     """The writable cache directory: ``$TCONV_SWAP_CACHE``, else ``$XDG_CACHE_HOME/tconv_swap``, else
     ``~/.cache/tconv_swap``. Where none can be written, one of this process's own until it ends, with a warning."""
-    configured = _configured()
-    reason = _why_unusable(configured)
+    configured, reason = _configured()
     if not reason:
         return configured
     logger.warning(
@@ -38,32 +42,58 @@ def cache_directory() -> Path:
 
 def cache_problem() -> str:
     """Why nothing is kept between processes, in one line; empty where it is kept."""
-    configured = _configured()
-    reason = _why_unusable(configured)
+    configured, reason = _configured()
     return reason and (
         f"{configured} cannot be used ({reason}): every process compiles its kernels again, and what `tune` finds "
         f"out is lost; set {ENVIRONMENT_VARIABLE}"
     )
 
 
-def _configured() -> Path:
+def _configured() -> tuple[Path, str]:
+    """The directory that is asked for, and why it cannot be used; made where there is none."""
     if os.environ.get(ENVIRONMENT_VARIABLE):
-        return Path(os.environ[ENVIRONMENT_VARIABLE])
-    if os.environ.get("XDG_CACHE_HOME"):
-        return Path(os.environ["XDG_CACHE_HOME"]) / "tconv_swap"
-    return Path(os.path.expanduser("~")) / ".cache" / "tconv_swap"
+        directory = Path(os.environ[ENVIRONMENT_VARIABLE])
+    elif os.environ.get("XDG_CACHE_HOME"):
+        directory = Path(os.environ["XDG_CACHE_HOME"]) / "tconv_swap"
+    else:
+        directory = Path("~/.cache/tconv_swap")
+    try:
+        # The process may change its directory, and a shell leaves the `~` in `VARIABLE="~/cache"` as it is.
+        directory = directory.expanduser().absolute()
+    except RuntimeError:
+        return directory, "this user has no home directory"
+    except OSError as error:
+        return directory, _reason(error)
+    return directory, _why_unusable(directory)
 
 
 def _why_unusable(directory: Path) -> str:
-    """Makes the directory where there is none."""
+    """Makes the directory where there is none. What lies in it may be another user's, of root's first run, say."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            return ""
+        _probe(directory)
     except FileExistsError:
         return "it is no directory"
     except OSError as error:
-        return error.strerror or str(error)
+        return _reason(error)
+    for part in COMPILED:
+        try:
+            _probe(directory / part)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return f"{part}: {_reason(error)}"
+    return ""
+
+
+def _probe(directory: Path) -> None:
+    with tempfile.TemporaryFile(dir=directory) as file:
+        file.write(os.urandom(PROBE_BYTES))  # zeros may take no room
+        file.flush()
+
+
+def _reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 def _remove(directory: Path, owner: int) -> None:
@@ -73,15 +103,23 @@ def _remove(directory: Path, owner: int) -> None:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``path`` whole or not at all: two processes may race for the same file."""
+    """Write ``path`` whole or not at all: two processes may race for the same file.
+
+    Its mode is what the umask says, so that users who share a directory read each other's files.
+
+    Raises:
+        OSError: it cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    # Not of `tempfile`, whose files are readable by their owner alone.
+    temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(OSError):
+            temporary.unlink()
         raise
 
 
