@@ -5,11 +5,14 @@ A file belongs to what its measurements belong to: another driver or a changed k
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -65,12 +68,19 @@ def problem_key(problem: Problem, mask: tuple[bool, ...], has_bias: bool) -> str
 def winners(device: int) -> Winners:
     """The winners known for a GPU; none where nothing was tuned, or only under other circumstances."""
     directory = cache_directory() / "tuned"
-    if not directory.is_dir():
+    try:
+        names = os.listdir(directory)
+    except FileNotFoundError:
+        return NONE
+    except OSError as error:
+        logger.warning("what was tuned is not used: %s cannot be read (%s)", directory, error.strerror)
         return NONE
     path = path_for(machine(device))
-    if path.exists():
+    if path.name in names:
         return load(path, machine(device))
-    if any(directory.glob(f"{_slug(device)}-*.json")):
+    # The whole name: an RTX 3080 is no RTX 3080 Ti.
+    of_this_gpu = re.compile(re.escape(_slug(device)) + r"-[0-9a-f]{16}\.json")
+    if any(of_this_gpu.fullmatch(name) for name in names):
         logger.warning(
             "what was tuned for this %s is of another driver, torch or set of kernels and is not used: tune again",
             torch.cuda.get_device_name(device),
@@ -79,39 +89,80 @@ def winners(device: int) -> Winners:
 
 
 def keep(device: int, new: Winners) -> Path:
-    """Add winners to those on disk, in place of what they say of the same problems; returns the file."""
-    path = path_for(machine(device))
-    merged = {**(load(path, machine(device)) if path.exists() else {}), **new}
-    document = {
-        "schema": SCHEMA,
-        "machine": machine(device),
-        "winners": {key: asdict(winner) for key, winner in sorted(merged.items())},
-    }
-    write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
+    """Add winners to those on disk, in place of what they say of the same problems; returns the file.
+
+    Raises:
+        OSError: it cannot be written, or there is one that cannot be read, which is left as it is.
+    """
+    of = machine(device)
+    path = path_for(of)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.parent):
+        try:
+            known = _read(path, of)
+        except FileNotFoundError:
+            known = NONE
+        except _MALFORMED as error:
+            _warn_of(path, error)
+            known = NONE
+        merged = {**known, **new}
+        document = {
+            "schema": SCHEMA,
+            "machine": of,
+            "winners": {key: asdict(winner) for key, winner in sorted(merged.items())},
+        }
+        write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
     winners.cache_clear()
     return path
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Meanwhile no other process reads, merges and writes here. Without a lock where the file system has none."""
+    handle = None
+    try:
+        # The directory itself: a lock's file would lie among those that are ours, and be another user's.
+        with suppress(OSError):
+            handle = os.open(directory, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)  # released by the system however the process ends
+        yield
+    finally:
+        if handle is not None:
+            os.close(handle)
 
 
 def load(path: Path, of: Mapping[str, str]) -> Winners:
     """What ``keep`` wrote for a machine; nothing, and a warning, where the file holds something else."""
     try:
-        document: Any = json.loads(path.read_text(encoding="utf-8"))
-        if document["schema"] != SCHEMA or document["machine"] != of:
-            raise ValueError("it was written by another version or for another machine")
-        found = {str(key): Winner(**entry) for key, entry in document["winners"].items()}
-        if any(type(getattr(w, name)) is not kind for w in found.values() for name, kind in _KINDS):
-            raise ValueError("a winner has a field of another type")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s is ignored (%s: %s)", path, type(error).__name__, error)
+        return _read(path, of)
+    except (OSError, *_MALFORMED) as error:
+        _warn_of(path, error)
         return NONE
+
+
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
+
+
+def _read(path: Path, of: Mapping[str, str]) -> Winners:
+    """Raises OSError where the file cannot be read, one of ``_MALFORMED`` where it holds something else."""
+    document: Any = json.loads(path.read_text(encoding="utf-8"))
+    if document["schema"] != SCHEMA or document["machine"] != of:
+        raise ValueError("it was written by another version or for another machine")
+    found = {str(key): Winner(**entry) for key, entry in document["winners"].items()}
+    if any(type(getattr(w, name)) is not kind for w in found.values() for name, kind in _KINDS):
+        raise ValueError("a winner has a field of another type")
     return found
+
+
+def _warn_of(path: Path, error: Exception) -> None:
+    logger.warning("%s is ignored (%s: %s)", path, type(error).__name__, error)
 
 
 @lru_cache(maxsize=64)
 def machine(device: int) -> dict[str, str]:
-    """What a measurement holds for."""
+    """What a measurement holds for. The multiprocessors: MPS and green contexts give a process a part of them."""
     facts = environment(torch.device("cuda", device))
-    names = ("gpu", "compute_capability", "driver", "torch", "cudnn")
+    names = ("gpu", "compute_capability", "multiprocessors", "driver", "torch", "cudnn")
     return {**{name: str(facts[name]) for name in names}, "kernels": _sources()}
 
 
