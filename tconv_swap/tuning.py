@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,13 +21,17 @@ from tconv_swap.cuda.choice import NATIVE, backward_units
 from tconv_swap.cuda.program import Plan
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
+from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import sum_of_squares
 from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import time_interleaved
 
+logger = logging.getLogger("tconv_swap")
+
 #: Something else than what is taken without a measurement has to be so much faster: less may be noise.
 MARGIN = 1.03
 BUDGET_S = 0.5
+PYTORCH = "PyTorch's operator"
 #: Relative L2 distance from PyTorch's result, beyond which a candidate is wrong. Far above what rounding explains.
 WRONG = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
 
@@ -63,12 +69,12 @@ class TunedProblem:
 
     @property
     def speedup_over_default(self) -> float:
-        """Of what was chosen, over what is taken without a measurement."""
+        """Of what was chosen, over what is taken without a measurement; NaN where that did not run."""
         return _ratio(self.candidates[0], self.candidates[self.chosen])
 
     @property
     def speedup_over_pytorch(self) -> float:
-        """Of what was chosen; 1 where that is PyTorch's."""
+        """Of what was chosen; 1 where that is PyTorch's, NaN where PyTorch's did not run."""
         native = next(c for c in self.candidates if c.family == NATIVE)
         return _ratio(native, self.candidates[self.chosen])
 
@@ -91,29 +97,37 @@ class TuneReport:
     Attributes:
         device: the GPU's name, or ``"cpu"``.
         problems: every distinct one that the network's layers met.
-        path: the file that keeps the winners; None where there was nothing to keep.
+        path: the file that keeps the winners; None where there was nothing to keep, or it could not be written.
+        not_kept: why winners could not be kept, in a line; else ``""``.
     """
 
     device: str
     problems: tuple[TunedProblem, ...]
     path: str | None = None
+    not_kept: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write."""
+        """The same as plain values that ``json`` can write; a speedup is None where it is not known."""
         problems = [
             {
                 **asdict(problem),
-                "speedup_over_default": problem.speedup_over_default,
-                "speedup_over_pytorch": problem.speedup_over_pytorch,
+                "speedup_over_default": _known(problem.speedup_over_default),
+                "speedup_over_pytorch": _known(problem.speedup_over_pytorch),
             }
             for problem in self.problems
         ]
-        return {"device": self.device, "problems": problems, "path": self.path}
+        return {
+            "device": self.device,
+            "problems": problems,
+            "path": self.path,
+            "not_kept": self.not_kept,
+        }
 
     def __str__(self) -> str:
         if not self.problems:
             return f"nothing to tune: no swapped layer was computed on a GPU (device: {self.device})"
         kept = "" if self.path is None else f"; kept in {self.path}"
+        kept += f"; not kept: {self.not_kept}" if self.not_kept else ""
         return "\n".join([f"{len(self.problems)} problems on {self.device}{kept}", *map(str, self.problems)])
 
 
@@ -126,8 +140,11 @@ def tune(
     budget_s: float = BUDGET_S,
 ) -> TuneReport:
     """Measure the candidates, PyTorch's operator among them, for every problem that the swapped layers of a network
-    meet on a GPU, and keep the winners. From then on ``backend="auto"`` uses them, in later processes too, and
-    ``backend="kernel"`` the fastest of ours. The network is run once and is afterwards as it was.
+    meet on a GPU, and keep the winner of each at once. From then on ``backend="auto"`` uses them, in later processes
+    too, and ``backend="kernel"`` the fastest of ours. The network is run once and is afterwards as it was.
+
+    PyTorch's operator is measured with ``torch.backends.cudnn.benchmark`` on, at its best. Where the winners cannot be
+    written, a warning and the report say so.
 
     Args:
         model: a network with swapped layers, on the GPU, in the mode and layout it is to run in. Under autocast
@@ -155,15 +172,26 @@ def tune(
     if not posed:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         return TuneReport(_name(device), ())
-    problems = []
-    kept: dict[int, dict[str, tuned.Winner]] = {}
-    for one in posed:
-        problem, winner = _measure(one, candidates, budget_s)
-        problems.append(problem)
-        kept.setdefault(one.device, {})[problem.problem] = winner
-    paths = [str(tuned.keep(device, winners)) for device, winners in kept.items()]
-    route.forget()
-    return TuneReport(_name(torch.device("cuda", posed[0].device)), tuple(problems), ", ".join(paths))
+    problems: list[TunedProblem] = []
+    paths: dict[str, None] = {}
+    not_kept = ""
+    try:
+        for one in posed:
+            with cudnn_benchmark():
+                problem, winner = _measure(one, candidates, budget_s)
+            problems.append(problem)
+            if winner is None:
+                continue
+            try:
+                paths[str(tuned.keep(one.device, {problem.problem: winner}))] = None
+            except OSError as error:  # the report is worth having all the same
+                not_kept = f"{tuned.path_for(tuned.machine(one.device))}: {error.strerror or error}"
+    finally:
+        route.forget()
+    if not_kept:
+        logger.warning("what was tuned is not kept: %s", not_kept)
+    device = torch.device("cuda", posed[0].device)
+    return TuneReport(_name(device), tuple(problems), ", ".join(paths) or None, not_kept)
 
 
 def _name(device: torch.device) -> str:
@@ -193,7 +221,8 @@ def _leaf(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
 
 
-def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner]:
+def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
+    """No winner where nothing ran."""
     problem, mask, has_bias, index = posed
     device, facts = torch.device("cuda", index), call.device_facts(index)
     key = tuned.problem_key(problem, mask, has_bias)
@@ -205,37 +234,55 @@ def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, t
         default = choice.choose_forward(problem, has_bias, facts, "auto")
     _compile(plans, facts.architecture)
     tensors = _tensors(posed, device)
-    runs: dict[int, Callable[[], list[Tensor]]] = {len(plans): lambda: _native(posed, tensors)}
-    failures: dict[int, str] = {}
-    truth = runs[len(plans)]()
-    for number, made in enumerate(plans):
-        try:
-            handle = launch.add_plan(made, problem.dtype, device, facts.architecture)
-            runs[number] = _launching(handle, tensors)
-            if wrong := _wrong(runs[number](), truth, posed):
-                raise RuntimeError(wrong)
-        except RuntimeError as error:  # what does not compile, load or launch loses
-            failures[number] = first_line(error)
-            runs.pop(number, None)
-    del truth
-    timings = time_interleaved(
-        {str(number): run for number, run in runs.items()}, device=device, budget_s=budget_s
-    )
-    times = {number: timings[str(number)].median_ms * 1e3 for number in runs}
-    entries = [(made.family, made.why) for made in plans] + [(NATIVE, "PyTorch's operator")]
+    runs, failures = _that_run(posed, plans, tensors, facts.architecture)
+    times: dict[int, float] = {}
+    if runs:
+        timings = time_interleaved(
+            {str(number): run for number, run in runs.items()}, device=device, budget_s=budget_s
+        )
+        times = {number: timings[str(number)].median_ms * 1e3 for number in runs}
+    entries = [(made.family, made.why) for made in plans] + [(NATIVE, PYTORCH)]
     # What is taken without a measurement comes first: the first plan, or PyTorch's operator.
     order = list(range(len(entries)))
     if default.plan is None:
         order = [order[-1], *order[:-1]]
     tried = tuple(Candidate(*entries[n], times.get(n), failures.get(n, "")) for n in order)
+    if not times:
+        return TunedProblem(key, tried, 0), None
     fastest = _fastest(times, order)
     own = {n: time for n, time in times.items() if n < len(plans)}
     ours = _fastest(own, order) if own else None
     report = TunedProblem(key, tried, order.index(fastest))
-    why = f"PyTorch's operator {times[len(plans)]:.1f} us"
+    pytorch = times.get(len(plans))
+    why = f"{PYTORCH} " + ("did not run" if pytorch is None else f"{pytorch:.1f} us")
     if ours is not None:
         why = f"tuned: {times[ours]:.1f} us, {why}"
     return report, tuned.Winner(fastest == len(plans), "" if ours is None else plans[ours].digest, why)
+
+
+def _that_run(
+    posed: Posed, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
+) -> tuple[dict[int, Callable[[], list[Tensor]]], dict[int, str]]:
+    """What computes the problem, by its number, and why the others do not; PyTorch's comes after all plans."""
+    runs: dict[int, Callable[[], list[Tensor]]] = {}
+    failures: dict[int, str] = {}
+    truth: list[Tensor] = []
+    # PyTorch's first, which ours have to agree with. Where it does not run, with what is taken without a measurement.
+    for number in (len(plans), *range(len(plans))):
+        try:
+            if number == len(plans):
+                run: Callable[[], list[Tensor]] = partial(_native, posed, tensors)
+            else:
+                handle = launch.add_plan(plans[number], posed.problem.dtype, tensors[0].device, architecture)
+                run = _launching(handle, tensors)
+            if not truth:
+                truth, whose = run(), PYTORCH if number == len(plans) else plans[number].family
+            elif wrong := _wrong(run(), truth, posed):
+                raise RuntimeError(f"wrong: {wrong} from the result of {whose}")
+            runs[number] = run
+        except RuntimeError as error:  # what does not compile, load, launch or find memory loses
+            failures[number] = first_line(error)
+    return runs, failures
 
 
 def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
@@ -287,13 +334,14 @@ def _native(posed: Posed, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list
 
 
 def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
-    """Nothing, or what is wrong with a result: a measurement must not choose what does not compute the same."""
+    """How far a result is from the right one, where it is too far: a measurement must not choose what does not
+    compute the same."""
     dtype = str(posed.problem.dtype).removeprefix("torch.")
     allowed = WRONG["tf32" if posed.problem.precision == "tf32" else dtype]
     for ours, theirs in zip(found, truth, strict=True):
         distance = float((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30))
         if not distance <= allowed:
-            return f"wrong: {distance:.1e} from PyTorch's result"
+            return f"{distance:.1e}"
     return ""
 
 
@@ -303,5 +351,9 @@ def _ratio(slower: Candidate, faster: Candidate) -> float:
     return slower.microseconds / faster.microseconds
 
 
+def _known(ratio: float) -> float | None:
+    return None if math.isnan(ratio) else ratio
+
+
 def _times(ratio: float) -> str:
-    return f"{ratio:.2f}x"
+    return "unknown" if math.isnan(ratio) else f"{ratio:.2f}x"

@@ -7,6 +7,7 @@ from dataclasses import replace
 import typer
 
 from tconv_swap import options, workflow
+from tconv_swap.console import print_error
 from tconv_swap.files.fileformat import printable
 from tconv_swap.outcome import (
     STDOUT,
@@ -23,8 +24,8 @@ from tconv_swap.report import SCHEMA_VERSION
 from tconv_swap.tuning import TuneReport
 
 EPILOG = """Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
-be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself; 130 = interrupted, nothing
-was kept."""
+be loaded or is not trusted; 4 = nothing to swap; 5 = measured, but it could not be kept or written; 70 = an error in
+tconv-swap itself; 130 = interrupted, what was measured until then is kept."""
 
 
 def tune(
@@ -72,15 +73,20 @@ def tune(
     if outcome is None:
         outcome = Failure(ExitCode.NOTHING_TO_SWAP, "nothing to swap, and so nothing to tune")
     if isinstance(outcome, Failure):
+        if outcome.code == ExitCode.INTERRUPTED:
+            outcome = Failure(outcome.code, "interrupted; what was measured until then is kept")
         finish(outcome, output)
     found = outcome
-    leave(lambda: _write(found, output))
+    code = ExitCode.CANNOT_WRITE if found.not_kept else ExitCode.VERIFIED
+    leave(lambda: _write(found, output, code), code)
 
 
-def _write(found: TuneReport, output: Output) -> None:
+def _write(found: TuneReport, output: Output, code: ExitCode) -> None:
     if output.json_target is not None:
         head = {"schema_version": SCHEMA_VERSION, "tool": "tconv-swap", "outcome": "tuned"}
-        write_json({**head, **found.to_dict(), "exit_code": 0}, output.json_target)
+        write_json({**head, **found.to_dict(), "exit_code": int(code)}, output.json_target)
     if not output.quiet and output.json_target != STDOUT:
         for line in str(found).splitlines():
             typer.echo(printable(line))
+    if found.not_kept:
+        print_error(f"what was measured is not kept: {found.not_kept}")
