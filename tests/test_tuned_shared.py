@@ -7,8 +7,8 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from tconv_swap.cuda.tuned import Winner
 MACHINE = {"gpu": "NVIDIA GeForce RTX 3080", "driver": "1.2", "kernels": "0"}
 WINNERS = {"forward: some problem": Winner(True, "", "PyTorch's operator 8.0 us")}
 machine_of = tuned.machine.__wrapped__
-PROCESSES, EACH = 6, 4
+TUNERS, EACH = 6, 4
 
 
 @pytest.fixture(autouse=True)
@@ -33,17 +33,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[st
     tuned.winners.cache_clear()
 
 
-def keep_some(process: int) -> NoReturn:
-    """In a forked process, which must not come back into pytest."""
-    try:
-        for number in range(EACH):
-            tuned.keep(0, {f"{process}.{number}": Winner(True, "", "")})
-        os._exit(0)
-    finally:
-        os._exit(1)
-
-
-def test_processes_that_tune_at_once_keep_what_each_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_those_who_tune_at_once_keep_what_each_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes, mostly; a lock of the system's is between threads that opened its file each for itself, too."""
     real = tuned.write_atomically
 
     def slowly(path: Path, content: bytes) -> None:
@@ -51,9 +42,14 @@ def test_processes_that_tune_at_once_keep_what_each_found(monkeypatch: pytest.Mo
         real(path, content)
 
     monkeypatch.setattr(tuned, "write_atomically", slowly)
-    forked = [os.fork() or keep_some(process) for process in range(PROCESSES)]
-    assert [os.waitpid(one, 0)[1] for one in forked] == [0] * PROCESSES
-    assert len(tuned.winners(0)) == PROCESSES * EACH
+
+    def keep_some(who: int) -> None:
+        for number in range(EACH):
+            tuned.keep(0, {f"{who}.{number}": Winner(True, "", "")})
+
+    with ThreadPoolExecutor(TUNERS) as pool:
+        list(pool.map(keep_some, range(TUNERS)))
+    assert len(tuned.winners(0)) == TUNERS * EACH
 
 
 def test_a_file_system_without_locks_will_do(monkeypatch: pytest.MonkeyPatch) -> None:

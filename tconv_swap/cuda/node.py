@@ -6,6 +6,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -39,7 +40,8 @@ def _library() -> ctypes.CDLL | None:
         library = launch.load(SOURCE)
     except (BuildError, OSError) as error:
         if isinstance(error, launch.RefusedError):
-            write_atomically(refusal, f"{compiler}\n{error}".encode())
+            with suppress(OSError):
+                write_atomically(refusal, f"{compiler}\n{error}".encode())
         logger.warning(
             "tconv_swap: a layer's gradients, and compiled graphs, take their way through Python, some 20 us "
             "longer: %s",
