@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.problem import Device
 from tconv_swap.geometry import Geometry
 
@@ -122,11 +123,19 @@ def weight_bytes(geometry: Geometry) -> int:
 
 
 def candidates(
-    geometry: Geometry, stages: int, device: Device, sharing: tuple[int, ...] = (NOBODY, INPUT, OUTPUT)
+    geometry: Geometry,
+    stages: int,
+    device: Device,
+    sharing: tuple[int, ...] = (NOBODY, INPUT, OUTPUT),
+    copied: int = 0,
 ) -> Iterator[Tile]:
-    """All tiles worth a thought. ``stages``: of all pixels."""
+    """All tiles worth a thought: none where sums as short as they have to be leave too many. ``stages``: of all pixels;
+    ``copied``: bytes of tensors that lie in the workspace beside the sums."""
     most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(geometry), stages // 4))
     least_slices = ceil_div(stages, MOST_STAGES)
+    most_bytes = max(PARTIAL_LIMIT_BYTES, MOST_ARRANGED_BYTES - copied)
+    if least_slices > 1 and least_slices * weight_bytes(geometry) > most_bytes:
+        return
     for cols, swapped, chunk, shares in itertools.product(
         (256, 192, 128), (False, True), (256, 128, 64), sharing
     ):

@@ -6,12 +6,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.plans.tile_choice import box_tiles
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
 from tconv_swap.cuda.problem import Device
 
-#: What the copy of the input may take of the workspace.
-MOST_ARRANGED_BYTES = 1 << 30
 #: Such a copy costs its bytes twice. It pays at strides above 1 where several blocks of output channels would read the
 #: input anyhow, and an element of it has so many products: few where tiles are whole rows or no tap is shifted, else
 #: more, and twice as many in 16 bits, where they take half of the time.

@@ -11,7 +11,7 @@ import torch
 from tconv_swap.cuda.plans import plan_grad_input, plan_grad_input_boxes, plan_grad_weight_boxes
 from tconv_swap.cuda.plans.arrangement import Matrices, activation, add_up_sums, arrange, sums_bytes
 from tconv_swap.cuda.plans.grad_input_layout import as_convolution
-from tconv_swap.cuda.plans.room import Room
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -26,9 +26,6 @@ from tconv_swap.cuda.program import (
     workspace,
 )
 
-#: What arranged tensors may take of the workspace, on top of what partial sums are bounded to
-#: (plan_general.WORKSPACE_LIMIT_BYTES): larger ones stay as they lie.
-MOST_ARRANGED_BYTES = 1 << 30
 #: Where the kernels for channels_last make up for arranging, as measured on an H200 in float16: channels of either side
 #: of a group, and multiply-adds for each element that is arranged.
 LEAST_CHANNELS = 128

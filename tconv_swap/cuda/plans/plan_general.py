@@ -29,8 +29,8 @@ FEW_RESULTS = 1 << 16
 #: The same where there are hardly any results, and the length of a thread's sum is what counts.
 MOST_REDUCE_LANES = 32
 HARDLY_ANY_RESULTS = 1 << 12
-#: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Tensors brought
-#: to channels_last come on top: at most plan_arrange.MOST_ARRANGED_BYTES.
+#: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Copies of
+#: tensors come on top: at most room.MOST_ARRANGED_BYTES.
 WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
+    Pixels,
     Tile,
     candidates,
     columns_of,
@@ -15,9 +16,9 @@ from tconv_swap.cuda.plans.grad_weight_direct_tile import (
 )
 from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
-from tconv_swap.cuda.plans.part_phases import bias_rows_of, part_phases, planes_of, unparted
+from tconv_swap.cuda.plans.part_phases import Planes, bias_rows_of, part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.room import Room
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -44,8 +45,9 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     the bias. Empty for what this family does not claim.
 
     Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
-    multiple of 16 bytes; at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the
-    bias 8 bytes for each slice, row of a stride and output channel, or segment of a copied image.
+    multiple of 16 bytes, together at most ``MOST_ARRANGED_BYTES``; at most 64 MiB of partial sums, or one copy of the
+    gradient if that is more; and for the bias 8 bytes for each slice, row of a stride and output channel, or segment
+    of a copied image.
     """
     g = problem.geometry
     tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
@@ -57,7 +59,21 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
-    return list(candidates(g, device))
+    return [tile for tile in candidates(g, device) if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
+
+
+def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
+    g = geometry
+    output_bytes = 0 if out_line(g) == g.out_width else _output_planes(g).bytes(g.batch)
+    return output_bytes + (0 if lies_as_lines(g, pixels) else _input_planes(g, pixels).bytes(g.batch))
+
+
+def _input_planes(geometry: Geometry, pixels: Pixels) -> Planes:
+    return planes_of(1, geometry.in_channels, (geometry.height, pixels.line))
+
+
+def _output_planes(geometry: Geometry) -> Planes:
+    return planes_of(1, geometry.out_channels, (geometry.out_height, out_line(geometry)))
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -89,14 +105,14 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     columns = columns_of(g, pixels)
     room = Room()
     launches = []
-    into = planes_of(1, g.in_channels, (g.height, pixels.line))
+    into = _input_planes(g, pixels)
     in_base = input_(1)
     if not lies_as_lines(g, pixels):
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), unparted(g.height)))
     # Copied, grad_output is added up on the way.
-    out = planes_of(1, g.out_channels, (g.out_height, out_line(g)))
+    out = _output_planes(g)
     out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
     copies_output = out_line(g) != g.out_width
     if copies_output:

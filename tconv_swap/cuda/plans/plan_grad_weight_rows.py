@@ -16,9 +16,9 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     lines_of,
     weight_bytes,
 )
-from tconv_swap.cuda.plans.part_phases import bias_rows_of, part_phases, planes_of, unparted
+from tconv_swap.cuda.plans.part_phases import Planes, bias_rows_of, part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.room import Room
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Constant,
@@ -47,16 +47,17 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
     the bias. Empty for what this family does not claim.
 
-    Workspace: a copy of grad_output for every column of taps in a stride (and row, where rows are unfolded), one of
-    the input where it does not lie as lines of pixels already, and at most 64 MiB of partial sums, or one copy of the
-    gradient if that is more.
+    Workspace: a copy of grad_output for every column of taps in a stride (and row, where rows are unfolded) and one of
+    the input where it does not lie as lines of pixels already, together at most ``MOST_ARRANGED_BYTES``, what
+    sums have to be short for included; and at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _reads_all_of_grad_output(g)):
         return []
     lines = lines_of(g)
     stages = lines.stages(g.batch)
-    tiles = sorted(candidates(g, stages, device), key=lambda tile: expected_clocks(g, stages, tile, device))
+    found = candidates(g, stages, device, copied=_copied_bytes(g, lines))
+    tiles = sorted(found, key=lambda tile: expected_clocks(g, stages, tile, device))
     return [plan_with_tile(problem, lines, tile, device, with_bias) for tile in tiles[:count]]
 
 
@@ -79,7 +80,30 @@ def claims(problem: Problem, device: Device) -> bool:
     ):
         return False
     pixels = g.batch * g.height * g.width
-    return pixels * g.taps < INT32_LIMIT
+    if pixels * g.taps >= INT32_LIMIT:
+        return False
+    return _copied_bytes(g, lines) <= MOST_ARRANGED_BYTES
+
+
+def _copied_bytes(geometry: Geometry, lines: Lines) -> int:
+    out, into = _planes(geometry, lines)
+    copied = [out] if _lies_as_lines(geometry) else [out, into]
+    return sum(planes.bytes(geometry.batch) for planes in copied)
+
+
+def _lies_as_lines(geometry: Geometry) -> bool:
+    """Whether boxes can bring the input from where it is."""
+    pixels = geometry.height * geometry.width
+    return planes_of(1, 1, (geometry.height, geometry.width)).pitch == pixels
+
+
+def _planes(geometry: Geometry, lines: Lines) -> tuple[Planes, Planes]:
+    """grad_output's and the input's."""
+    g = geometry
+    rows, cols = _phases(g, lines)
+    cells = g.height if lines.unfold_rows else ceil_div(g.out_height, g.stride[0]) + lines.lead
+    out = planes_of(rows * cols, g.out_channels, (cells, g.width))
+    return out, planes_of(1, g.in_channels, (g.height, g.width))
 
 
 def _phases(geometry: Geometry, lines: Lines) -> Pair:
@@ -105,17 +129,14 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     """The plan that computes the problem with this tile."""
     g = problem.geometry
     phases = _phases(g, lines)
-    cells = g.height if lines.unfold_rows else ceil_div(g.out_height, g.stride[0]) + lines.lead
-    out = planes_of(phases[0] * phases[1], g.out_channels, (cells, g.width))
-    into = planes_of(1, g.in_channels, (g.height, g.width))
-    lies_as_lines = into.pitch == g.height * g.width
+    out, into = _planes(g, lines)
     room = Room()
     out_at = room.take(out.bytes(g.batch))
     bias_rows = bias_rows_of(g.batch, out)
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
-    if not lies_as_lines:
+    if not _lies_as_lines(g):
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), unparted(g.height)))

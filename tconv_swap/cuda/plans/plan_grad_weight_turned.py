@@ -32,8 +32,9 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     Inputs: grad_output, input. Outputs: the gradient of the weight, and with ``with_bias`` that of the bias. Empty for
     what this family does not claim.
 
-    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and 16 bytes for each slice,
-    tap and output channel for the bias.
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more, or up to
+    ``MOST_ARRANGED_BYTES`` where sums have to be short; and 16 bytes for each slice, tap and output channel for the
+    bias.
     """
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):

@@ -6,6 +6,9 @@ from tconv_swap.cuda.integers import round_up
 
 #: Bytes.
 WORKSPACE_ALIGNMENT = 256
+#: Bytes that copies of the tensors, arranged anew, may take of a workspace, on top of what partial sums are bounded to
+#: (plan_general.WORKSPACE_LIMIT_BYTES): larger ones stay as they lie.
+MOST_ARRANGED_BYTES = 1 << 30
 
 
 class Room:
