@@ -19,6 +19,7 @@ from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.measurement.stages import LayerCall, capture_calls
 from tconv_swap.measurement.state import preserved
+from tconv_swap.op import SUPPORTED_DTYPES
 
 #: Multiprocessors and bytes of shared memory that a block may ask for, of a GPU of each architecture.
 DEVICES = {
@@ -208,8 +209,10 @@ def _called(layer: LayerState, captured: LayerCall) -> _Called:
         input, weight, bias, *arguments = layer.tconv_operands(
             *captured.inputs.args, **captured.inputs.kwargs
         )
+    # What has no numbers stands for the layer's own device, and for this machine's CPU where that has none either.
+    device = next((one.device for one in (input, weight) if not one.is_meta), torch.device("cpu"))
     forms = (_form(tensor, captured.autocast) for tensor in (input, weight, bias))
-    return _Called(layer, captured.name, tuple(captured.input.shape), input.device, (*forms, *arguments))
+    return _Called(layer, captured.name, tuple(captured.input.shape), device, (*forms, *arguments))
 
 
 def _explain(called: _Called, architecture: str | None, backward: bool) -> LayerExplanation:
@@ -222,8 +225,14 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
         posed = replace(posed, channels_last=False)
     mask = (True, True, bias is not None) if backward else None
     if on_cpu:
+        # TF32 is of GPUs alone.
+        posed = replace(posed, precision="ieee")
         where = str(device)
         stages = _on_cpu(posed, input, weight, layer.tconv_backend, mask)
+    elif posed.dtype not in SUPPORTED_DTYPES:
+        where, _, ceilings, _ = _gpu(device, architecture)
+        masks = (FORWARD,) if mask is None else (FORWARD, mask)
+        stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
     else:
         where, facts, ceilings, winners = _gpu(device, architecture)
         steps = [choice.choose_forward(posed, bias is not None, facts, layer.tconv_backend, winners)]
@@ -235,7 +244,7 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
         name,
         str(posed.geometry),
         input_shape,
-        str(posed.dtype).removeprefix("torch."),
+        _name(posed.dtype),
         "channels_last" if posed.channels_last else "contiguous",
         posed.precision if posed.dtype == torch.float32 else "",
         where,
@@ -291,6 +300,14 @@ def _stage(step: Step, posed: plan.Problem, known: KnownCeilings | None) -> Stag
     )
 
 
+def _why_native(dtype: torch.dtype) -> str:
+    return f"of {_name(dtype)} nothing is ours"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _names(mask: Mask) -> list[str]:
     return (
         [name for name, wanted in zip(GRADIENTS, mask, strict=True) if wanted]
@@ -309,8 +326,10 @@ def _on_cpu(
         chosen.append((mask, choose_backward(posed.geometry, posed.dtype, memory_format)))
     stages = []
     for which, formulation in chosen:
-        plain = backend == NATIVE or formulation == "plain"
-        why = "the backend is native" if backend == NATIVE else WHY[formulation]
+        supported = posed.dtype in SUPPORTED_DTYPES
+        plain = backend == NATIVE or formulation == "plain" or not supported
+        why = WHY[formulation] if supported else _why_native(posed.dtype)
+        why = "the backend is native" if backend == NATIVE else why
         step = Step(which, None, why)
         stage = _stage(step, posed, None)
         family = NATIVE if plain else formulation

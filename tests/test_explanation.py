@@ -127,6 +127,30 @@ def test_a_network_layer_by_layer_on_the_cpu() -> None:
     assert "the backend is native" in str(tconv_swap.explain(model, torch.randn(2, 100, 1, 1)).layers[0])
 
 
+def test_on_the_cpu_float32_is_no_tf32_and_meta_stands_for_a_device() -> None:
+    nowhere = tconv_swap.ConvTranspose2d(128, 64, 4, 2, 1, device="meta")
+    for layer in (DCGAN, nowhere):
+        explained = tconv_swap.explain(layer, X).layers[0]
+        assert (explained.dtype, explained.precision, explained.device) == ("float32", "ieee", "cpu")
+        assert "float32 contiguous, cpu" in str(explained)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("architecture", [None, "sm_80", "sm_90a"])
+def test_dtypes_that_are_left_to_pytorch(dtype: torch.dtype, architecture: str | None) -> None:
+    layer = tconv_swap.ConvTranspose2d(128, 64, 4, 2, 1).to(dtype)
+    x = torch.empty(2, 128, 1, 1, dtype=dtype)  # one pixel: in float32 not PyTorch's
+    explained = tconv_swap.explain(layer, x, architecture=architecture)
+    name = str(dtype).removeprefix("torch.")
+    assert explained.native == (
+        f"(the model itself): PyTorch computes forward (of {name} nothing is ours)",
+        "(the model itself): PyTorch computes grad_input, grad_weight, grad_bias "
+        f"(of {name} nothing is ours)",
+    )
+    assert explained.layers[0].stages[0].roof_us is None
+    assert len(tconv_swap.explain(layer, x, architecture=architecture, backward=False).native) == 1
+
+
 def test_autocast_is_seen() -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)))
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -14,7 +14,7 @@ from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
 from tconv_swap.cuda.plans.part_phases import part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.plan_grad_input_boxes import ELEMENT_KINDS
-from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.plans.unfolded_tile import UnfoldedTile
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
@@ -35,9 +35,7 @@ from tconv_swap.cuda.program import (
 FAMILY = "unfolded tile"
 #: Of a group, on either side: with fewer it was not measured.
 LEAST_CHANNELS = 32
-#: What a copy of grad_output with longer rows may take of the workspace, on top of partial sums.
-MOST_PADDED_BYTES = 1 << 30
-#: Multiply-adds for each element of grad_output from which making that copy pays.
+#: Multiply-adds for each element of grad_output from which copying grad_output to longer rows pays.
 LEAST_MACS_PER_PADDED = 768
 
 
@@ -53,7 +51,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     weights = geometry.in_channels_per_group * geometry.taps
     if weights * problem.item % unfolded_tile.ALIGNMENT:
         return False
-    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MOST_PADDED_BYTES):
+    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MOST_ARRANGED_BYTES):
         return False
     pixels = geometry.batch * max(geometry.height * geometry.width, problem.cells[0] * problem.cells[1])
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
