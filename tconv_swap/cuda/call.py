@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, launch, native, plan, tuned
+from tconv_swap.cuda import choice, launch, native, nvrtc, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
 
 #: Stride, padding, output_padding, groups, dilation: hashable.
@@ -201,8 +201,7 @@ def device_facts(index: int) -> plan.Device:
     """What planning must know of a GPU."""
     properties = torch.cuda.get_device_properties(index)
     return plan.Device(
-        # wgmma is in sm_90a alone: NVRTC offers it by that name only.
-        architecture=f"sm_{properties.major}{properties.minor}" + ("a" if properties.major == 9 else ""),
+        architecture=nvrtc.architecture_for(properties.major, properties.minor),
         multiprocessors=properties.multi_processor_count,
         shared_memory_per_block=properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]
     )

@@ -67,6 +67,43 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
+#: Systems on a chip (Jetson, DRIVE): their machine code is not for other GPUs of the major, nor these GPUs' for them.
+_TEGRA = frozenset((53, 62, 72, 87, 88, 101, 110))
+
+
+@lru_cache(maxsize=1)
+def architectures() -> tuple[int, ...]:
+    """Those that this NVRTC compiles for, such as 90; the variants with a letter are not told.
+
+    Raises:
+        NvrtcMissingError: there is no NVRTC.
+        CompileError: it does not say.
+    """
+    count = ctypes.c_int()
+    _check(_library().nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
+    found = (ctypes.c_int * count.value)()
+    _check(_library().nvrtcGetSupportedArchs(found), "nvrtcGetSupportedArchs")
+    return tuple(found)
+
+
+def architecture_for(major: int, minor: int) -> str:
+    """The name of what to compile for, for a GPU of compute capability ``major.minor``.
+
+    A GPU newer than NVRTC runs machine code for an older one of its major. Where NVRTC knows none such, or is missing,
+    it is the GPU's own name: whoever compiles for it is told what is wrong.
+    """
+    # wgmma is in sm_90a alone: NVRTC offers it by that name only.
+    own, letter = 10 * major + minor, "a" if major == 9 else ""
+    try:
+        known = architectures()
+    except (NvrtcMissingError, CompileError):
+        known = ()
+    if own not in known and own not in _TEGRA and not letter:
+        older = [one for one in known if 10 * major <= one < own and one not in _TEGRA]
+        own = max(older, default=own)
+    return f"sm_{own}{letter}"
+
+
 def compile_cubin(
     source: str, name: str, headers: Mapping[str, str], options: Sequence[str]
 ) -> tuple[bytes, str]:
