@@ -103,7 +103,11 @@ def laid_out(
     stride = geometry.stride[1]
     across = columns(geometry, tile, channels_last)
     down = rows(geometry, tile)
-    best: tuple[float, int, GatherTile] | None = None
+    axes = (geometry.kernel, geometry.stride, geometry.dilation)
+    shift, chunk = _shift(geometry, 1 if channels_last else tile.load), (tile.chunk_co, tile.chunk_kh)
+    reads = tuple(pixels)
+    # A tile is made of the best alone: making one costs more than a look at what _passes remembers.
+    best: tuple[float, int, int, int] | None = None
     for cell in range(stride, stride + 9):
         if cell != stride and (cell % load or stride % load):
             continue
@@ -111,14 +115,16 @@ def laid_out(
         for pad in range(0, BANKS, 4):
             pitch = round_up(row, 4) + pad
             plane = _plane(down * pitch, tile.channels, channels_last)
-            laid = replace(tile, cell=cell, row_pitch=pitch, plane=plane)
-            passes = _passes(geometry, laid, channels_last, tuple(pixels), taps_on_rows)
+            # Places are told apart by their bank alone, but for those of one row.
+            pitches = (cell, pitch % BANKS + 256 * BANKS, plane % BANKS + 8192 * BANKS)
+            passes = _passes(axes, shift, chunk, pitches, reads, taps_on_rows)
             if best is None or (passes, plane) < best[:2]:
-                best = (passes, plane, laid)
+                best = (passes, plane, cell, pitch)
             if down == 1 or passes == 1:
                 break
     assert best is not None
-    return best[2], best[0]
+    passes, plane, cell, pitch = best
+    return replace(tile, cell=cell, row_pitch=pitch, plane=plane), passes
 
 
 def _plane(words: int, channels: int, channels_last: bool) -> int:
@@ -129,23 +135,8 @@ def _plane(words: int, channels: int, channels_last: bool) -> int:
     return words + (wanted - words) % BANKS
 
 
-def _passes(
-    geometry: Geometry, tile: GatherTile, channels_last: bool, pixels: tuple[int, ...], taps_on_rows: bool
-) -> float:
-    """Passes over the banks that a warp's gather takes, on average over the taps of a chunk."""
-    return _passes_at(
-        (geometry.kernel, geometry.stride, geometry.dilation),
-        _shift(geometry, 1 if channels_last else tile.load),
-        (tile.chunk_co, tile.chunk_kh),
-        # Places are told apart by their bank alone, but for those of one row.
-        (tile.cell, tile.row_pitch % BANKS + 256 * BANKS, tile.plane % BANKS + 8192 * BANKS),
-        pixels,
-        taps_on_rows,
-    )
-
-
 @lru_cache(maxsize=65536)
-def _passes_at(
+def _passes(
     axes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
     shift: int,
     chunk: tuple[int, int],
@@ -153,6 +144,7 @@ def _passes_at(
     pixels: tuple[int, ...],
     taps_on_rows: bool,
 ) -> float:
+    """Passes over the banks that a warp's gather takes, on average over the taps of a chunk."""
     kernel, stride, dilation = axes
     cell, row_pitch, plane = pitches
     step = gcd(stride[0], dilation[0]) if chunk[1] > 1 else stride[0]

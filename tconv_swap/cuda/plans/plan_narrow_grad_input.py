@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 import torch
@@ -95,14 +96,20 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
     if not claims(problem, device):
         return []
-    nominal = nominal_problem(problem)
-    candidates = [
+    tiles = [
         tile
-        for tile in grad_input_tiles(nominal, device)
+        for tile in _ranked(nominal_problem(problem), device)
         if tile.splits == 1 or input_bytes(problem.geometry) * tile.splits <= WORKSPACE_LIMIT_BYTES
     ]
-    tiles = sorted(candidates, key=lambda one: expected_microseconds(nominal, one, device))
     return [build_grad_input(problem, tile, device) for tile in tiles[:count]]
+
+
+@lru_cache(maxsize=8)
+def _ranked(nominal: Problem, device: Device) -> tuple[GradInputTile, ...]:
+    """All tiles, the one that is expected to be the fastest first. One choice asks several times: alone and beside the
+    weight's gradient."""
+    tiles = grad_input_tiles(nominal, device)
+    return tuple(sorted(tiles, key=lambda tile: expected_microseconds(nominal, tile, device)))
 
 
 def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> Part:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import gcd
 
@@ -99,14 +100,20 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     """The ``count`` parts that are expected to be the fastest, the best first."""
     if not claims(problem, device) or _fills_wide_tiles(problem.geometry):
         return []
-    nominal = nominal_problem(problem)
-    candidates = [
+    tiles = [
         tile
-        for tile in grad_weight_tiles(nominal, device)
+        for tile in _ranked(nominal_problem(problem), device)
         if not with_bias or _holds_the_output(problem.geometry, tile.gather)
     ]
-    tiles = sorted(candidates, key=lambda one: expected_microseconds(nominal, one, device))
     return [build_grad_weight(problem, tile, device, with_bias) for tile in tiles[:count]]
+
+
+@lru_cache(maxsize=8)
+def _ranked(nominal: Problem, device: Device) -> tuple[GradWeightTile, ...]:
+    """All tiles, the one that is expected to be the fastest first. One choice asks several times: with the bias's
+    gradient and without, alone and beside that of the input."""
+    tiles = grad_weight_tiles(nominal, device)
+    return tuple(sorted(tiles, key=lambda tile: expected_microseconds(nominal, tile, device)))
 
 
 def _fills_wide_tiles(geometry: Geometry) -> bool:

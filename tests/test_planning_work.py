@@ -1,0 +1,63 @@
+"""How much work planning is: a choice asks for the same tiles several times and ranks them once. No GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tconv_swap.cuda import choice, plan
+from tconv_swap.cuda.plans import gather_tile, plan_narrow_grad_input, plan_narrow_grad_weight
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+#: A few output channels, in channels_last: the most tiles.
+RGB = Geometry(4, 64, 256, 256, 3, (9, 9), (1, 1), (4, 4))
+RANKED = ((plan_narrow_grad_weight, "grad_weight_tiles"), (plan_narrow_grad_input, "grad_input_tiles"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_remembered() -> None:
+    plan.plan_backward.cache_clear()
+    for module, _ in RANKED:
+        module._ranked.cache_clear()
+
+
+def test_one_choice_ranks_the_narrow_tiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def counted(module: Any, name: str) -> None:
+        tiles = getattr(module, name)
+
+        def found(*arguments: Any) -> Iterator[Any]:
+            asked.append(name)
+            return tiles(*arguments)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(module, name, found)
+
+    for module, name in RANKED:
+        counted(module, name)
+    problem = plan.Problem(RGB, torch.float32, "tf32", True, True)
+    choice.choose_backward(problem, (True, True, True), H200, "auto")
+    choice.choose_backward(problem, (False, True, False), H200, "kernel")
+    assert sorted(asked) == ["grad_input_tiles", "grad_weight_tiles"]
+
+
+def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[object] = []
+    replace = gather_tile.replace
+
+    def counted(tile: Any, **changes: Any) -> Any:
+        made.append(changes)
+        return replace(tile, **changes)
+
+    monkeypatch.setattr(gather_tile, "replace", counted)
+    tile = gather_tile.GatherTile(4, 16, 1, 3, 9, 1, True, 128)
+    laid, passes = gather_tile.laid_out(RGB, tile, True, [0, 1, 2, 3], True)
+    assert len(made) == 1
+    assert laid.cell >= 1
+    assert laid.row_pitch > 0
+    assert laid.plane > 0
+    assert passes >= 1
