@@ -199,7 +199,8 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """Undoes ``swap_layers``: every layer of ours becomes what it was, all else stays as it is.
 
     A ``tconv_swap.ConvTranspose2d`` built as such becomes an ``nn.ConvTranspose2d`` (1d likewise); a class
-    that somebody derived from ours has no original and is left.
+    that somebody derived from ours has no original and is left. A layer whose ``forward`` was replaced on the
+    instance stays ours, with a ``SwapWarning``; so does one that was sharded after it was parametrized.
 
     Args:
         model: the network; may itself be the layer.

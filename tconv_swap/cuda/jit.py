@@ -83,9 +83,8 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
     try:
         write_atomically(log_path, f"{_seal(cubin, log)}\n{log}".encode())
         write_atomically(cubin_path, cubin)
-    except (
-        OSError
-    ) as error:  # the disk is full, or `cache clear` is at work: what is compiled is good all the same
+    except OSError as error:
+        # The disk is full, or `cache clear` is at work: what is compiled is good all the same.
         _warn_of_unkept(cache_directory(), error.strerror or str(error))
     return cubin, log
 
