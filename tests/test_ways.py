@@ -335,7 +335,7 @@ def test_without_compiler_gpu_and_writable_home(tmp_path: Path) -> None:
     assert ran == "ran"
     assert cache.startswith(f"cache {tmp_path}/tconv_swap-")
     assert "cannot keep compiled kernels in" in result.stderr
-    assert "needs a C++ compiler, but 'g++' was not found; install g++" in launcher
+    assert "needs a C++ compiler and ninja, but 'g++' was not found; install g++" in launcher
 
 
 DDP = Path(__file__).with_name("ddp_worker.py")
