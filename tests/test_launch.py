@@ -178,7 +178,7 @@ def test_a_file_system_without_locks(own_cache: Path, monkeypatch: pytest.Monkey
 
 def test_a_cache_that_cannot_be_written_is_named(own_cache: Path) -> None:
     (own_cache / "host").touch()
-    with pytest.raises(BuildError, match=f"cannot be kept in {own_cache}/host"):
+    with pytest.raises(BuildError, match=f"cannot be built in {own_cache}/host"):
         launch.build()
 
 

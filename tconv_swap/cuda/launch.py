@@ -105,7 +105,8 @@ def build(source: str = "launch.cpp") -> Path:
     if is_built(source):
         return target
     try:
-        find_compiler(), find_ninja()
+        find_compiler()
+        find_ninja()
     except BuildError as error:
         raise BuildError(
             f"the CUDA launcher of tconv_swap is built on its first use and needs a C++ compiler and ninja, but {error}"
@@ -129,7 +130,7 @@ def build(source: str = "launch.cpp") -> Path:
                 os.replace(built, target)
                 write_atomically(target.with_suffix(".sha256"), digest.encode())
     except OSError as error:
-        raise BuildError(f"{what} of tconv_swap cannot be kept in {target.parent}: {error}") from error
+        raise BuildError(f"{what} of tconv_swap cannot be built in {target.parent}: {error}") from error
     return target
 
 
