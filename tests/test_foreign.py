@@ -29,24 +29,19 @@ def _offline() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each network saves; the last test of the module reads it in a fresh process."""
-    return tmp_path_factory.mktemp("foreign")
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_swapped_and_verified(name: str, directory: Path) -> None:
+def built(name: str) -> tuple[nn.Module, tconv_swap.Inputs]:
     foreign = FOREIGN[name]
     for package in foreign.needs:
         pytest.importorskip(package)
     torch.manual_seed(0)
-    model, inputs = foreign.build(), foreign.inputs()
+    return foreign.build(), foreign.inputs()
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_swapped_and_verified(name: str) -> None:
+    foreign, (model, inputs) = FOREIGN[name], built(name)
     plan = tconv_swap.plan_swap(model, include_1d=foreign.include_1d)
     assert (len(plan.swapped), len(plan.skipped)) == (foreign.layers, 0), str(plan)
-    torch.save(model, directory / f"{name}.pt")
-    torch.save((inputs.args, inputs.kwargs), directory / f"{name}-inputs.pt")
-
     swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=foreign.include_1d)
     report = tconv_swap.verify(model, swapped, inputs)
     assert report.passed, report.failures
@@ -60,21 +55,11 @@ def test_swapped_and_verified(name: str, directory: Path) -> None:
         } == layers
     assert [check for check in report.checks if check.kind == "grad_parameter" and check.passed]
 
-    torch.save(swapped, directory / f"{name}-fast.pt")
-    torch.manual_seed(0)
-    with torch.no_grad():
-        outputs = [tensor for _, tensor in named_tensors(inputs(swapped.eval()))]
-    torch.save(outputs, directory / f"{name}-outputs.pt")
-
 
 @pytest.mark.parametrize("name", ["mask_rcnn", "sam", "hifigan"])
 def test_timed(name: str) -> None:
     """Lists of images, keyword arguments, arguments that are no tensors, outputs that are losses or dicts."""
-    foreign = FOREIGN[name]
-    for package in foreign.needs:
-        pytest.importorskip(package)
-    torch.manual_seed(0)
-    model, inputs = foreign.build(), foreign.inputs()
+    foreign, (model, inputs) = FOREIGN[name], built(name)
     swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=foreign.include_1d)
     timing = tconv_swap.benchmark(model, swapped, inputs, warmup=0, iters=2)
     assert {comparison.stage for comparison in timing.network} == {"forward", "backward", "step"}, (
@@ -83,12 +68,22 @@ def test_timed(name: str) -> None:
     assert len({comparison.name for comparison in timing.layers}) == foreign.layers
 
 
-def test_verified_again_in_a_fresh_process(directory: Path) -> None:
-    names = [name for name in FOREIGN if (directory / f"{name}-fast.pt").exists()]
+def test_verified_again_in_a_fresh_process(tmp_path: Path) -> None:
+    names = [name for name in FOREIGN if all(map(importlib.util.find_spec, FOREIGN[name].needs))]
     assert "mask_rcnn" in names
+    for name in names:
+        model, inputs = built(name)
+        swapped = tconv_swap.swap_layers(model, inplace=False, include_1d=FOREIGN[name].include_1d)
+        torch.manual_seed(0)
+        with torch.no_grad():
+            outputs = [tensor for _, tensor in named_tensors(inputs(swapped.eval()))]
+        torch.save(model, tmp_path / f"{name}.pt")
+        torch.save((inputs.args, inputs.kwargs), tmp_path / f"{name}-inputs.pt")
+        torch.save(swapped.train(), tmp_path / f"{name}-fast.pt")
+        torch.save(outputs, tmp_path / f"{name}-outputs.pt")
     script = Path(__file__).with_name("foreign_networks.py")
     result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(directory), *names],
+        [sys.executable, "-W", "ignore", str(script), str(tmp_path), *names],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -98,18 +93,17 @@ def test_verified_again_in_a_fresh_process(directory: Path) -> None:
     assert result.stdout.splitlines() == [f"{name}: verified" for name in names]
 
 
-def test_the_command_line_takes_one_by_the_names_it_asks_for(directory: Path) -> None:
+def test_the_command_line_takes_one_by_the_names_it_asks_for(tmp_path: Path) -> None:
     """What the refusal lists is what has to be trusted, and then it loads, is swapped and verified."""
-    if importlib.util.find_spec("monai") is None:
-        pytest.skip("monai is not installed")
-    path, inputs = directory / "monai_unet.pt", directory / "unet-inputs.pt"
+    path, inputs = tmp_path / "network.pt", tmp_path / "unet-inputs.pt"
+    torch.save(built("monai_unet")[0], path)
     torch.save((torch.randn(1, 1, 16, 16),), inputs)
     options = [str(path), "--inputs", str(inputs), "--no-benchmark", "--json", "-"]
     refused = json.loads(CliRunner().invoke(app, options).stdout)
     assert refused["exit_code"] == 3
     words = refused["error"].split("add: ")[1].split()
     assert words[::2] == ["--trust"] * (len(words) // 2)
-    result = CliRunner().invoke(app, [*options, *words, "--out", str(directory / "unet-fast.pt")])
+    result = CliRunner().invoke(app, [*options, *words, "--out", str(tmp_path / "unet-fast.pt")])
     assert result.exit_code == 0, result.output
 
 
