@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-import torch
+from tuned_cases import pretended_machine
 
 from tconv_swap.cuda import tuned
 from tconv_swap.cuda.tuned import Winner
@@ -24,13 +24,8 @@ TUNERS, EACH = 6, 4
 
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
-    facts = dict(MACHINE)
-    monkeypatch.setattr(tuned, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(tuned, "machine", lambda device: facts)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: facts["gpu"])
-    tuned.winners.cache_clear()
-    yield facts
-    tuned.winners.cache_clear()
+    with pretended_machine(monkeypatch, tmp_path, dict(MACHINE)) as facts:
+        yield facts
 
 
 def test_those_who_tune_at_once_keep_what_each_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from tuned_cases import pretended_machine
 
 import tconv_swap
 from tconv_swap.cuda import call, plan, route, tuned
@@ -36,14 +37,8 @@ WINNERS = {KEY: Winner(True, "0123", "tuned: 12.0 us, PyTorch's 8.0")}
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[dict[str, str]]:
-    """A GPU that is not there, and a cache directory of its own."""
-    facts = dict(MACHINE)
-    monkeypatch.setattr(tuned, "cache_directory", lambda: tmp_path)
-    monkeypatch.setattr(tuned, "machine", lambda device: facts)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: facts["gpu"])
-    tuned.winners.cache_clear()
-    yield facts
-    tuned.winners.cache_clear()
+    with pretended_machine(monkeypatch, tmp_path, dict(MACHINE)) as facts:
+        yield facts
 
 
 # The file
