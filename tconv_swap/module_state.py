@@ -24,11 +24,17 @@ class ModuleState:
     half of what a GPU has left. Uninitialised (lazy) parameters are not covered.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(self, modules: Iterable[nn.Module], beside: ModuleState | None = None) -> None:
+        """
+        Args:
+            beside: another made just now, whose copies serve for the tensors that are in both.
+        """
         modules = list(modules)
         self._registered = [_Registered(module) for module in modules]
         tensors = unique_tensors(modules)
-        self._saved = _saved([tensor for tensor in tensors if _writable(tensor)])
+        shared = {id(saved.tensor): saved for saved in beside._saved} if beside else {}
+        self._saved: list[_Saved] = [shared[id(tensor)] for tensor in tensors if id(tensor) in shared]
+        self._saved += _saved([t for t in tensors if _writable(t) and id(t) not in shared])
         self._values = {id(tensor): tensor.detach() for tensor in tensors}
         self._values |= {id(saved.tensor): saved.value for saved in self._saved}
 

@@ -340,7 +340,8 @@ def test_on_a_gpu_a_graph_goes_without_python(
     """Compiled, trained and served; and on another stream, where the weights have changed meanwhile."""
     torch.compiler.reset()
     route.forget()
-    layer = tconv_swap.ConvTranspose2d(16, 8, 4, 2, 1, backend="kernel").to("cuda", dtype, memory_format=form)
+    layer = tconv_swap.ConvTranspose2d(16, 8, 4, 2, 1).to("cuda", dtype, memory_format=form)
+    layer.tconv_backend = "kernel"
     compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
 
     def step() -> None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import tconv_swap
+from tconv_swap import module_state
+from tconv_swap.module_state import ModuleState
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 
@@ -84,3 +86,36 @@ def test_buffers_that_cannot_be_written_to_are_no_changes() -> None:
     report = tconv_swap.verify(original, tconv_swap.swap_layers(original, inplace=False), X)
     assert report.passed, report.failures
     assert not [check for check in report.checks if check.kind == "buffer"]
+
+
+def test_what_two_networks_share_is_kept_once_and_nothing_else_with_it() -> None:
+    original, swapped = nn.Linear(3, 3), nn.Linear(3, 3)
+    swapped.weight = original.weight
+    first = ModuleState(original.modules())
+    second = ModuleState(swapped.modules(), first)
+    kept = [first.value_of(original.weight), first.value_of(original.bias), second.value_of(swapped.bias)]
+    assert second.value_of(swapped.weight) is kept[0]
+    assert first.value_of(swapped.bias) is None
+    assert second.value_of(original.bias) is None
+    expected = [value.clone() for value in kept if value is not None]
+    with torch.no_grad():
+        for parameter in (*original.parameters(), swapped.bias):
+            parameter.zero_()
+    second.put_back()
+    assert torch.equal(swapped.weight, expected[0])
+    assert torch.equal(swapped.bias, expected[2])
+    assert not original.bias.any()
+    first.put_back()
+    assert torch.equal(original.bias, expected[1])
+
+
+def test_verify_keeps_the_parameters_of_a_shared_network_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Tensor] = []
+    saved = module_state._saved
+    monkeypatch.setattr(module_state, "_saved", lambda tensors: copied.extend(tensors) or saved(tensors))
+    original = autoencoder()
+    shared = {id(parameter): parameter for parameter in original.parameters()}
+    swapped = tconv_swap.swap_layers(copy.deepcopy(original, shared))
+    report = tconv_swap.verify(original, swapped, X, reference="original")
+    assert report.passed, report.failures
+    assert {sum(each is parameter for each in copied) for parameter in original.parameters()} == {1}

@@ -78,11 +78,15 @@ class Subject:
     frozen, and which tensors computed from parameters the modules hold.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, beside: Subject | None = None) -> None:
+        """
+        Args:
+            beside: another made just now: what the two networks share is kept once.
+        """
         self.module = module
         self._modules = list(module.modules())
         self._flags = [m.training for m in self._modules]
-        self._state = ModuleState(self._modules)
+        self._state: ModuleState = ModuleState(self._modules, beside._state if beside else None)
         self._gradients = [(p, p.grad) for p in module.parameters()]
         self._computed = ComputedState(self._modules)
         self._frozen = FrozenState(self._modules)

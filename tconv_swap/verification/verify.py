@@ -121,7 +121,8 @@ def verify(
         return report
     report.failures += differing_weights(original, swapped)
     devices = devices_of(original, swapped, inputs)
-    before, after, runner = Subject(original), Subject(swapped), Runner(inputs, devices, seed)
+    before = Subject(original)
+    after, runner = Subject(swapped, before), Runner(inputs, devices, seed)
     with untouched([before, after], devices):
         _Verification(report, before, after, runner, tolerance, reference, backward).run(modes)
     return report
