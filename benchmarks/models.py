@@ -4,7 +4,8 @@ Forward (eval, no gradients), backward and training step (SGD), in TF32 and unde
 channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA graph, by what the GPU
 alone takes; and the share of the original's time that transposed convolutions take at all, which bounds what anybody
 can gain.
-The JSON is written after every row: an interrupted run leaves what it has, and ``--resume`` goes on from there.
+The JSON is written after every row, which says its commit: an interrupted run leaves what it has, and ``--resume`` goes
+on from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from multiprocessing import active_children, get_context
@@ -75,14 +76,11 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         "not_measured": [],
     }
     failed: list[str] = []
-    if options.resume and options.json.exists():
+    if (options.resume or options.renew) and options.json.exists():
         before = json.loads(options.json.read_text(encoding="utf-8"))
         document["rows"] = before["rows"]
         failed = [line for line in before["not_measured"] if not line.endswith(NOT_TRIED)]
-    done = {Case(*(row[field] for field in Case._fields)) for row in document["rows"]}
-    left = [case for case in cases if case not in done]
-    # Last what failed before: it may take the GPU with it.
-    left.sort(key=lambda case: any(line.startswith(f"{case}: ") for line in failed))
+    left = _left(cases, document, failed, renew=options.renew)
     if setting.device.type == "cuda" and options.workers:
         compile_ahead(left, setting, options.workers, options.ahead)
         _say(f"compiled ahead: {time.monotonic() - begin:.0f} s")
@@ -93,7 +91,8 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
             break
         try:
             row = measure(case, setting)
-            document["rows"].append(row)
+            document["rows"] = [other for other in document["rows"] if _case(other) != case]
+            document["rows"].append(row | {"commit": document["settings"]["commit"]})
             line = ", ".join(f"{c['stage']} {c['speedup']:.2f}x" for c in row["stages"])
         except Exception as error:  # whatever it is, the other rows are worth having
             line = f"not measured: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -108,6 +107,27 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         _save(document, options.json)
     _save(document, options.json)
     return document
+
+
+def _left(cases: Sequence[Case], document: dict[str, Any], failed: list[str], *, renew: bool) -> list[Case]:
+    """What is to be measured, what has no row at all first; last what failed before: it may take the GPU with it."""
+    commits = {_case(row): row.get("commit") for row in document["rows"]}
+    commit = document["settings"]["commit"]
+    left = [case for case in cases if case not in commits or (renew and commits[case] != commit)]
+    return sorted(
+        left, key=lambda case: (any(line.startswith(f"{case}: ") for line in failed), case in commits)
+    )
+
+
+def _case(row: Mapping[str, Any]) -> Case:
+    return Case(*(row[field] for field in Case._fields))
+
+
+def _place(row: Mapping[str, Any]) -> tuple[int, ...]:
+    case = _case(row)
+    orders: tuple[Iterable[str], ...] = (RUNTIMES, NETWORKS, PRECISIONS, LAYOUTS)
+    names = (case.runtime, case.network, case.precision, case.layout)
+    return tuple(list(order).index(name) for order, name in zip(orders, names, strict=True))
 
 
 def _usable(device: torch.device) -> bool:
@@ -156,7 +176,8 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
-    """One row on a line, all at once or not at all."""
+    """One row on a line, in the order of `_cases`, all at once or not at all."""
+    document["rows"].sort(key=_place)
     rows = ",\n".join("  " + json.dumps(row) for row in document["rows"])
     head = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1)
     write_atomically(path, f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'.encode())
@@ -208,6 +229,11 @@ def _parser() -> argparse.ArgumentParser:
         help="compile nothing ahead after so long (default: %(default)s)",
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
+    parser.add_argument(
+        "--renew",
+        action="store_true",
+        help="as --resume; and once no row is missing, measure those of other commits again",
+    )
     parser.add_argument(
         "--json",
         type=Path,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,16 @@ def table(document: Row, *, markdown: bool = False) -> str:
     lines = [drawn.markdown() if markdown else drawn.text(), *_means(document)]
     lines += [f"not measured: {line}" for line in document["not_measured"]]
     text = "\n\n".join(line.strip("\n") for line in lines) if markdown else "\n".join(lines)
-    return f"{machine_name(document['environment'])}, commit {document['settings']['commit']}\n\n{text}\n"
+    return f"{machine_name(document['environment'])}, {_commits(document)}\n\n{text}\n"
+
+
+def _commits(document: Row) -> str:
+    """What was measured: one commit, or how many rows are of which."""
+    commit = document["settings"]["commit"]
+    found = Counter(row.get("commit", commit) for row in document["rows"])
+    if len(found) < 2:
+        return f"commit {next(iter(found), commit)}"
+    return "commits " + ", ".join(f"{commit} ({count} rows)" for commit, count in found.most_common())
 
 
 def _cells(row: Row) -> list[str]:

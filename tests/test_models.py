@@ -132,6 +132,39 @@ def test_it_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(both["rows"]) == 2
 
 
+def test_rows_of_other_commits_are_measured_again_after_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, asked = tmp_path / "rows.json", []
+
+    def measure(case: models.Case, _: models.Setting) -> dict[str, Any]:
+        asked.append(case.layout)
+        return {**case._asdict(), "stages": [], "share": {"forward": None, "step": None}}
+
+    monkeypatch.setattr(models, "measure", measure)
+    monkeypatch.setattr(models, "_commit", lambda: "old")
+    options = ("--network", "vae", "--precision", "tf32", "--runtime", "eager")
+    assert run(path, *options, "--layout", "nchw")[0] == 0
+    monkeypatch.setattr(models, "_commit", lambda: "new")
+    mixed = run(path, *options, "--resume")[1]
+    assert [row["commit"] for row in mixed["rows"]] == ["old", "new"]
+    assert "commits old (1 rows), new (1 rows)" in models_report.table(mixed)
+    mixed["rows"].pop()
+    path.write_text(json.dumps(mixed))
+    asked.clear()
+    code, renewed = run(path, *options, "--renew")
+    assert code == 0
+    assert asked == ["channels_last", "nchw"]
+    assert [(row["layout"], row["commit"]) for row in renewed["rows"]] == [
+        ("nchw", "new"),
+        ("channels_last", "new"),
+    ]
+    assert ", commit new\n" in models_report.table(renewed)
+    asked.clear()
+    run(path, *options, "--renew")
+    assert asked == []
+
+
 def test_no_row_begins_after_the_time(tmp_path: Path) -> None:
     code, document = run(tmp_path / "rows.json", "--network", "vae", "--seconds", "1e-9")
     assert code == 1
