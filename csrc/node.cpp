@@ -1,6 +1,7 @@
 // Calls made again, without Python: what eager.py and route.py do for a differentiable call and its gradients, as a
-// node of PyTorch's C++ autograd, and what graph_calls.py does for the two ops that a compiled graph calls. Whatever is
-// not as it was goes back to Python: `differentiable` returns nothing, all else is asked from ops that Python implements.
+// node of PyTorch's C++ autograd, and for a call whose operands an autocast casts; and what graph_calls.py does for the
+// two ops that a compiled graph calls. Whatever is not as it was goes back to Python: `differentiable` returns nothing,
+// all else is asked from ops that Python implements.
 //
 // Python tells a route once (tconv_add_route), the steps of its gradients for a mask once (tconv_add_gradients), and
 // which calls of graphs it answers (tconv_add_answer).
@@ -69,24 +70,34 @@ struct TransposedConvolution : torch::autograd::Function<TransposedConvolution> 
 };
 
 /// As eager.cast.
-Tensor cast(const Tensor& tensor, std::optional<at::ScalarType> dtype) {
+Tensor cast(const Tensor& tensor, at::DeviceType device, std::optional<at::ScalarType> dtype) {
   const bool eligible =
-      dtype && tensor.is_cuda() && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+      dtype && tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
   return eligible ? tensor.to(*dtype) : tensor;
 }
 
-/// ``[output]``; nothing where the tensors lie otherwise than when the route was made.
+/// In forward mode, too: the op knows how.
+bool wants_derivative(std::initializer_list<const Tensor*> tensors) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) return true;
+  return at::GradMode::is_enabled() &&
+         std::any_of(tensors.begin(), tensors.end(), [](const Tensor* one) { return one && one->requires_grad(); });
+}
+
+/// ``[output]``, with a node behind it where a derivative is wanted; nothing where the tensors lie otherwise than when
+/// the route was made.
 std::vector<Tensor> differentiable(int64_t number, const Tensor& given_input, const Tensor& given_weight,
                                    const std::optional<Tensor>& given_bias) {
   const Route& route = route_of(number);
   auto keys = given_input.key_set() | given_weight.key_set();
   if (given_bias) keys = keys | given_bias->key_set();
   if (!is_plain(keys) || given_bias.has_value() != route.has_bias) return {};
-  const Tensor input = cast(given_input, route.cast), weight = cast(given_weight, route.cast);
+  const at::DeviceType device = given_input.device().type();
+  const Tensor input = cast(given_input, device, route.cast), weight = cast(given_weight, device, route.cast);
   std::optional<Tensor> bias;
-  if (given_bias) bias = cast(*given_bias, route.cast);
+  if (given_bias) bias = cast(*given_bias, device, route.cast);
   std::optional<Tensor> output = output_again(route, input, weight, bias);
   if (!output) return {};
+  if (!wants_derivative({&input, &weight, bias ? &*bias : nullptr})) return {std::move(*output)};
   return {TransposedConvolution::apply(Computed{number, std::move(*output)}, input, weight, bias)};
 }
 
@@ -158,13 +169,6 @@ std::vector<c10::IValue> spelled_out(std::vector<c10::IValue> tensors, c10::SymI
   tensors.emplace_back(geometry.slice(7, 2));
   tensors.insert(tensors.end(), more.begin(), more.end());
   return tensors;
-}
-
-/// In forward mode, too: the op knows how.
-bool wants_derivative(std::initializer_list<const Tensor*> tensors) {
-  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) return true;
-  return at::GradMode::is_enabled() &&
-         std::any_of(tensors.begin(), tensors.end(), [](const Tensor* one) { return one && one->requires_grad(); });
 }
 
 /// Below autograd, where somebody else (a mode, functionalization) wants to see the call.

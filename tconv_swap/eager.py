@@ -117,8 +117,10 @@ def again(
         return None
     if route is None:
         return None
-    is_differentiated = not route.all_native and needs_gradient(input, weight, bias)
-    if is_differentiated:
+    needed = needs_gradient(input, weight, bias)
+    is_differentiated = needed and not route.all_native
+    # Without gradients, too, casting costs half as much there.
+    if is_differentiated or (dtype is not None and not needed and route.number is not None):
         output = route.differentiable(input, weight, bias)
         if output is not None:
             return output

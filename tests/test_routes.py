@@ -207,6 +207,8 @@ def test_autocasts_are_told_apart(backend: str) -> None:
             with torch.autocast("cuda", dtype or torch.float16, enabled=dtype is not None):
                 y = conv_transpose2d(*operands, 2, 1, backend=backend)
                 expected = F.conv_transpose2d(*operands, 2, 1)
+                with torch.no_grad():
+                    assert torch.equal(conv_transpose2d(*operands, 2, 1, backend=backend), y)
             assert y.dtype == expected.dtype == (dtype or torch.float32)
             found, truth = (
                 torch.autograd.grad(output.float().square().sum(), operands) for output in (y, expected)

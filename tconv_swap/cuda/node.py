@@ -53,6 +53,11 @@ def _library() -> ctypes.CDLL | None:
     return library
 
 
+def is_built() -> bool:
+    """Whether asking for csrc/node.cpp's way has nobody wait for a compiler."""
+    return launch.is_built(SOURCE)
+
+
 def _words(numbers: Sequence[int]) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 

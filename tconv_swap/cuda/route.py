@@ -67,7 +67,7 @@ class Route:
         self.number: int | None = None
 
     def differentiable(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-        """The output, with a way back; None where the tensors lie otherwise, or Python has to make that way.
+        """The output, with a way back if one is wanted; None where the tensors lie otherwise, or Python has to make it.
 
         Takes the tensors as they were before an autocast, as no other function here does.
         """
@@ -183,19 +183,21 @@ def remember(
         return
     strides = input.stride(), weight.stride()
     with suppress(TypeError):  # a list among the arguments cannot be hashed
-        keep(
-            Route(
-                key,
-                made.handle,
-                strides,
-                made.all_native,
-                _switch(input),
-                arguments,
-                backend,
-                bias is not None,
-                dtype,
-            ),
+        way = Route(
+            key,
+            made.handle,
+            strides,
+            made.all_native,
+            _switch(input),
+            arguments,
+            backend,
+            bias is not None,
+            dtype,
         )
+        keep(way)
+        # It casts more cheaply; but nobody waits for a compiler for that.
+        if dtype is not None and node.is_built():
+            way.told()
 
 
 def of_gradients(key: Hashable, input: Tensor, weight: Tensor, arguments: Arguments, backend: str) -> Route:
