@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.fx import Proxy, Tracer
 from torch.fx.proxy import TracerBase
 from torch.nn import Module
 
+_CALL = Module.__call__
+
+
+class _CallImpl:
+    """``_call_impl`` of the next class, but while something stands in the place of ``Module.__call__``: a tracer does.
+
+    torch.compile looks whether a layer's is ``Module._call_impl`` itself. It goes through any other, and then, at every
+    call of what it has compiled, looks whether that is still in all the dictionaries of the layer's classes.
+    """
+
+    def __get__(self, layer: Leaf, _: type | None = None) -> Callable[..., Any]:
+        call: Callable[..., Any] = super(Leaf, layer)._call_impl
+        return call if Module.__call__ is _CALL else partial(_recorded, layer, call)
+
+
+def _recorded(layer: Leaf, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    # Before the hooks: the call that is recorded runs them.
+    given = args[0] if args else kwargs.get("input")
+    if isinstance(given, Proxy) and _is_leaf_of(given.tracer, layer):
+        tracer: Any = given.tracer
+        return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)
+    return call(*args, **kwargs)
+
+
+def _is_leaf_of(tracer: TracerBase, layer: Leaf) -> bool:
+    """Whether it can record this layer as a call; not where that is what it traces."""
+    return isinstance(tracer, Tracer) and tracer.root is not layer
+
 
 class Leaf(Module):
     """Base of the layers of ours, which are not in ``torch.nn`` and would be traced into."""
 
-    def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        # Before the hooks: the call that is recorded runs them.
-        given = args[0] if args else kwargs.get("input")
-        if isinstance(given, Proxy) and self._is_leaf_of(given.tracer):
-            tracer: Any = given.tracer
-            return tracer.create_proxy("call_module", tracer.path_of_module(self), args, kwargs)
-        return super()._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    def _is_leaf_of(self, tracer: TracerBase) -> bool:
-        """Whether it can record this layer as a call; not where that is what it traces."""
-        return isinstance(tracer, Tracer) and tracer.root is not self
+    _call_impl: Any = _CallImpl()
