@@ -25,7 +25,7 @@ class _CallImpl:
         return call if Module.__call__ is _CALL else partial(_recorded, layer, call)
 
 
-def _recorded(layer: Leaf, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _recorded(layer: Leaf, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     # Before the hooks: the call that is recorded runs them.
     given = args[0] if args else kwargs.get("input")
     if isinstance(given, Proxy) and _is_leaf_of(given.tracer, layer):
@@ -42,4 +42,4 @@ def _is_leaf_of(tracer: TracerBase, layer: Leaf) -> bool:
 class Leaf(Module):
     """Base of the layers of ours, which are not in ``torch.nn`` and would be traced into."""
 
-    _call_impl: Any = _CallImpl()
+    _call_impl = _CallImpl()

@@ -129,6 +129,26 @@ def test_a_layer_called_by_name_is_traced_as_it_was_called() -> None:
     torch.testing.assert_close(fx.symbolic_trace(ours)(x), theirs(x))
 
 
+class NamesItsArguments(nn.ConvTranspose2d):
+    def forward(self, input: Tensor, *, layer: float, call: float) -> Tensor:
+        return super().forward(input) * layer * call
+
+
+def test_a_forward_may_call_its_arguments_what_it_likes() -> None:
+    class Network(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = NamesItsArguments(3, 2, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.up(x, layer=2.0, call=3.0)  # type: ignore[no-any-return]
+
+    theirs, ours = both(Network(), filter_fn=lambda *_: True)
+    x = torch.randn(1, 3, 4, 4)
+    torch.testing.assert_close(ours(x), theirs(x))
+    torch.testing.assert_close(fx.symbolic_trace(ours)(x), theirs(x))
+
+
 # --- torch.compile ------------------------------------------------------------------------------------------
 
 
