@@ -20,9 +20,9 @@ class _CallImpl:
     call of what it has compiled, looks whether that is still in all the dictionaries of the layer's classes.
     """
 
-    def __get__(self, layer: Leaf, _: type | None = None) -> Callable[..., Any]:
-        call: Callable[..., Any] = super(Leaf, layer)._call_impl
-        return call if Module.__call__ is _CALL else partial(_recorded, layer, call)
+    def __get__(self, layer: Leaf | None, cls: type[Leaf]) -> Callable[..., Any]:
+        call: Callable[..., Any] = super(Leaf, cls if layer is None else layer)._call_impl
+        return call if layer is None or Module.__call__ is _CALL else partial(_recorded, layer, call)
 
 
 def _recorded(layer: Leaf, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

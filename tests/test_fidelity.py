@@ -152,6 +152,12 @@ def test_a_forward_may_call_its_arguments_what_it_likes() -> None:
 # --- torch.compile ------------------------------------------------------------------------------------------
 
 
+def test_a_layer_is_called_as_every_module_is() -> None:
+    layer = tconv_swap.ConvTranspose2d(3, 2, 2)
+    assert layer._call_impl.__func__ is nn.Module._call_impl
+    assert type(layer)._call_impl is nn.Module._call_impl
+
+
 def test_a_compiled_call_is_not_guarded_by_how_a_tracer_sees_the_layer() -> None:
     """Guards on the dictionaries of a layer's classes cost every call of what is compiled microseconds."""
     theirs, ours = both(nn.Sequential(nn.ConvTranspose2d(3, 2, 2)))
