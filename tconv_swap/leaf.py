@@ -21,8 +21,10 @@ class _CallImpl:
     """
 
     def __get__(self, layer: Leaf | None, cls: type[Leaf]) -> Callable[..., Any]:
-        call: Callable[..., Any] = super(Leaf, cls if layer is None else layer)._call_impl
-        return call if layer is None or Module.__call__ is _CALL else partial(_recorded, layer, call)
+        if layer is None:
+            return super(Leaf, cls)._call_impl
+        call: Callable[..., Any] = super(Leaf, layer)._call_impl
+        return call if Module.__call__ is _CALL else partial(_recorded, layer, call)
 
 
 def _recorded(layer: Leaf, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
