@@ -15,7 +15,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from multiprocessing import active_children, get_context
@@ -123,13 +123,6 @@ def _case(row: Mapping[str, Any]) -> Case:
     return Case(*(row[field] for field in Case._fields))
 
 
-def _place(row: Mapping[str, Any]) -> tuple[int, ...]:
-    case = _case(row)
-    orders: tuple[Iterable[str], ...] = (RUNTIMES, NETWORKS, PRECISIONS, LAYOUTS)
-    names = (case.runtime, case.network, case.precision, case.layout)
-    return tuple(list(order).index(name) for order, name in zip(orders, names, strict=True))
-
-
 def _usable(device: torch.device) -> bool:
     """An illegal access takes the process's GPU with it: everything after it would fail too."""
     if device.type == "cuda":
@@ -177,7 +170,8 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def _save(document: dict[str, Any], path: Path) -> None:
     """One row on a line, in the order of `_cases`, all at once or not at all."""
-    document["rows"].sort(key=_place)
+    every = list(_cases(_parser().parse_args([])))
+    document["rows"].sort(key=lambda row: every.index(_case(row)))
     rows = ",\n".join("  " + json.dumps(row) for row in document["rows"])
     head = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1)
     write_atomically(path, f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'.encode())

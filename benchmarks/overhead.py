@@ -130,6 +130,9 @@ def main() -> int:
             tconv_swap.unfreeze(ours)
         with_gradients = (lambda: native(x), lambda: ours(x), _by_python(lambda: ours(x)))
         _line(f"{backend}: forward, gradients", _alternating(*with_gradients))
+        # After a call with gradients, for which csrc/node.cpp was built.
+        with torch.no_grad(), torch.autocast("cuda", torch.float16):
+            _line(f"{backend}: served, float16 autocast", _alternating(*with_gradients))
         there_and_back = (lambda: native(x).sum().backward(), lambda: ours(x).sum().backward())
         _line(
             f"{backend}: forward and backward", _alternating(*there_and_back, _by_python(there_and_back[1]))

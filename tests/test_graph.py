@@ -155,32 +155,28 @@ def test_the_graph_computes_the_same(
 ) -> None:
     """What a graph for CUDA says, by the CPU: its output and gradients lie as PyTorch's and agree with float64's.
 
-    To 1 %, or as PyTorch's own do in bfloat16, which are 1.6 % off on a CPU that has no instructions for it.
+    In float16: bfloat16 is 1.6 % off, PyTorch's own too, on a CPU that has no instructions for it.
     """
     monkeypatch.setattr(graph, "_is_for_a_compiler", lambda input: torch._C._len_torch_dispatch_stack() > 0)
     torch.manual_seed(0)
-    leaves = [torch.randn(shape).bfloat16().float() for shape in SHAPES]
+    leaves = [torch.randn(shape).half().float() for shape in SHAPES]
     leaves = [
         *(one.to(memory_format=form) for one, form in zip(leaves[:2], formats, strict=True)),
         leaves[2],
     ]
     tensors = [one.requires_grad_() for one in leaves]
     run, graphs = compiled(lambda x, w, b: conv_transpose2d(x, w, b, 2, 1).tanh())
-    with torch.autocast("cpu", torch.bfloat16):
-        y, theirs = run(*tensors), F.conv_transpose2d(*tensors, 2, 1).tanh()
+    with torch.autocast("cpu", torch.float16):
+        y = run(*tensors)
     assert call_of(graphs[0], OUTPUT).args[2] is None
     exact = [one.detach().double().requires_grad_() for one in tensors]
     truth = F.conv_transpose2d(*exact, 2, 1).tanh()
     assert y.is_contiguous(memory_format=CHANNELS_LAST)
     cotangent = torch.randn_like(y)
-    found, pytorchs = ([one, *torch.autograd.grad(one, tensors, cotangent)] for one in (y, theirs))
+    found = [y, *torch.autograd.grad(y, tensors, cotangent)]
     expected = [truth, *torch.autograd.grad(truth, exact, cotangent.double())]
-    for one, pytorchs_own, other in zip(found, pytorchs, expected, strict=True):
-        error, of_pytorch = (
-            float((each.detach().double() - other.detach()).norm() / other.detach().norm())
-            for each in (one, pytorchs_own)
-        )
-        assert error < max(1e-2, 1.1 * of_pytorch)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 5e-3
 
 
 @pytest.mark.parametrize("out_channels", [3, 6])
