@@ -87,7 +87,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
     for place, case in enumerate(left, start=1):
         spent = time.monotonic() - begin
         if options.seconds and spent > options.seconds:
-            document["not_measured"] += [f"{later}: {NO_TIME}" for later in left[place - 1 :]]
+            document["not_measured"] += _missing(left[place - 1 :], document, NO_TIME)
             break
         try:
             row = measure(case, setting)
@@ -101,7 +101,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         document["settings"]["seconds"] = round(time.monotonic() - begin, 1)
         _say(f"[{place}/{len(left)}, {document['settings']['seconds']:.0f} s] {case}: {line}")
         if not _usable(setting.device):
-            document["not_measured"] += [f"{later}: {GPU_LOST}" for later in left[place:]]
+            document["not_measured"] += _missing(left[place:], document, GPU_LOST)
             _say(f"{GPU_LOST}; --resume goes on in a new process")
             break
         _save(document, options.json)
@@ -117,6 +117,12 @@ def _left(cases: Sequence[Case], document: dict[str, Any], failed: list[str], *,
     return sorted(
         left, key=lambda case: (any(line.startswith(f"{case}: ") for line in failed), case in commits)
     )
+
+
+def _missing(cases: Sequence[Case], document: dict[str, Any], why: str) -> list[str]:
+    """Of those that were not even begun, the ones that have no row of another commit either."""
+    present = {_case(row) for row in document["rows"]}
+    return [f"{case}: {why}" for case in cases if case not in present]
 
 
 def _case(row: Mapping[str, Any]) -> Case:

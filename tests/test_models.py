@@ -149,9 +149,11 @@ def test_rows_of_other_commits_are_measured_again_after_what_is_missing(
     mixed = run(path, *options, "--resume")[1]
     assert [row["commit"] for row in mixed["rows"]] == ["old", "new"]
     assert "commits old (1 rows), new (1 rows)" in models_report.table(mixed)
+    asked.clear()
+    code, kept = run(path, *options, "--renew", "--seconds", "1e-9")
+    assert (code, asked, kept["not_measured"], kept["rows"]) == (0, [], [], mixed["rows"])
     mixed["rows"].pop()
     path.write_text(json.dumps(mixed))
-    asked.clear()
     code, renewed = run(path, *options, "--renew")
     assert code == 0
     assert asked == ["channels_last", "nchw"]

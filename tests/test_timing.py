@@ -193,10 +193,12 @@ def test_interval_of_few_samples_is_their_range_and_of_unpaired_ones_from_the_qu
 @pytest.mark.parametrize("side_stream", [False, True])
 def test_cuda_clock_hides_or_includes_launches(side_stream: bool) -> None:
     x = torch.zeros(1 << 10, device="cuda")
+    # The GPU may stamp the first event a time slice late, where another process, as another test's, has its turn.
+    slept_ms, slice_ms = 3.0, 2.0
 
     def launches_slowly() -> None:
         x.add_(1.0)
-        time.sleep(0.001)
+        time.sleep(slept_ms / 1e3)
         x.add_(1.0)
 
     stream = torch.cuda.Stream() if side_stream else torch.cuda.current_stream()
@@ -204,7 +206,7 @@ def test_cuda_clock_hides_or_includes_launches(side_stream: bool) -> None:
         hidden = time_interleaved({"A": launches_slowly}, device="cuda", launches="hidden", iters=20)["A"]
         included = time_interleaved({"A": launches_slowly}, device="cuda", launches="included", iters=20)["A"]
     assert hidden.median_ms < 0.1
-    assert 1.0 <= included.median_ms < 5.0
+    assert slept_ms - slice_ms <= included.median_ms < 5 * slept_ms
 
 
 @pytest.mark.gpu
