@@ -206,7 +206,7 @@ def test_cuda_clock_hides_or_includes_launches(side_stream: bool) -> None:
         hidden = time_interleaved({"A": launches_slowly}, device="cuda", launches="hidden", iters=20)["A"]
         included = time_interleaved({"A": launches_slowly}, device="cuda", launches="included", iters=20)["A"]
     assert hidden.median_ms < 0.1
-    assert slept_ms - slice_ms <= included.median_ms < 5 * slept_ms
+    assert slept_ms - slice_ms <= included.median_ms < slept_ms + 4.0
 
 
 @pytest.mark.gpu
