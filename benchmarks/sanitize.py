@@ -191,7 +191,7 @@ def run(case: Case, device: torch.device, architecture: str) -> str:
     mask = STAGES[case.stage]
     tensors = (grad_output, input, weight) if mask else (input, weight, bias)
     handle = launch.add_plan(case.made, problem.dtype, device, architecture)
-    results = torch.ops.tconv_swap.launch.default(handle, *(tensor.to(device) for tensor in tensors))
+    results = torch.ops.tconv_swap.launch.default(handle, [*(tensor.to(device) for tensor in tensors)])
     truths = _truths(geometry, mask, grad_output, input, weight, bias)
     dtype = str(problem.dtype).removeprefix("torch.")
     allowed = WRONG["tf32" if problem.precision == "tf32" else dtype]

@@ -111,7 +111,7 @@ void ensure_context(int device) {
 
 // ---- plans -------------------------------------------------------------------------------------------------
 
-enum class ArgumentKind : int64_t { Input = 0, Output = 1, Workspace = 2, Int64 = 3, TensorMap = 4 };  // program.ArgumentKind
+enum class ArgumentKind : int64_t { Input = 0, Output = 1, Workspace = 2, Int64 = 3, TensorMap = 4, Struct = 5 };  // program.ArgumentKind
 struct Argument {
   ArgumentKind kind;
   int64_t value;
@@ -130,8 +130,10 @@ struct Launch {
   bool overlaps_previous;
   std::vector<Argument> arguments;
   std::vector<BoxedTensor> tensor_maps;
+  std::vector<std::vector<int32_t>> structs;
 };
 struct Output {
+  int32_t dtype;
   std::vector<int64_t> sizes, strides;
 };
 struct Input {
@@ -202,6 +204,8 @@ void run(const Launch& launch, void* stream, const Operands& operands) {
     switch (argument.kind) {
       case ArgumentKind::Int64: values[i].number = argument.value; break;
       case ArgumentKind::TensorMap: addresses[i] = &maps[argument.value]; break;
+      // The driver copies the words; its interface takes no pointer to const.
+      case ArgumentKind::Struct: addresses[i] = const_cast<int32_t*>(launch.structs[argument.value].data()); break;
       default: values[i].pointer = operands.pointer(argument);
     }
   }
@@ -235,9 +239,9 @@ bool lies_as(const Tensor& tensor, const Input& input, const Plan& plan) {
          reinterpret_cast<uintptr_t>(tensor.data_ptr()) % ALIGNMENT == 0;
 }
 
-std::vector<Tensor> launch(int64_t handle, Tensor first, Tensor second, std::optional<Tensor> third) {
+std::vector<Tensor> launch(int64_t handle, std::vector<std::optional<Tensor>> given) {
   const Plan* plan = &plan_of(handle);
-  const int device = first.get_device_index();
+  const int device = plan->device;
   const torch::stable::accelerator::DeviceGuard guard(device);
   ensure_context(device);
   void* stream = nullptr;
@@ -246,14 +250,15 @@ std::vector<Tensor> launch(int64_t handle, Tensor first, Tensor second, std::opt
   std::vector<Tensor> outputs;
   outputs.reserve(plan->outputs.size());
   for (const Output& output : plan->outputs)
-    outputs.push_back(allocate(output.sizes, output.strides, plan->dtype, device));
+    outputs.push_back(allocate(output.sizes, output.strides, output.dtype, device));
   std::optional<Tensor> workspace;
   if (plan->workspace_bytes)
     workspace = allocate({plan->workspace_bytes}, {1}, aoti_torch_dtype_uint8(), device);
 
-  void* const inputs[] = {first.data_ptr(), second.data_ptr(), third ? third->data_ptr() : nullptr};
+  std::vector<void*> inputs;
+  for (const std::optional<Tensor>& input : given) inputs.push_back(input ? input->data_ptr() : nullptr);
   char* scratch = workspace ? static_cast<char*>(workspace->data_ptr()) : nullptr;
-  const Operands operands{inputs, outputs, scratch};
+  const Operands operands{inputs.data(), outputs, scratch};
   for (const Launch& step : plan->launches) run(step, stream, operands);
   return outputs;
 }
@@ -263,7 +268,7 @@ std::vector<Tensor> relaunch(int64_t handle, Tensor first, Tensor second, std::o
   if (plan.inputs.size() != 3 || !lies_as(first, plan.inputs[0], plan) || !lies_as(second, plan.inputs[1], plan) ||
       (third ? !lies_as(*third, plan.inputs[2], plan) : plan.inputs[2].present))
     return {};
-  return launch(handle, first, second, third);
+  return launch(handle, {first, second, third});
 }
 
 // ---- the cold path, called by ctypes: an error's text is kept for tconv_last_error ---------------------------
@@ -304,6 +309,7 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
     plan.workspace_bytes = next();
     plan.outputs.resize(static_cast<size_t>(next()));
     for (Output& output : plan.outputs) {
+      output.dtype = static_cast<int32_t>(next());
       const int64_t dimensions = next();
       for (int64_t i = 0; i < dimensions; ++i) output.sizes.push_back(next());
       for (int64_t i = 0; i < dimensions; ++i) output.strides.push_back(next());
@@ -336,6 +342,11 @@ extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle)
         for (uint32_t i = 0; i + 1 < tensor.dimensions; ++i) tensor.strides[i] = static_cast<uint64_t>(next());
         for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.box[i] = static_cast<uint32_t>(next());
         for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.steps[i] = static_cast<uint32_t>(next());
+      }
+      launch.structs.resize(static_cast<size_t>(next()));
+      for (std::vector<int32_t>& one : launch.structs) {
+        one.resize(static_cast<size_t>(next()));
+        for (int32_t& word : one) word = static_cast<int32_t>(next());
       }
       if (launch.shared_bytes > DEFAULT_SHARED_LIMIT)
         check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(launch.shared_bytes),
@@ -370,7 +381,7 @@ extern "C" size_t tconv_relaunch(int64_t plan, AtenTensorHandle first, AtenTenso
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
-  library.def("launch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
+  library.def("launch(int plan, Tensor?[] inputs) -> Tensor[]");
   library.def("relaunch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
 }
 

@@ -320,7 +320,7 @@ def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor
 
 
 def _launching(handle: int, tensors: tuple[Tensor | None, ...]) -> Callable[[], list[Tensor]]:
-    return lambda: torch.ops.tconv_swap.launch.default(handle, *tensors)
+    return lambda: torch.ops.tconv_swap.launch.default(handle, [*tensors])
 
 
 def _native(posed: Posed, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:

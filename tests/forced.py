@@ -36,7 +36,7 @@ def check_forced_forward(
     b = torch.randn(geometry.out_channels, device=device).to(dtype) if with_bias else None
 
     def run() -> Tensor:
-        y: Tensor = torch.ops.tconv_swap.launch.default(handle, x, w, b)[0]
+        y: Tensor = torch.ops.tconv_swap.launch.default(handle, [x, w, b])[0]
         return y
 
     run().fill_(float("nan"))  # freed at once: the next call takes its memory
@@ -68,7 +68,7 @@ def check_forced_gradients(part: Part, posed: Problem, with_bias: bool, toleranc
     )
 
     def run() -> list[Tensor]:
-        return torch.ops.tconv_swap.launch.default(handle, grad, x, weight)  # type: ignore[no-any-return]
+        return torch.ops.tconv_swap.launch.default(handle, [grad, x, weight])  # type: ignore[no-any-return]
 
     for one in run():  # freed at once: the next call takes its memory
         one.fill_(float("nan"))

@@ -210,7 +210,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     handle = launch.add_plan(made, dtype, x.device, plan_architecture())
     for _ in range(2):
         torch.full((4 * x.numel() + 1000,), float("nan"), device="cuda")  # freed: where the results will lie
-        turned, sums = torch.ops.tconv_swap.launch.default(handle, x, x, None)
+        turned, sums = torch.ops.tconv_swap.launch.default(handle, [x, x, None])
         assert torch.equal(turned, x.transpose(1, 2))
         if with_sums:
             truth = x.double().sum((0, 2))

@@ -157,7 +157,7 @@ def test_forced_on_random_geometries(seed: int) -> None:
 
     def run() -> list[torch.Tensor]:
         torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, grad_output, x, w)  # type: ignore[no-any-return]
+        return torch.ops.tconv_swap.launch.default(handle, [grad_output, x, w])  # type: ignore[no-any-return]
 
     got, again = run(), run()
     assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))

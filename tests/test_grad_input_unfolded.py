@@ -202,7 +202,7 @@ def test_every_tile_against_float64(seed: int) -> None:
         for _ in range(2):
             poison = torch.full(geometry.input_shape, float("nan"), device=device, dtype=problem.dtype)
             del poison  # the result takes its memory
-            results += torch.ops.tconv_swap.launch(handle, grad_output, weight, weight)
+            results += torch.ops.tconv_swap.launch(handle, [grad_output, weight, weight])
         wanted = torch.zeros(geometry.input_shape, device=device, dtype=torch.float64)
         # Of what output_padding added beyond the last tap, the convolution may see more than the gradient has.
         seen = F.conv2d(

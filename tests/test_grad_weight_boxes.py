@@ -175,7 +175,7 @@ def test_forced_on_random_geometries(seed: int) -> None:
     grad, x = tensors(posed)
 
     def run() -> list[torch.Tensor]:
-        return torch.ops.tconv_swap.launch.default(handle, grad, x, None)
+        return torch.ops.tconv_swap.launch.default(handle, [grad, x, None])
 
     for one in run():  # freed at once: the next call takes its memory
         one.fill_(float("nan"))
@@ -218,5 +218,5 @@ def test_an_infinity_that_no_tap_reaches_stays_out(size: int, dilation: int) -> 
     for boxes in random.Random(0).sample(tiles, min(6, len(tiles))):
         made = forced(posed, boxes, 1, False)
         handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
-        (gradient,) = torch.ops.tconv_swap.launch.default(handle, grad, x, None)
+        (gradient,) = torch.ops.tconv_swap.launch.default(handle, [grad, x, None])
         assert torch.isfinite(gradient).all(), made.why

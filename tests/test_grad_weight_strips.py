@@ -162,7 +162,7 @@ def test_forced_on_random_geometries(seed: int) -> None:
 
     def run() -> torch.Tensor:
         torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, grad_output, x, None)[0]  # type: ignore[no-any-return]
+        return torch.ops.tconv_swap.launch.default(handle, [grad_output, x, None])[0]  # type: ignore[no-any-return]
 
     got, again = run(), run()
     assert torch.equal(got, again)

@@ -285,17 +285,17 @@ def test_plan_words_are_what_launch_cpp_reads(monkeypatch: pytest.MonkeyPatch) -
     made = plan.plan_forward(problem, True, plan.Device("sm_75", 30, 48 << 10))
     words = launch.plan_words(made, torch.float32, "sm_75")
     assert words[:3] == [6, made.workspace_bytes, 1]
-    assert words[3:12] == [4, 2, 3, 7, 8, 168, 1, 24, 3]
-    assert words[12:14] == [len(made.launches), 77]
+    assert words[3:13] == [6, 4, 2, 3, 7, 8, 168, 1, 24, 3]
+    assert words[13:15] == [len(made.launches), 77]
     one = made.launches[0]
-    assert words[14:19] == [one.grid, one.block, one.shared_bytes, 0, len(one.arguments)]
+    assert words[15:20] == [one.grid, one.block, one.shared_bytes, 0, len(one.arguments)]
     assert words[-1] == 0
     inputs = (torch.empty(2, 4).t(), torch.empty(3), None)
     told = launch.plan_words(made, torch.float32, "sm_75", inputs)
     assert told == [*words[:-1], 3, 1, 2, 4, 2, 1, 4, 1, 1, 3, 1, 0, 0]
 
 
-def test_tensor_maps_are_told_after_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensor_maps_and_structs_are_told_after_the_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_kernel", lambda kernel, architecture: 77)
     boxed = program.TensorMap(
         program.workspace(32),
@@ -308,11 +308,48 @@ def test_tensor_maps_are_told_after_the_arguments(monkeypatch: pytest.MonkeyPatc
         offset=16,
     )
     one = program.Launch(
-        program.Kernel("x.cu", "x", ()), 1, 32, (program.tensor_map(0),), 512, tensor_maps=(boxed,)
+        program.Kernel("x.cu", "x", ()),
+        1,
+        32,
+        (program.tensor_map(0),),
+        512,
+        tensor_maps=(boxed,),
+        structs=((7, -1),),
     )
     made = program.Plan("a family", "a reason", (), (one,), workspace_bytes=64)
     words = launch.plan_words(made, torch.bfloat16, "sm_90a")
-    expected = [4, 0, 1, 2, 32, 16, 9, 128, 64, 4, 64, 10, 9, 2, 128, 1280, 11520, 64, 8, 4, 1, 1, 2, 1, 1, 0]
+    expected = [
+        4,
+        0,
+        1,
+        2,
+        32,
+        16,
+        9,
+        128,
+        64,
+        4,
+        64,
+        10,
+        9,
+        2,
+        128,
+        1280,
+        11520,
+        64,
+        8,
+        4,
+        1,
+        1,
+        2,
+        1,
+        1,
+        1,
+        2,
+        7,
+        -1,
+        0,
+    ]
     assert words[-len(expected) :] == expected
     moved = program.with_operands(one, lambda argument: program.input_(1))
     assert moved.operands == (program.input_(1), program.input_(1))

@@ -94,7 +94,7 @@ def test_forced_on_random_geometries(seed: int) -> None:
 
     def run() -> list[torch.Tensor]:
         torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, grad, x, w if mask[0] else None)
+        return torch.ops.tconv_swap.launch.default(handle, [grad, x, w if mask[0] else None])
 
     for one in run():  # freed at once: the next call takes its memory
         one.fill_(float("nan"))

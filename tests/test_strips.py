@@ -148,7 +148,7 @@ def test_forced_gradients_of_the_input(seed: int) -> None:
 
     def run() -> torch.Tensor:
         torch.full((x.numel() + 2**20,), float("nan"), device="cuda", dtype=posed.dtype)  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, grad_output, unread, w)[0]  # type: ignore[no-any-return]
+        return torch.ops.tconv_swap.launch.default(handle, [grad_output, unread, w])[0]  # type: ignore[no-any-return]
 
     got = run()
     assert torch.equal(got, run())

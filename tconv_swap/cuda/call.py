@@ -224,7 +224,7 @@ def _launch(call: Call, *tensors: Tensor | None) -> list[Tensor]:
         tensor if tensor is None or form is None else tensor.clone(memory_format=form)
         for tensor, form in zip(tensors, call.formats, strict=True)
     ]
-    return torch.ops.tconv_swap.launch.default(call.handle, *laid_out)  # type: ignore[no-any-return]
+    return torch.ops.tconv_swap.launch.default(call.handle, [*laid_out])  # type: ignore[no-any-return]
 
 
 def _format(tensor: Tensor | None, wanted: torch.memory_format) -> torch.memory_format | None:

@@ -199,7 +199,7 @@ def plan_words(
     """A plan, and how its inputs lie, as the numbers that tconv_add_plan in csrc/launch.cpp reads."""
     words = [DTYPE_CODES[dtype], plan.workspace_bytes, len(plan.outputs)]
     for output in plan.outputs:
-        words += [len(output.shape), *output.shape, *_strides(output)]
+        words += [DTYPE_CODES[output.dtype or dtype], len(output.shape), *output.shape, *_strides(output)]
     words.append(len(plan.launches))
     for launch in plan.launches:
         words += [
@@ -217,6 +217,9 @@ def plan_words(
             words += [int(one.base.kind), one.base.value, one.offset]
             words += [int(one.element), one.swizzle_bytes, one.fetched_bytes, len(one.sizes)]
             words += [*one.sizes, *one.strides, *one.box, *one.steps]
+        words.append(len(launch.structs))
+        for struct in launch.structs:
+            words += [len(struct), *struct]
     words.append(len(inputs))
     for tensor in inputs:
         if tensor is None:

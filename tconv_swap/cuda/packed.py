@@ -77,7 +77,7 @@ class PackedWeight:
         architecture = call.device_facts(input.get_device()).architecture
         packing, going_on = parts
         to_pack = launch.add_plan(packing, input.dtype, input.device, architecture)
-        (packed,) = torch.ops.tconv_swap.launch.default(to_pack, input, weight, bias)
+        (packed,) = torch.ops.tconv_swap.launch.default(to_pack, [input, weight, bias])
         torch.cuda.current_stream(input.device).synchronize()
         inputs = (input, packed, bias)
         return launch.add_plan(going_on, input.dtype, input.device, architecture, inputs), packed

@@ -35,6 +35,7 @@ class ArgumentKind(IntEnum):
     TENSOR_MAP = (
         4  # the launch's value-th tensor map, for the unit that copies boxes of tensors (sm_90 and later)
     )
+    STRUCT = 5  # the launch's value-th struct of 32-bit words, passed by value
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,10 @@ def int64(value: int) -> Argument:
 
 def tensor_map(index: int) -> Argument:
     return Argument(ArgumentKind.TENSOR_MAP, index)
+
+
+def struct(index: int) -> Argument:
+    return Argument(ArgumentKind.STRUCT, index)
 
 
 class ElementKind(IntEnum):
@@ -124,6 +129,8 @@ class Launch:
     #: kernel itself then waits with griddepcontrol.wait before it reads what that one wrote.
     overlaps_previous: bool = False
     tensor_maps: tuple[TensorMap, ...] = ()
+    #: 32-bit words, as the kernel's struct has them: unsigned ones as the signed integers of the same bits.
+    structs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def operands(self) -> tuple[Argument, ...]:
@@ -133,10 +140,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor to allocate, of the plan's dtype."""
+    """A tensor to allocate. ``dtype`` None: the plan's."""
 
     shape: tuple[int, ...]
     channels_last: bool = False
+    dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
