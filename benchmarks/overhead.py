@@ -2,9 +2,9 @@
 
     python -m benchmarks.overhead
 
-prints microseconds per module call, PyTorch's and ours alternating in one run (median of rounds), ours also with the
-node in Python that stands in where csrc/node.cpp does not build; and the seconds that the first call of a new geometry
-takes with an empty cache on disk and, in a second process, with a full one.
+prints microseconds per module call, PyTorch's and ours alternating in one run (median of rounds), and their ratio; and
+the seconds that the first call of a new geometry takes with an empty cache on disk and, in a second process, with a
+full one.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 import tconv_swap
-from tconv_swap.cuda import route
 from tconv_swap.cuda.choice import Backend
 
 CALLS = 300
 #: Of the network whose training step is timed: what a layer adds, beside what a step costs at all.
 LAYERS = 8
 ROUNDS = 15
+BACKENDS: tuple[Backend, ...] = ("auto", "kernel")
 
 FIRST_CALL = """
 import time, torch, tconv_swap
@@ -61,30 +62,13 @@ def _alternating(*ways: Callable[[], object], calls: int = CALLS) -> list[float]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
-def _by_python(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` with the node in Python."""
-
-    def called() -> object:
-        told = route.Route.differentiable
-        route.Route.differentiable = _refuse  # type: ignore[method-assign, assignment]
-        try:
-            return call()
-        finally:
-            route.Route.differentiable = told  # type: ignore[method-assign]
-
-    return called
-
-
-def _refuse(*_: object) -> None:
-    return None
-
-
 def _line(name: str, times: Sequence[float]) -> None:
-    print(f"{name:34}" + "".join(f"{time:10.1f}" for time in times))
+    theirs, ours = times
+    print(f"{name:52}{theirs:10.1f}{ours:10.1f}{ours / theirs:8.2f}", flush=True)
 
 
 def _steps(autocast: bool, layout: torch.memory_format, backend: Backend) -> list[Callable[[], object]]:
-    """A training step of a network of tiny layers: PyTorch's, ours, ours with the node in Python."""
+    """A training step of a network of tiny layers: PyTorch's, ours."""
     theirs = nn.Sequential(*(nn.ConvTranspose2d(8, 8, 3, 1, 1) for _ in range(LAYERS))).cuda()
     theirs.to(memory_format=layout)  # type: ignore[call-overload]
     ours = tconv_swap.swap_layers(theirs, inplace=False, backend=backend)
@@ -102,7 +86,58 @@ def _steps(autocast: bool, layout: torch.memory_format, backend: Backend) -> lis
 
         return step
 
-    return [of(theirs), of(ours), _by_python(of(ours))]
+    return [of(theirs), of(ours)]
+
+
+NCHW, CHANNELS_LAST = torch.contiguous_format, torch.channels_last
+
+
+def _layers(layout: torch.memory_format, backend: Backend) -> list[nn.Module]:
+    """PyTorch's, ours."""
+    native = nn.ConvTranspose2d(8, 8, 2, stride=2).cuda().to(memory_format=layout)  # type: ignore[call-overload]
+    return [native, tconv_swap.swap_layers(native, inplace=False, backend=backend)]
+
+
+def _forward_and_backward(
+    layer: nn.Module, inputs: Sequence[torch.Tensor], autocast: bool
+) -> Callable[[], object]:
+    """Of the inputs in turn, one for each call."""
+    turn = iter(range(1 << 60))
+
+    def called() -> None:
+        x = inputs[next(turn) % len(inputs)]
+        with torch.autocast("cuda", torch.float16) if autocast else nullcontext():
+            y = layer(x)
+        y.sum().backward()
+
+    return called
+
+
+def _both_ways(backend: Backend) -> None:
+    """Forward and backward, in each layout, after the other one, and with two of them or two sizes in turn."""
+    image = torch.randn(2, 8, 4, 4, device="cuda")
+    images = {form: image.contiguous(memory_format=form) for form in (NCHW, CHANNELS_LAST)}
+    for autocast in (False, True):
+        for form, name in ((NCHW, "NCHW"), (CHANNELS_LAST, "channels_last")):
+            words = f"{backend}: forward, backward, {name}{', autocast' if autocast else ''}"
+            layers = _layers(form, backend)
+            _line(
+                words, _alternating(*(_forward_and_backward(one, [images[form]], autocast) for one in layers))
+            )
+            other = images[CHANNELS_LAST if form == NCHW else NCHW]
+            layers = _layers(form, backend)
+            for one in layers:
+                _forward_and_backward(one, [other], autocast)()
+            _line(
+                f"{words}, the other ran before",
+                _alternating(*(_forward_and_backward(one, [images[form]], autocast) for one in layers)),
+            )
+    layers = _layers(NCHW, backend)
+    sizes = [image, torch.randn(2, 8, 5, 6, device="cuda")]
+    _line(
+        f"{backend}: forward, backward, sizes alternate",
+        _alternating(*(_forward_and_backward(one, sizes, False) for one in layers)),
+    )
 
 
 def _first_calls(cache: str) -> str:
@@ -117,29 +152,23 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("benchmarks.overhead needs an NVIDIA GPU", file=sys.stderr)
         return 2
-    native = nn.ConvTranspose2d(8, 8, 2, stride=2).cuda()
-    ours = tconv_swap.ConvTranspose2d(8, 8, 2, stride=2).cuda()
     x = torch.randn(2, 8, 4, 4, device="cuda")
-    print(f"{'us per call':34}{'PyTorch':>10}{'ours':>10}{'by Python':>10}")
-    for backend in ("auto", "kernel"):
-        ours.tconv_backend = backend
+    print(f"{'us per call':52}{'PyTorch':>10}{'ours':>10}{'ratio':>8}")
+    for backend in BACKENDS:
+        native, ours = _layers(NCHW, backend)
+        called = (lambda: native(x), lambda: ours(x))  # noqa: B023
         with torch.no_grad():
-            _line(f"{backend}: forward, no gradients", _alternating(lambda: native(x), lambda: ours(x)))
+            _line(f"{backend}: forward, no gradients", _alternating(*called))
             tconv_swap.freeze(ours.eval())
-            _line(f"{backend}: the same, frozen", _alternating(lambda: native(x), lambda: ours(x)))
+            _line(f"{backend}: the same, frozen", _alternating(*called))
             tconv_swap.unfreeze(ours)
-        with_gradients = (lambda: native(x), lambda: ours(x), _by_python(lambda: ours(x)))
-        _line(f"{backend}: forward, gradients", _alternating(*with_gradients))
-        # After a call with gradients, for which csrc/node.cpp was built.
+        _line(f"{backend}: forward, gradients", _alternating(*called))
         with torch.no_grad(), torch.autocast("cuda", torch.float16):
-            _line(f"{backend}: served, float16 autocast", _alternating(*with_gradients))
-        there_and_back = (lambda: native(x).sum().backward(), lambda: ours(x).sum().backward())
-        _line(
-            f"{backend}: forward and backward", _alternating(*there_and_back, _by_python(there_and_back[1]))
-        )
+            _line(f"{backend}: served, float16 autocast", _alternating(*called))
+        _both_ways(backend)
         for name, autocast, layout in (
-            ("NCHW", False, torch.contiguous_format),
-            ("channels_last, float16", True, torch.channels_last),
+            ("NCHW", False, NCHW),
+            ("channels_last, float16", True, CHANNELS_LAST),
         ):
             times = _alternating(*_steps(autocast, layout, backend), calls=CALLS // LAYERS)
             _line(f"{backend}: step, {LAYERS} layers, {name}", times)

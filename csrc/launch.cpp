@@ -1,31 +1,19 @@
-// The hot path: allocate a plan's outputs and workspace, launch its kernels on the current stream.
+// Programs and their launch: the driver API by hand, whose few declarations below have not changed since CUDA 12.0, so
+// that a user needs no CUDA toolkit.
 //
 // The cold path (planning, compiling) is Python's: it hands over each kernel once (tconv_load_kernel) and each
-// plan once (tconv_add_plan), as a list of numbers whose order plan_words in launch.py writes. A call then
-// costs one op: tconv_swap::launch(plan, tensors) -> tensors, or tconv_swap::relaunch, which launches only where
-// the tensors lie as those that the plan was made for and else gives back none: cheaper than to compare in Python.
-//
-// Built against libtorch's stable ABI, and the driver API by hand: the few declarations below have not changed
-// since CUDA 12.0, and with them a user needs no CUDA toolkit.
-#include <dlfcn.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/tensor.h>
+// program (tconv_add_program), as a list of numbers whose order program_words in launch.py writes.
+#include "launch.h"
 
-#include <algorithm>
-#include <cstdint>
-#include <deque>
+#include <dlfcn.h>
+
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <string>
-#include <vector>
+#include <type_traits>
+#include <unordered_map>
 
-using torch::stable::Tensor;
-
-extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
-
+namespace tconv_swap {
 namespace {
 
 // ---- the driver API ----------------------------------------------------------------------------------------
@@ -109,73 +97,25 @@ void ensure_context(int device) {
   check(driver().context_set_current(context), "cuCtxSetCurrent");
 }
 
-// ---- plans -------------------------------------------------------------------------------------------------
-
-enum class ArgumentKind : int64_t { Input = 0, Output = 1, Workspace = 2, Int64 = 3, TensorMap = 4, Struct = 5 };  // program.ArgumentKind
-struct Argument {
-  ArgumentKind kind;
-  int64_t value;
-};
-struct BoxedTensor {  // program.TensorMap
-  Argument base;
-  int64_t offset;
-  int element, swizzle, promotion;
-  uint32_t dimensions;
-  uint64_t sizes[5], strides[5];
-  uint32_t box[5], steps[5];
-};
-struct Launch {
-  void* kernel;
-  unsigned grid, block, shared_bytes;
-  bool overlaps_previous;
-  std::vector<Argument> arguments;
-  std::vector<BoxedTensor> tensor_maps;
-  std::vector<std::vector<int32_t>> structs;
-};
-struct Output {
-  int32_t dtype;
-  std::vector<int64_t> sizes, strides;
-};
-struct Input {
-  bool present;
-  std::vector<int64_t> sizes, strides;
-};
-struct Plan {
-  int32_t dtype;
-  int device;
-  int64_t workspace_bytes;
-  std::vector<Input> inputs;  // as they lay when the plan was made; none where that was not told
-  std::vector<Output> outputs;
-  std::vector<Launch> launches;
-};
-
-std::mutex plans_mutex;
-std::deque<Plan> plans;  // never shrinks, and growing moves no plan: a handle and a reference stay good
-
-Tensor allocate(const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides, int32_t dtype, int device) {
-  AtenTensorHandle handle;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                                  dtype, aoti_torch_device_type_cuda(), device, &handle));
-  return Tensor(handle);
-}
+// ---- launching ---------------------------------------------------------------------------------------------
 
 /// What the pointers of a call's arguments come from.
 struct Operands {
   void* const* inputs;
-  const std::vector<Tensor>& outputs;
+  void* const* outputs;
   char* workspace;
 
   void* pointer(const Argument& argument) const {
     switch (argument.kind) {
       case ArgumentKind::Input: return inputs[argument.value];
-      case ArgumentKind::Output: return outputs[argument.value].data_ptr();
+      case ArgumentKind::Output: return outputs[argument.value];
       case ArgumentKind::Workspace: return workspace + argument.value;
       default: throw std::runtime_error("an argument of a tconv_swap kernel is no pointer");
     }
   }
 };
 
-void encode(TensorMap* map, const BoxedTensor& tensor, const Operands& operands) {
+void encode(TensorMap* map, const TiledTensor& tensor, const Operands& operands) {
   constexpr int NO_INTERLEAVE = 0, ZEROS_OUTSIDE = 0;
   if (!driver().tensor_map_encode_tiled)
     throw std::runtime_error("the NVIDIA driver is too old, it lacks cuTensorMapEncodeTiled");
@@ -217,64 +157,20 @@ void run(const Launch& launch, void* stream, const Operands& operands) {
   check(driver().launch_kernel(&config, launch.kernel, addresses, nullptr), "cuLaunchKernelEx");
 }
 
-const Plan& plan_of(int64_t handle) {
-  std::lock_guard<std::mutex> lock(plans_mutex);
-  return plans.at(static_cast<size_t>(handle));
+// ---- programs ----------------------------------------------------------------------------------------------
+
+std::mutex programs_mutex;
+int64_t next_handle = 0;
+
+std::unordered_map<int64_t, std::shared_ptr<const Program>>& programs() {
+  // Never destroyed: threads may still launch while the process ends.
+  static auto* instance = new std::unordered_map<int64_t, std::shared_ptr<const Program>>;
+  return *instance;
 }
-
-constexpr uintptr_t ALIGNMENT = 16;  // call.ALIGNMENT
-
-bool lies_as(const Tensor& tensor, const Input& input, const Plan& plan) {
-  int32_t dtype, device_index;
-  int64_t dimensions, *sizes, *strides;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), &device_index));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dimensions));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
-  return input.present && dtype == plan.dtype && device_index == plan.device &&
-         dimensions == static_cast<int64_t>(input.sizes.size()) &&
-         std::equal(input.sizes.begin(), input.sizes.end(), sizes) &&
-         std::equal(input.strides.begin(), input.strides.end(), strides) &&
-         reinterpret_cast<uintptr_t>(tensor.data_ptr()) % ALIGNMENT == 0;
-}
-
-std::vector<Tensor> launch(int64_t handle, std::vector<std::optional<Tensor>> given) {
-  const Plan* plan = &plan_of(handle);
-  const int device = plan->device;
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  ensure_context(device);
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-
-  std::vector<Tensor> outputs;
-  outputs.reserve(plan->outputs.size());
-  for (const Output& output : plan->outputs)
-    outputs.push_back(allocate(output.sizes, output.strides, output.dtype, device));
-  std::optional<Tensor> workspace;
-  if (plan->workspace_bytes)
-    workspace = allocate({plan->workspace_bytes}, {1}, aoti_torch_dtype_uint8(), device);
-
-  std::vector<void*> inputs;
-  for (const std::optional<Tensor>& input : given) inputs.push_back(input ? input->data_ptr() : nullptr);
-  char* scratch = workspace ? static_cast<char*>(workspace->data_ptr()) : nullptr;
-  const Operands operands{inputs.data(), outputs, scratch};
-  for (const Launch& step : plan->launches) run(step, stream, operands);
-  return outputs;
-}
-
-std::vector<Tensor> relaunch(int64_t handle, Tensor first, Tensor second, std::optional<Tensor> third) {
-  const Plan& plan = plan_of(handle);
-  if (plan.inputs.size() != 3 || !lies_as(first, plan.inputs[0], plan) || !lies_as(second, plan.inputs[1], plan) ||
-      (third ? !lies_as(*third, plan.inputs[2], plan) : plan.inputs[2].present))
-    return {};
-  return launch(handle, {first, second, third});
-}
-
-// ---- the cold path, called by ctypes: an error's text is kept for tconv_last_error ---------------------------
 
 thread_local std::string last_error;
 
+/// For functions that ctypes calls: an error's text is kept for tconv_last_error.
 template <class Work>
 int guarded(Work work) {
   try {
@@ -286,12 +182,88 @@ int guarded(Work work) {
   }
 }
 
+Program read_program(const int64_t* words, int device) {
+  auto next = [&words] { return *words++; };
+  Program program;
+  program.device = device;
+  program.workspace_bytes = next();
+  program.outputs.resize(static_cast<size_t>(next()));
+  for (Output& output : program.outputs) {
+    output.dtype = static_cast<int32_t>(next());
+    const int64_t dimensions = next();
+    for (int64_t i = 0; i < dimensions; ++i) output.sizes.push_back(next());
+    for (int64_t i = 0; i < dimensions; ++i) output.strides.push_back(next());
+  }
+  program.launches.resize(static_cast<size_t>(next()));
+  for (Launch& launch : program.launches) {
+    launch.kernel = reinterpret_cast<void*>(next());
+    launch.grid = static_cast<unsigned>(next());
+    launch.block = static_cast<unsigned>(next());
+    launch.shared_bytes = static_cast<unsigned>(next());
+    launch.overlaps_previous = next() != 0;
+    launch.arguments.resize(static_cast<size_t>(next()));
+    for (Argument& argument : launch.arguments) {
+      argument.kind = static_cast<ArgumentKind>(next());
+      argument.value = next();
+    }
+    launch.tensor_maps.resize(static_cast<size_t>(next()));
+    for (TiledTensor& tensor : launch.tensor_maps) {
+      tensor.base.kind = static_cast<ArgumentKind>(next());
+      tensor.base.value = next();
+      tensor.offset = next();
+      tensor.element = static_cast<int>(next());
+      const int64_t swizzle_bytes = next();
+      tensor.swizzle = swizzle_bytes == 0 ? 0 : swizzle_bytes == 32 ? 1 : swizzle_bytes == 64 ? 2 : 3;
+      const int64_t fetched_bytes = next();
+      tensor.promotion = fetched_bytes == 64 ? 1 : fetched_bytes == 128 ? 2 : 3;
+      tensor.dimensions = static_cast<uint32_t>(next());
+      if (tensor.dimensions < 1 || tensor.dimensions > 5) throw std::runtime_error("a tensor map has 1 to 5 dimensions");
+      for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.sizes[i] = static_cast<uint64_t>(next());
+      for (uint32_t i = 0; i + 1 < tensor.dimensions; ++i) tensor.strides[i] = static_cast<uint64_t>(next());
+      for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.box[i] = static_cast<uint32_t>(next());
+      for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.steps[i] = static_cast<uint32_t>(next());
+    }
+    launch.structs.resize(static_cast<size_t>(next()));
+    for (std::vector<int32_t>& one : launch.structs) {
+      one.resize(static_cast<size_t>(next()));
+      for (int32_t& word : one) word = static_cast<int32_t>(next());
+    }
+    if (launch.shared_bytes > DEFAULT_SHARED_LIMIT)
+      check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(launch.shared_bytes),
+                                          launch.kernel, device),
+            "cuKernelSetAttribute");
+  }
+  return program;
+}
+
 }  // namespace
 
-extern "C" const char* tconv_last_error() { return last_error.c_str(); }
+std::shared_ptr<const Program> program_of(int64_t handle) {
+  std::lock_guard<std::mutex> lock(programs_mutex);
+  const auto found = programs().find(handle);
+  return found == programs().end() ? nullptr : found->second;
+}
+
+void drop_program(int64_t handle) {
+  std::lock_guard<std::mutex> lock(programs_mutex);
+  programs().erase(handle);
+}
+
+void launch(const Program& program, void* stream, void* const* inputs, void* const* outputs, char* workspace) {
+  ensure_context(program.device);
+  const Operands operands{inputs, outputs, workspace};
+  for (const Launch& step : program.launches) run(step, stream, operands);
+}
+
+}  // namespace tconv_swap
+
+// ---- the cold path, called by ctypes -------------------------------------------------------------------------
+
+extern "C" const char* tconv_last_error() { return tconv_swap::last_error.c_str(); }
 
 // Loads machine code and finds one kernel in it, for every device of the process. The code is never unloaded.
 extern "C" int tconv_load_kernel(const void* image, const char* entry, void** kernel) {
+  using namespace tconv_swap;
   return guarded([&] {
     void* library = nullptr;
     check(driver().library_load_data(&library, image, nullptr, nullptr, 0, nullptr, nullptr, 0), "cuLibraryLoadData");
@@ -299,93 +271,15 @@ extern "C" int tconv_load_kernel(const void* image, const char* entry, void** ke
   });
 }
 
-// Adds a plan for a device; `words` as plan_words in launch.py writes them.
-extern "C" int tconv_add_plan(const int64_t* words, int device, int64_t* handle) {
+// Adds a program for a device; `words` as program_words in launch.py writes them.
+extern "C" int tconv_add_program(const int64_t* words, int device, int64_t* handle) {
+  using namespace tconv_swap;
   return guarded([&] {
-    auto next = [&words] { return *words++; };
-    Plan plan;
-    plan.dtype = static_cast<int32_t>(next());
-    plan.device = device;
-    plan.workspace_bytes = next();
-    plan.outputs.resize(static_cast<size_t>(next()));
-    for (Output& output : plan.outputs) {
-      output.dtype = static_cast<int32_t>(next());
-      const int64_t dimensions = next();
-      for (int64_t i = 0; i < dimensions; ++i) output.sizes.push_back(next());
-      for (int64_t i = 0; i < dimensions; ++i) output.strides.push_back(next());
-    }
-    plan.launches.resize(static_cast<size_t>(next()));
-    for (Launch& launch : plan.launches) {
-      launch.kernel = reinterpret_cast<void*>(next());
-      launch.grid = static_cast<unsigned>(next());
-      launch.block = static_cast<unsigned>(next());
-      launch.shared_bytes = static_cast<unsigned>(next());
-      launch.overlaps_previous = next() != 0;
-      launch.arguments.resize(static_cast<size_t>(next()));
-      for (Argument& argument : launch.arguments) {
-        argument.kind = static_cast<ArgumentKind>(next());
-        argument.value = next();
-      }
-      launch.tensor_maps.resize(static_cast<size_t>(next()));
-      for (BoxedTensor& tensor : launch.tensor_maps) {
-        tensor.base.kind = static_cast<ArgumentKind>(next());
-        tensor.base.value = next();
-        tensor.offset = next();
-        tensor.element = static_cast<int>(next());
-        const int64_t swizzle_bytes = next();
-        tensor.swizzle = swizzle_bytes == 0 ? 0 : swizzle_bytes == 32 ? 1 : swizzle_bytes == 64 ? 2 : 3;
-        const int64_t fetched_bytes = next();
-        tensor.promotion = fetched_bytes == 64 ? 1 : fetched_bytes == 128 ? 2 : 3;
-        tensor.dimensions = static_cast<uint32_t>(next());
-        if (tensor.dimensions < 1 || tensor.dimensions > 5) throw std::runtime_error("a tensor map has 1 to 5 dimensions");
-        for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.sizes[i] = static_cast<uint64_t>(next());
-        for (uint32_t i = 0; i + 1 < tensor.dimensions; ++i) tensor.strides[i] = static_cast<uint64_t>(next());
-        for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.box[i] = static_cast<uint32_t>(next());
-        for (uint32_t i = 0; i < tensor.dimensions; ++i) tensor.steps[i] = static_cast<uint32_t>(next());
-      }
-      launch.structs.resize(static_cast<size_t>(next()));
-      for (std::vector<int32_t>& one : launch.structs) {
-        one.resize(static_cast<size_t>(next()));
-        for (int32_t& word : one) word = static_cast<int32_t>(next());
-      }
-      if (launch.shared_bytes > DEFAULT_SHARED_LIMIT)
-        check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(launch.shared_bytes),
-                                            launch.kernel, device),
-              "cuKernelSetAttribute");
-    }
-    plan.inputs.resize(static_cast<size_t>(next()));
-    for (Input& input : plan.inputs) {
-      input.present = next() != 0;
-      const int64_t dimensions = next();
-      for (int64_t i = 0; i < dimensions; ++i) input.sizes.push_back(next());
-      for (int64_t i = 0; i < dimensions; ++i) input.strides.push_back(next());
-    }
-    std::lock_guard<std::mutex> lock(plans_mutex);
-    *handle = static_cast<int64_t>(plans.size());
-    plans.push_back(std::move(plan));
+    auto program = std::make_shared<const Program>(read_program(words, device));
+    std::lock_guard<std::mutex> lock(programs_mutex);
+    *handle = next_handle++;
+    programs().emplace(*handle, std::move(program));
   });
 }
 
-// relaunch for node.cpp: on handles that stay the caller's, of which `third` may be null. Writes the outputs' handles (at
-// most 3), which the caller deletes, and returns how many.
-extern "C" size_t tconv_relaunch(int64_t plan, AtenTensorHandle first, AtenTensorHandle second, AtenTensorHandle third,
-                                 AtenTensorHandle* outputs) {
-  auto own = [](AtenTensorHandle handle) {
-    AtenTensorHandle copy;
-    TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(handle, &copy));
-    return Tensor(copy);
-  };
-  const auto computed = relaunch(plan, own(first), own(second), third ? std::optional(own(third)) : std::nullopt);
-  for (const Tensor& output : computed) TORCH_ERROR_CODE_CHECK(aoti_torch_new_tensor_handle(output.get(), outputs++));
-  return computed.size();
-}
-
-STABLE_TORCH_LIBRARY_FRAGMENT(tconv_swap, library) {
-  library.def("launch(int plan, Tensor?[] inputs) -> Tensor[]");
-  library.def("relaunch(int plan, Tensor first, Tensor second, Tensor? third) -> Tensor[]");
-}
-
-STABLE_TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
-  library.impl("launch", TORCH_BOX(&launch));
-  library.impl("relaunch", TORCH_BOX(&relaunch));
-}
+extern "C" void tconv_drop_program(int64_t handle) { tconv_swap::drop_program(handle); }

@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 
 from tconv_swap import __version__
-from tconv_swap.cuda import call, compiler, launch, node, nvrtc, tuned
+from tconv_swap.cuda import call, compiler, host, nvrtc, tuned
 from tconv_swap.cuda.cache import cache_problem, cache_use
 from tconv_swap.cuda.choice import choose_backward, choose_forward
 from tconv_swap.cuda.problem import Problem
@@ -118,8 +118,8 @@ def _nvrtc() -> Finding:
 
 
 def _compiler() -> Finding:
-    if all(launch.is_built(source) for source in ("launch.cpp", node.SOURCE)):
-        return Finding("compiler", "ok", "not needed: the launcher for this torch is built")
+    if host.is_built():
+        return Finding("compiler", "ok", "not needed: the host part for this torch is built")
     missing: Verdict = "missing" if torch.cuda.is_available() else "note"
     try:
         command = compiler.words(compiler.find_compiler())
@@ -131,7 +131,7 @@ def _compiler() -> Finding:
     )
     found = " ".join([shutil.which(command[0]) or command[0], *command[1:]])
     return Finding(
-        "compiler", "ok", f"{found} {version.stdout.strip()}; builds the launcher at its first use"
+        "compiler", "ok", f"{found} {version.stdout.strip()}; builds the host part at its first use"
     )
 
 

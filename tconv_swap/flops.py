@@ -29,11 +29,6 @@ def register() -> None:
         return count(input, weight)
 
     # Every product of the forward pass occurs in the gradient of the input once, and in that of the weight.
-    @register_flop_formula(_NAMESPACE.conv_transpose2d_backward)
-    def _(_: Any, input: Sequence[int], weight: Sequence[int], *rest: Any, **__: Any) -> int:
-        *_, mask, _ = rest
-        return int(sum(mask[:2])) * count(input, weight)
-
     @register_flop_formula(_NAMESPACE.conv_transpose2d_gradients)
     def _(
         _: Any, input: Sequence[int], weight: Sequence[int], geometry: Any, mask: Any, *__: Any, **___: Any

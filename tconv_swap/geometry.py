@@ -12,6 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 Pair = tuple[int, int]
+#: Stride, padding, output_padding, groups, dilation: hashable.
+Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,18 @@ def _as_int(value: Any, name: str) -> int:
             f"conv_transpose2d(): argument '{name}' must be an int or a pair of ints, "
             f"not {type(value).__name__} ({value!r})"
         ) from None
+
+
+def as_list(arguments: Sequence[Any]) -> list[Any]:
+    """Stride, padding, output_padding, groups and dilation as one list of nine integers, as ops take them."""
+    stride, padding, output_padding, groups, dilation = arguments
+    return [*stride, *padding, *output_padding, groups, *dilation]
+
+
+def from_list(geometry: Sequence[Any]) -> Arguments:
+    """The inverse of ``as_list``."""
+    s0, s1, p0, p1, o0, o1, groups, d0, d1 = geometry
+    return (s0, s1), (p0, p1), (o0, o1), groups, (d0, d1)
 
 
 def check_geometry(

@@ -1,9 +1,9 @@
-"""What the ops of ``op.py`` come to below autograd, and what a compiled graph calls: two ops without derivatives.
+"""The two ops that compute: the output and the gradients. Eager layers on CUDA and compiled graphs call them.
 
-A call in a graph costs the CPU time for every argument and every kernel on the way: so all of the geometry is one
-list, and where a derivative is wanted after all, they call the whole op. What a compiler can fuse with its own kernels
-stands in the graph beside them: changes of an activation's memory format, and a bias that an autocast casts, which
-would take a kernel of its own.
+A call costs the CPU time for every argument and every kernel on the way, so all of the geometry is one list. On CUDA
+their kernels are csrc/call.cpp's, which also cast and differentiate; here are those for every other device and for
+tracers. What a compiler can fuse with its own kernels stands in its graph beside the ops: changes of an activation's
+memory format, and a bias that an autocast casts, which would take a kernel of its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import graph_calls, native
-from tconv_swap.eager import DIRECT, cast
+from tconv_swap.cpu import call as cpu_call
+from tconv_swap.cuda import host, native
+from tconv_swap.cuda.choice import KERNEL
+from tconv_swap.dispatch import are_plain, cast, is_eager
+from tconv_swap.geometry import as_list, from_list
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # Inductor keeps graphs on disk that call these, whatever version of this package made them: another meaning of an
@@ -31,8 +34,7 @@ _GRADIENTS = (
 )
 for _name, _schema in (("conv_transpose2d_output", _OUTPUT), ("conv_transpose2d_gradients", _GRADIENTS)):
     _library.define(f"{_name}{_schema}", tags=(torch.Tag.pt2_compliant_tag,))
-    # What csrc/node.cpp calls, which stands in the place of the above on CUDA once it is built.
-    _library.define(f"{_name}_anew{_schema}")
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _functional_mode = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _output_op = torch.ops.tconv_swap.conv_transpose2d_output.default
 _gradients_op = torch.ops.tconv_swap.conv_transpose2d_gradients.default
@@ -50,6 +52,8 @@ def output(
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
     """
+    if input.is_cpu and is_eager() and are_plain(input, weight, bias):
+        return cpu_call.output(input, weight, bias, tuple(arguments))
     apart = None
     if _is_for_a_compiler(input):
         input = input.contiguous(memory_format=output_memory_format(input, weight))
@@ -73,6 +77,9 @@ def gradients(
     Raises:
         RuntimeError: as ``output``.
     """
+    # autograd.grad(is_grads_batched=True) hands over a batch of gradients that looks like a single one.
+    if input.is_cpu and is_eager() and are_plain(input, weight, grad_output) and not _is_batched(grad_output):
+        return cpu_call.gradients(grad_output, input, weight, tuple(arguments), mask)
     if _is_for_a_compiler(input):
         memory_format = output_memory_format(input, weight)
         grad_output = grad_output.contiguous(memory_format=memory_format)
@@ -96,42 +103,45 @@ def _is_for_a_compiler(input: Tensor) -> bool:
     return input.is_cuda and torch._C._get_dispatch_mode(_functional_mode) is not None
 
 
-def as_list(arguments: Sequence[Any]) -> list[Any]:
-    """Stride, padding, output_padding, groups and dilation as the two ops take them."""
-    stride, padding, output_padding, groups, dilation = arguments
-    return [*stride, *padding, *output_padding, groups, *dilation]
-
-
-def from_list(geometry: Sequence[Any]) -> tuple[Any, ...]:
-    """``arguments`` again, hashable."""
-    s0, s1, p0, p1, o0, o1, groups, d0, d1 = geometry
-    return (s0, s1), (p0, p1), (o0, o1), groups, (d0, d1)
-
-
 # What leaves these two lies as the fake kernels promise, also where PyTorch's operator had another idea.
 def _compute_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
 ) -> Tensor:
     arguments = from_list(geometry)
     if input.is_cuda:
-        computed = graph_calls.output(input, weight, bias, geometry, arguments, backend)
+        if _is_left_to_host(backend):
+            return _output_op(input, weight, bias, geometry, backend)  # type: ignore[no-any-return]
+        computed = native.forward(input, weight, bias, arguments)
     else:
         _refuse_but_on_the_cpu(input)
-        computed = DIRECT["cpu"][0](input, weight, bias, arguments, backend)
+        computed = cpu_call.output(input, weight, bias, arguments)
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
 
 def _compute_gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor, geometry: list[int], mask: list[bool], backend: str
 ) -> list[Tensor]:
-    tensors, arguments, wanted = (grad_output, input, weight), from_list(geometry), tuple(mask)
+    tensors, arguments = (grad_output, input, weight), from_list(geometry)
     if input.is_cuda:
-        computed = graph_calls.gradients(*tensors, geometry, arguments, wanted, backend)
+        if _is_left_to_host(backend):
+            return _gradients_op(*tensors, geometry, mask, backend)  # type: ignore[no-any-return]
+        computed = native.backward(*tensors, arguments, mask)
     else:
         _refuse_but_on_the_cpu(input)
-        computed = DIRECT["cpu"][1](*tensors, arguments, wanted, backend)
+        computed = cpu_call.gradients(*tensors, arguments, mask)
     memory_format = output_memory_format(input, weight)
     return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
+
+
+def _is_left_to_host(backend: str) -> bool:
+    """Whether the op has a kernel of the host part for CUDA, now that it is loaded; else PyTorch's operator computes.
+
+    Raises:
+        BuildError: it cannot be built, and ``backend`` asks for our kernels.
+    """
+    if backend == KERNEL:
+        host.library()
+    return host.is_available()
 
 
 def _refuse_but_on_the_cpu(input: Tensor) -> None:
@@ -141,19 +151,41 @@ def _refuse_but_on_the_cpu(input: Tensor) -> None:
         )
 
 
-def _autograd(name: str, with_derivatives: str) -> Callable[..., Any]:
+def _output_autograd(
+    keys: torch._C.DispatchKeySet,
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    geometry: Sequence[Any],
+    backend: str,
+) -> Tensor:
     """A compiled graph differentiates around its calls; a decomposed program is run as anything else is."""
-    op = getattr(torch.ops.tconv_swap, name).default
+    if _wants_derivative(input, weight, bias):
+        whole_op = torch.ops.tconv_swap.conv_transpose2d.default
+        return whole_op(input, weight, bias, *from_list(geometry), backend)  # type: ignore[no-any-return]
+    keys = keys & torch._C._after_autograd_keyset
+    return _output_op.redispatch(keys, input, weight, bias, geometry, backend)  # type: ignore[no-any-return]
 
-    def kernel(keys: torch._C.DispatchKeySet, *given: Any) -> Any:
-        differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
-        if differentiated or forward_ad._current_level >= 0:
-            *tensors, geometry = given[:4]
-            differentiable = getattr(torch.ops.tconv_swap, with_derivatives).default
-            return differentiable(*tensors, *from_list(geometry), *given[4:])
-        return op.redispatch(keys & torch._C._after_autograd_keyset, *given)
 
-    return kernel
+def _gradients_autograd(
+    keys: torch._C.DispatchKeySet,
+    grad_output: Tensor,
+    input: Tensor,
+    weight: Tensor,
+    geometry: Sequence[Any],
+    mask: Sequence[bool],
+    backend: str,
+) -> list[Tensor]:
+    """Gradients of gradients are PyTorch's."""
+    if _wants_derivative(grad_output, input, weight):
+        return _gradients_by_pytorch(grad_output, input, weight, geometry, mask, backend)
+    keys = keys & torch._C._after_autograd_keyset
+    return _gradients_op.redispatch(keys, grad_output, input, weight, geometry, mask, backend)  # type: ignore[no-any-return]
+
+
+def _wants_derivative(*tensors: Tensor | None) -> bool:
+    differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+    return bool(differentiated or forward_ad._current_level >= 0)
 
 
 def _output_by_pytorch(
@@ -173,14 +205,11 @@ def _gradients_by_pytorch(
     return native.backward(grad_output, input, weight, from_list(geometry), tuple(mask))
 
 
-def register_autocast(library: torch.library.Library, name: str) -> None:
+def register_autocast(
+    register: Callable[[str, Callable[..., Tensor], str], object], op: Any, device_type: str
+) -> None:
     """An autocast casts input, weight and bias, an op's first arguments, as it would a convolution's."""
-    op = getattr(torch.ops.tconv_swap, name).default
-    for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        library.impl(name, _autocast(op, device_type, getattr(torch._C.DispatchKey, key)), key)
-
-
-def _autocast(op: Any, device_type: str, key: torch._C.DispatchKey) -> Callable[..., Tensor]:
+    key = getattr(torch._C.DispatchKey, {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device_type])
     excluded = torch._C.DispatchKeySet(key)
 
     def kernel(input: Tensor, weight: Tensor, bias: Tensor | None, *more: Any) -> Tensor:
@@ -189,21 +218,21 @@ def _autocast(op: Any, device_type: str, key: torch._C.DispatchKey) -> Callable[
         with torch._C._ExcludeDispatchKeyGuard(excluded), bias_is_cast(operands[2] is not bias):
             return op(*operands, *more)  # type: ignore[no-any-return]
 
-    return kernel
+    register(op._schema.name, kernel, key.name)
 
 
-# Not for CUDA and its autograd by name: node.cpp's kernels are, and so come before these.
-for _name, _compute, _with_derivatives, _by_pytorch in (
-    ("conv_transpose2d_output", _compute_output, "conv_transpose2d", _output_by_pytorch),
-    ("conv_transpose2d_gradients", _compute_gradients, "conv_transpose2d_backward", _gradients_by_pytorch),
+# The host part's kernels are for CUDA and its autograd by name, and so come before these.
+for _name, _compute, _autograd, _by_pytorch in (
+    ("conv_transpose2d_output", _compute_output, _output_autograd, _output_by_pytorch),
+    ("conv_transpose2d_gradients", _compute_gradients, _gradients_autograd, _gradients_by_pytorch),
 ):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
-    _library.impl(_name, _autograd(_name, _with_derivatives), "Autograd", with_keyset=True)
-    _library.impl(f"{_name}_anew", _compute, "CUDA")
-    # As of the ops of op.py.
+    _library.impl(_name, _autograd, "Autograd", with_keyset=True)
+    # In vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
     for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
         _library.impl(_name, _by_pytorch, _key)
-register_autocast(_library, "conv_transpose2d_output")
+register_autocast(_library.impl, _output_op, "cpu")
+register_autocast(host.stand_in, _output_op, "cuda")
 
 
 @torch.library.register_fake("tconv_swap::conv_transpose2d_output", lib=_library)  # type: ignore[untyped-decorator]

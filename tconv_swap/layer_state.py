@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from tconv_swap import flops
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.packed import PackedWeight
-from tconv_swap.eager import is_plain_cuda
+from tconv_swap.dispatch import is_unseen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -67,7 +67,11 @@ class LayerState(nn.Module):
         if input.shape in packed.unpacked_shapes:
             return None
         # Somebody else's weight for this one call (functional_call) leaves what is frozen as it is.
-        if weight is not packed.weight or input.dim() != 4 or not is_plain_cuda(input, weight, bias):
+        if (
+            weight is not packed.weight
+            or input.dim() != 4
+            or not (input.is_cuda and is_unseen(input, weight, bias))
+        ):
             return None
         if not packed.is_unchanged():
             self.tconv_let_packed_go()

@@ -1,14 +1,11 @@
-"""``conv_transpose2d`` and the torch ops behind it: checks, gradients of every order, autocast, fake tensors.
-
-The op and its backward are written once, here, for every device. What computes them stands below: ``cpu``
-(PyTorch's own operators in their fastest formulation) and ``cuda`` (our kernels).
-"""
+"""``conv_transpose2d``: the function that layers call, and the op that tracers see in its place."""
 
 from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,22 +13,19 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from tconv_swap import graph
+from tconv_swap.autograd import ConvTranspose2dFunction, apply_untransformed
 from tconv_swap.cpu.forward import is_plain
-from tconv_swap.cuda import native
+from tconv_swap.cuda import host, native
 from tconv_swap.cuda.choice import Backend, check_backend
-from tconv_swap.eager import (
-    DIRECT,
-    again,
+from tconv_swap.dispatch import (
     are_plain,
-    autocast_dtype,
-    first,
+    cast_operands,
     is_eager,
     is_left_to_pytorch,
     is_untransformed,
-    spread,
-    without_autocast,
+    needs_gradient,
 )
-from tconv_swap.geometry import as_pair
+from tconv_swap.geometry import Arguments, as_list, as_pair
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SUPPORTED_DEVICES = ("cpu", "cuda", "meta")
@@ -43,14 +37,8 @@ _library.define(
     f"conv_transpose2d(Tensor input, Tensor weight, Tensor? bias, {_GEOMETRY}, str backend) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# Only the gradients that output_mask asks for (input, weight, bias) are computed and returned, in that order.
-_library.define(
-    f"conv_transpose2d_backward(Tensor grad_output, Tensor input, Tensor weight, {_GEOMETRY}, "
-    "bool[3] output_mask, str backend) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-_forward_op = torch.ops.tconv_swap.conv_transpose2d.default
-_backward_op = torch.ops.tconv_swap.conv_transpose2d_backward.default
+_whole_op = torch.ops.tconv_swap.conv_transpose2d.default
+_output_op = torch.ops.tconv_swap.conv_transpose2d_output.default
 
 
 def conv_transpose2d(
@@ -86,16 +74,22 @@ def conv_transpose2d(
         RuntimeError, TypeError: as PyTorch does, naming the argument, its value and what was expected.
         ValueError: there is no such backend.
     """
-    key: tuple[Any, ...] = ()
-    if input.is_cuda and type(input) is Tensor and is_eager() and are_plain(weight, bias):
-        dtype = autocast_dtype("cuda")
-        tensors = input.get_device(), input.shape, weight.shape, input.dtype, dtype, bias is None
-        key = *tensors, stride, padding, output_padding, groups, dilation, backend
-        output = again(key, input, weight, bias, dtype)
-        if output is not None:
-            return output
     if backend != "auto":
         check_backend(backend)
+    # The way of most calls, which costs no more than it must.
+    if (
+        input.is_cuda
+        and backend != "native"
+        and input.dtype in SUPPORTED_DTYPES
+        and input.layout is torch.strided
+        and is_eager()
+        and are_plain(input, weight, bias)
+        and host.is_available()
+    ):
+        geometry = _as_list(stride, padding, output_padding, groups, dilation)
+        if input.dim() == 3:
+            return _output_op(input.unsqueeze(0), weight, bias, geometry, backend).squeeze(0)  # type: ignore[no-any-return]
+        return _output_op(input, weight, bias, geometry, backend)  # type: ignore[no-any-return]
     if (
         backend == "native"
         or input.dtype not in SUPPORTED_DTYPES
@@ -113,26 +107,46 @@ def conv_transpose2d(
             groups,
             dilation,
         )
-    arguments = (
+    arguments = _as_arguments(stride, padding, output_padding, groups, dilation)
+    if input.is_cpu and input.dim() == 4 and type(input) is Tensor and is_untransformed():
+        # Where PyTorch's own call is the fastest, nothing is put in its way.
+        if is_plain(input, weight, bias, arguments):
+            return torch.nn.functional.conv_transpose2d(
+                input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
+            )
+        if is_eager() and are_plain(input, weight, bias):
+            input, weight, bias = cast_operands(input, weight, bias)
+            if needs_gradient(input, weight, bias):
+                return apply_untransformed(input, weight, bias, arguments, backend)  # type: ignore[no-any-return]
+            return graph.output(input, weight, bias, arguments, backend)
+    if is_left_to_pytorch():
+        return torch.nn.functional.conv_transpose2d(input, weight, bias, *arguments)
+    if input.dim() == 3:
+        return _whole_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
+    return _whole_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
+
+
+def _as_arguments(stride: Any, padding: Any, output_padding: Any, groups: Any, dilation: Any) -> Arguments:
+    return (
         as_pair(stride, "stride"),
         as_pair(padding, "padding"),
         as_pair(output_padding, "output_padding"),
         groups if type(groups) is int else operator.index(groups),
         as_pair(dilation, "dilation"),
     )
-    # Where PyTorch's own call is the fastest, nothing is put in its way.
-    plain = input.dim() == 4 and type(input) is Tensor and is_untransformed()
-    if plain and input.is_cpu and is_plain(input, weight, bias, arguments):
-        return torch.nn.functional.conv_transpose2d(
-            input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
-        )
-    if plain and input.device.type in DIRECT and is_eager() and are_plain(weight, bias):
-        return first(key, input, weight, bias, autocast_dtype(input.device.type), arguments, backend)
-    if is_left_to_pytorch():
-        return torch.nn.functional.conv_transpose2d(input, weight, bias, *arguments)
-    if input.dim() == 3:
-        return _forward_op(input.unsqueeze(0), weight, bias, *arguments, backend).squeeze(0)  # type: ignore[no-any-return]
-    return _forward_op(input, weight, bias, *arguments, backend)  # type: ignore[no-any-return]
+
+
+def _as_list(*given: Any) -> list[int]:
+    try:
+        return _cached_list(*given)
+    except TypeError:  # a list among them cannot be hashed, or it is no integer, which the conversion says
+        return as_list(_as_arguments(*given))
+
+
+# A layer asks with the same integers again and again.
+@lru_cache(maxsize=4096, typed=True)
+def _cached_list(*given: Any) -> list[int]:
+    return as_list(_as_arguments(*given))
 
 
 def _is_distributed(tensor: Tensor) -> bool:
@@ -143,121 +157,31 @@ def _is_distributed(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def _forward(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+def _compute(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
     *arguments, backend = given
     return graph.output(input, weight, bias, arguments, backend)
 
 
-def _backward(grad_output: Tensor, input: Tensor, weight: Tensor, *given: Any) -> list[Tensor]:
-    *arguments, mask, backend = given
-    return graph.gradients(grad_output, input, weight, arguments, mask, backend)
-
-
-_library.impl("conv_transpose2d", _forward, "CompositeExplicitAutograd")
-_library.impl("conv_transpose2d_backward", _backward, "CompositeExplicitAutograd")
-
-
-def _save_forward(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    input, weight, _, *arguments, backend = inputs
-    ctx.save_for_backward(input, weight)
-    ctx.arguments, ctx.backend = arguments, backend
-
-
-def _differentiate_forward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
-    input, weight = ctx.saved_tensors
-    mask = list(ctx.needs_input_grad[:3])
-    gradients = _backward_op(grad_output, input, weight, *ctx.arguments, mask, ctx.backend)
-    return (*spread(gradients, mask), *[None] * (len(ctx.arguments) + 1))
-
-
-def _save_backward(ctx: Any, inputs: tuple[Any, ...]) -> None:
-    grad_output, input, weight, *arguments, mask, backend = inputs
-    ctx.save_for_backward(grad_output, input, weight)
-    ctx.arguments, ctx.mask, ctx.backend = arguments, list(mask), backend
-
-
-def _differentiate_backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
-    """<grad_output, T(input, weight)> is linear in each of the three, so the derivatives of the gradients
-    are the same three maps again, with the cotangent of a gradient in place of what it is a gradient of."""
-    grad_output, input, weight = ctx.saved_tensors
-    for_input, for_weight, for_bias = spread(cotangents, ctx.mask)
-    wants_grad_output, wants_input, wants_weight = ctx.needs_input_grad[:3]
-
-    def output(of: Tensor, with_weight: Tensor, bias: Tensor | None) -> Tensor:
-        return _forward_op(of, with_weight, bias, *ctx.arguments, ctx.backend)  # type: ignore[no-any-return]
-
-    def gradient(of: Tensor, with_weight: Tensor, which: int) -> Tensor:
-        mask = [which == i for i in range(3)]
-        return _backward_op(grad_output, of, with_weight, *ctx.arguments, mask, ctx.backend)[0]  # type: ignore[no-any-return]
-
-    grad_grad_output = grad_input = grad_weight = None
-    if wants_grad_output:
-        terms = []
-        if for_weight is not None:
-            terms.append(output(input, for_weight, for_bias))
-        if for_input is not None:
-            terms.append(output(for_input, weight, for_bias if for_weight is None else None))
-        if not terms and for_bias is not None:
-            terms.append(for_bias.view(1, -1, 1, 1).expand_as(grad_output))
-        grad_grad_output = terms[0] if len(terms) == 1 else terms[0] + terms[1]
-    if wants_input and for_weight is not None:
-        grad_input = gradient(input, for_weight, 0)
-    if wants_weight and for_input is not None:
-        grad_weight = gradient(for_input, weight, 1)
-    return (grad_grad_output, grad_input, grad_weight, *[None] * (len(ctx.arguments) + 2))
-
-
-def _forward_by_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+def _by_pytorch(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
     *arguments, _ = given
     return native.forward(input, weight, bias, arguments)
 
 
-def _backward_by_pytorch(grad_output: Tensor, input: Tensor, weight: Tensor, *given: Any) -> list[Tensor]:
-    *arguments, mask, _ = given
-    return native.backward(grad_output, input, weight, arguments, mask)
+# torch.library.register_autograd would give a silent zero for a forward-mode tangent.
+def _differentiate(input: Tensor, weight: Tensor, bias: Tensor | None, *given: Any) -> Tensor:
+    # Inside a level of forward-mode derivatives, the op is PyTorch's convolution, which has every rule.
+    if forward_ad._current_level >= 0:
+        return _by_pytorch(input, weight, bias, *given)
+    if not needs_gradient(input, weight, bias):
+        return _compute(input, weight, bias, *given)
+    *arguments, backend = given
+    return ConvTranspose2dFunction.apply(input, weight, bias, tuple(arguments), backend)  # type: ignore[no-any-return,no-untyped-call]
 
 
-def _register_derivatives(
-    name: str,
-    compute: Callable[..., Any],
-    save: Callable[..., None],
-    differentiate: Callable[..., Any],
-    by_pytorch: Callable[..., Any],
-) -> None:
-    class Differentiable(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *arguments: Any) -> Any:
-            save(ctx, arguments)
-            computed = compute(*arguments)
-            return tuple(computed) if isinstance(computed, list) else computed
-
-        @staticmethod
-        def backward(ctx: Any, *cotangents: Any) -> Any:
-            with without_autocast():
-                return differentiate(ctx, *cotangents)
-
-    # torch.library.register_autograd would give a silent zero for a forward-mode tangent.
-    def autograd(*arguments: Any) -> Any:
-        # Inside a level of forward-mode derivatives, the op is PyTorch's convolution, which has every rule ...
-        if forward_ad._current_level >= 0:
-            return by_pytorch(*arguments)
-        if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments)):
-            return compute(*arguments)
-        computed = Differentiable.apply(*arguments)  # type: ignore[no-untyped-call]
-        return list(computed) if isinstance(computed, tuple) else computed
-
-    _library.impl(name, autograd, "Autograd")
-    # ... and so it is in vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
-    for key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
-        _library.impl(name, by_pytorch, key)
-
-
-_register_derivatives(
-    "conv_transpose2d", _forward, _save_forward, _differentiate_forward, _forward_by_pytorch
-)
-_register_derivatives(
-    "conv_transpose2d_backward", _backward, _save_backward, _differentiate_backward, _backward_by_pytorch
-)
-
-
-graph.register_autocast(_library, "conv_transpose2d")
+_library.impl("conv_transpose2d", _compute, "CompositeExplicitAutograd")
+_library.impl("conv_transpose2d", _differentiate, "Autograd")
+# In vmap, grad, jvp and what is made of them, and in autograd.grad(is_grads_batched=True).
+for _key in ("FuncTorchDynamicLayerFrontMode", "Batched"):
+    _library.impl("conv_transpose2d", _by_pytorch, _key)
+for _device_type in ("cpu", "cuda"):
+    graph.register_autocast(_library.impl, _whole_op, _device_type)

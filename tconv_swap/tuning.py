@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda import call, choice, jit, launch, native, plan, route, tuned
+from tconv_swap.cuda import call, choice, jit, launch, native, plan, tuned
 from tconv_swap.cuda.call import Posed
 from tconv_swap.cuda.choice import NATIVE, backward_units
 from tconv_swap.cuda.program import Plan
@@ -187,7 +187,7 @@ def tune(
             except OSError as error:  # the report is worth having all the same
                 not_kept = f"{tuned.path_for(tuned.machine(one.device))}: {error.strerror or error}"
     finally:
-        route.forget()
+        call.forget()
     if not_kept:
         logger.warning("what was tuned is not kept: %s", not_kept)
     device = torch.device("cuda", posed[0].device)
@@ -200,7 +200,7 @@ def _name(device: torch.device) -> str:
 
 def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]:
     """Every distinct problem, gradients cut into those that are decided about together."""
-    route.forget()
+    call.forget()
     with preserved(model), call.recording() as asked:
         if backward:
             with torch.enable_grad():

@@ -52,10 +52,10 @@ def test_every_gradient_of_a_grouped_layer_counts_its_products(mask: tuple[bool,
     """PyTorch's formula for the gradient of the weight forgets the groups."""
     tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(1, 1, 1)))
     image, weight = torch.randn(2, 6, 7, 5), torch.randn(6, 3, 4, 4)
-    geometry = [2, 2], [0, 0], [0, 0], 3, [1, 1]
-    backward = torch.ops.tconv_swap.conv_transpose2d_backward
+    geometry = [2, 2, 0, 0, 0, 0, 3, 1, 1]
+    backward = torch.ops.tconv_swap.conv_transpose2d_gradients
     with FlopCounterMode(display=False) as counter:
-        backward(torch.randn(2, 9, 16, 12), image, weight, *geometry, mask, "auto")
+        backward(torch.randn(2, 9, 16, 12), image, weight, geometry, mask, "auto")
     assert counter.get_total_flops() == sum(mask[:2]) * 2 * 2 * 7 * 5 * 6 * 3 * 16
 
 

@@ -112,23 +112,27 @@ def test_a_bias_that_does_not_fit_is_refused_there_too(change: dict[str, Any]) -
             graph.output(x, w, bad, ((2, 2), (1, 1), (0, 0), 1, (1, 1)), "auto")
 
 
+def gradients_of(mask: list[bool]) -> Callable[..., list[Tensor]]:
+    """What the backward pass of a layer calls, as AOTAutograd meets it."""
+    arguments = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
+    gradients: Callable[..., list[Tensor]] = torch.compiler.allow_in_graph(
+        lambda *tensors: graph.gradients(*tensors, arguments, mask, "auto")
+    )
+    return lambda *tensors: gradients(*tensors)
+
+
 @compiles_fake_tensors
 @pytest.mark.parametrize("formats", [(NCHW, NCHW), (NCHW, CHANNELS_LAST), (CHANNELS_LAST, CHANNELS_LAST)])
 def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, torch.memory_format]) -> None:
     """As a first layer whose input is a reshaped vector: PyTorch's operator gives out what the weight's format says."""
     wanted = formats[1] == CHANNELS_LAST
-    arguments = [2, 2], [1, 1], [0, 0], 1, [1, 1]
     with FakeTensorMode(), torch.no_grad():
         x, w, b = fake_operands(torch.float16, formats)
         run, graphs = compiled(lambda *tensors: conv_transpose2d(*tensors, 2, 1))
         y = run(x, w, b)
         assert formats_of(call_of(graphs[0], OUTPUT), 1) == [wanted]
         assert y.is_contiguous(memory_format=CHANNELS_LAST) == wanted
-        backward, graphs = compiled(
-            lambda *tensors: torch.ops.tconv_swap.conv_transpose2d_backward(
-                *tensors, *arguments, [True, True, False], "auto"
-            )
-        )
+        backward, graphs = compiled(gradients_of([True, True, False]))
         found = backward(torch.empty(y.shape, dtype=y.dtype, device="cuda"), x, w)
     # The weight lies as it did: the backward pass would keep a copy of it from the forward pass on.
     assert formats_of(call_of(graphs[0], GRADIENTS), 3) == [wanted, wanted, formats[1] == CHANNELS_LAST]
@@ -137,14 +141,9 @@ def test_what_makes_a_tensor_can_lay_it_out(formats: tuple[torch.memory_format, 
 
 @compiles_fake_tensors
 def test_a_gradient_lays_out_only_what_it_reads() -> None:
-    arguments = [2, 2], [1, 1], [0, 0], 1, [1, 1]
     with FakeTensorMode(), torch.no_grad():
         x, w, _ = fake_operands(torch.float16, (NCHW, CHANNELS_LAST))
-        backward, graphs = compiled(
-            lambda *tensors: torch.ops.tconv_swap.conv_transpose2d_backward(
-                *tensors, *arguments, [True, False, True], "auto"
-            )
-        )
+        backward, graphs = compiled(gradients_of([True, False, True]))
         backward(torch.empty(2, 8, 10, 12, dtype=x.dtype, device="cuda"), x, w)
     assert formats_of(call_of(graphs[0], GRADIENTS), 2) == [True, False]
 

@@ -11,21 +11,21 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tconv_swap import graph
-from tconv_swap.cuda import node
+from tconv_swap.cuda import host
+from tconv_swap.geometry import as_list
 
 OPS = torch.ops.tconv_swap
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))
-GEOMETRY = graph.as_list(ARGUMENTS)
-#: As a tensor on CUDA comes to a kernel of node.cpp's.
+GEOMETRY = as_list(ARGUMENTS)
+#: As a tensor on CUDA comes to a kernel of csrc/call.cpp's.
 ON_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA) | torch._C.DispatchKeySet(
     torch._C.DispatchKey.CUDA
 )
 
 
 @pytest.fixture(autouse=True)
-def _node_is_loaded() -> None:
-    assert node._library() is not None
+def _host_part_is_loaded() -> None:
+    assert host.is_available()
 
 
 def operands(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:

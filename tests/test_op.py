@@ -13,7 +13,9 @@ import torch.nn.functional as F
 from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
-from tconv_swap import eager, graph, op
+from tconv_swap import graph, op
+from tconv_swap.cpu import call as cpu_call
+from tconv_swap.geometry import as_list
 from tconv_swap.op import conv_transpose2d
 
 GEOMETRY = dict(stride=(2, 1), padding=(1, 0), output_padding=(1, 0), groups=2, dilation=(1, 2))
@@ -107,13 +109,13 @@ def test_gradcheck_and_gradgradcheck_for_every_set_of_gradients() -> None:
 
 def test_opcheck() -> None:
     forward = torch.ops.tconv_swap.conv_transpose2d.default
-    backward = torch.ops.tconv_swap.conv_transpose2d_backward.default
+    backward = torch.ops.tconv_swap.conv_transpose2d_gradients.default
     x, w, b = leaves()
     torch.library.opcheck(forward, (x, w, b, *OP_ARGUMENTS, "auto"))
     torch.library.opcheck(forward, (x, w, None, *OP_ARGUMENTS, "auto"))
-    grad = torch.randn_like(forward(x, w, b, *OP_ARGUMENTS, "auto")).requires_grad_()
+    grad = torch.randn_like(forward(x, w, b, *OP_ARGUMENTS, "auto"))
     for mask in ([True, True, True], [True, False, False], [False, True, False], [True, False, True]):
-        torch.library.opcheck(backward, (grad, x, w, *OP_ARGUMENTS, mask, "auto"))
+        torch.library.opcheck(backward, (grad, x.detach(), w.detach(), as_list(OP_ARGUMENTS), mask, "auto"))
 
 
 def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,16 +142,20 @@ def test_a_compiled_graph_calls_ops_below_autograd(monkeypatch: pytest.MonkeyPat
 
 def test_results_lie_as_fake_tensors_promise_whatever_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's operator gives out NCHW where it does not go by cuDNN, whatever the input's format."""
-    forward, backward = eager.DIRECT["cpu"]
+    forward, backward = cpu_call.output, cpu_call.gradients
 
     def gradients_in_nchw(*arguments: Any) -> list[torch.Tensor]:
         return [gradient.contiguous() for gradient in backward(*arguments)]
 
-    monkeypatch.setitem(eager.DIRECT, "cpu", (lambda *a: forward(*a).contiguous(), gradients_in_nchw))
+    monkeypatch.setattr(graph, "is_eager", lambda: False)
+    monkeypatch.setattr(cpu_call, "output", lambda *a: forward(*a).contiguous())
+    monkeypatch.setattr(cpu_call, "gradients", gradients_in_nchw)
     x, w, b = leaves(requires_grad=False)
     x = x.contiguous(memory_format=torch.channels_last)
     y = torch.ops.tconv_swap.conv_transpose2d(x, w, b, *OP_ARGUMENTS, "auto")
-    found = torch.ops.tconv_swap.conv_transpose2d_backward(y, x, w, *OP_ARGUMENTS, [True, True, True], "auto")
+    found = torch.ops.tconv_swap.conv_transpose2d_gradients(
+        y, x, w, as_list(OP_ARGUMENTS), [True] * 3, "auto"
+    )
     for tensor in (y, *found[:2]):
         assert tensor.is_contiguous(memory_format=torch.channels_last)
         assert not tensor.is_contiguous()
@@ -178,7 +184,7 @@ def test_only_the_gradients_needed_are_computed(monkeypatch: pytest.MonkeyPatch)
 def test_a_gradient_shape_that_does_not_fit_raises() -> None:
     x, w, _ = leaves(requires_grad=False)
     with pytest.raises(RuntimeError, match="grad_output of size"):
-        torch.ops.tconv_swap.conv_transpose2d_backward(x, x, w, *OP_ARGUMENTS, [True, True, True], "auto")
+        torch.ops.tconv_swap.conv_transpose2d_gradients(x, x, w, as_list(OP_ARGUMENTS), [True] * 3, "auto")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -216,8 +222,8 @@ def test_fake_and_meta_tensors_have_the_shape_and_format_of_the_real() -> None:
 def test_other_devices_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(op, "SUPPORTED_DEVICES", ("cuda",))
     monkeypatch.setattr(op, "is_plain", lambda *_: False)
-    monkeypatch.setattr(op, "first", lambda *_: pytest.fail("computed by us"))
-    monkeypatch.setattr(op, "_forward_op", lambda *_: pytest.fail("computed by us"))
+    monkeypatch.setattr(graph, "output", lambda *_: pytest.fail("computed by us"))
+    monkeypatch.setattr(op, "_whole_op", lambda *_: pytest.fail("computed by us"))
     x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 6, 3, 3)
     assert torch.equal(conv_transpose2d(x, w, None, 2, 1), F.conv_transpose2d(x, w, None, 2, 1))
     # Whoever calls the op itself is told.

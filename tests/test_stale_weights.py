@@ -18,7 +18,7 @@ from tconv_swap import ConvTranspose2d, layer_state
 from tconv_swap.cuda import call, packed, plan
 from tconv_swap.cuda.packed import PackedWeight
 from tconv_swap.cuda.program import ArgumentKind, input_, output
-from tconv_swap.eager import needs_gradient
+from tconv_swap.dispatch import needs_gradient
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import MODES
 

@@ -13,7 +13,7 @@ from torch import nn
 from tuned_cases import pretended_machine
 
 import tconv_swap
-from tconv_swap.cuda import call, plan, route, tuned
+from tconv_swap.cuda import call, plan, tuned
 from tconv_swap.cuda.choice import NATIVE, choose_backward, choose_forward
 from tconv_swap.cuda.plans import plan_general
 from tconv_swap.cuda.tuned import Winner, problem_key
@@ -289,7 +289,7 @@ def test_tuning_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         return steps[-1]
 
     monkeypatch.setattr(call.choice, "choose_forward", spy)
-    route.forget()
+    call.forget()
     model(x)
     for step, problem in zip(
         steps, [p for p in report.problems if p.problem.startswith("forward")], strict=True
@@ -297,4 +297,4 @@ def test_tuning_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         assert step.family == problem.candidates[problem.chosen].family
         assert step.plan is None or "tuned" in step.why
     tuned.winners.cache_clear()
-    route.forget()
+    call.forget()

@@ -1,43 +1,32 @@
-"""Transposed convolution on CUDA: from tensors to the steps that compute it, remembered, and their launch."""
+"""Transposed convolution on CUDA: what computes a call that csrc/call.cpp does not know yet.
+
+A call goes by csrc/call.cpp, which remembers the answers of ``answer`` by everything that they depend on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, launch, native, nvrtc, plan, tuned
+from tconv_swap.cuda import choice, launch, nvrtc, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
-
-#: Stride, padding, output_padding, groups, dilation: hashable.
-Arguments = tuple[Any, ...]
+from tconv_swap.geometry import Arguments, from_list
 
 #: Bytes: kernels copy in pieces of so many. PyTorch allocates so; a slice may begin elsewhere.
 ALIGNMENT = 16
 
-
-class Call(NamedTuple):
-    """One step, ready to run.
-
-    Attributes:
-        handle: of the plan, or None for PyTorch's operator.
-        mask: the gradients it computes; empty: the output.
-        formats: what the plan wants its tensors brought to. None: the tensor as it lies.
-        all_native: of a forward pass: PyTorch's operator computes it and every gradient.
-    """
-
-    handle: int | None
-    mask: Mask
-    formats: tuple[torch.memory_format | None, ...]
-    all_native: bool = False
-
-
-_calls: dict[tuple[Any, ...], tuple[Call, ...]] = {}
+#: What a step wants its tensors copied into; None: it reads the tensor as it lies.
+Formats = tuple[torch.memory_format | None, ...]
+_AS_THEY_LIE: Formats = (None, None, None)
+_FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
+#: In place of a program's handle: PyTorch's operator.
+_PYTORCH = -1
 
 
 class Posed(NamedTuple):
@@ -49,112 +38,87 @@ class Posed(NamedTuple):
     device: int
 
 
-_posed: list[Posed] | None = None
+#: Each is called with every question that Python is asked, but those that a backend of ``"native"`` answers; from the
+#: thread that asks, which may be one of autograd's.
+observers: list[Callable[[Posed], object]] = []
+
+_library = torch.library.Library("tconv_swap", "FRAGMENT")
+_library.define("answer(Tensor?[] tensors, int[] geometry, bool[3] mask, str backend) -> int[]")
 
 
 @contextmanager
 def recording() -> Iterator[list[Posed]]:
-    """Everything that is computed meanwhile and is not remembered (``route.forget``), but what a backend of
-    ``"native"`` computes."""
-    global _posed
+    """Collects everything that is asked meanwhile: after ``forget``, everything that is computed."""
     posed: list[Posed] = []
-    _posed = posed
+    observers.append(posed.append)
     try:
         yield posed
     finally:
-        _posed = None
+        observers.remove(posed.append)
+
+
+def answer(
+    tensors: Sequence[Tensor | None], geometry: Sequence[int], mask: Sequence[bool], backend: str
+) -> list[int]:
+    """How a call is computed, in the words that csrc/compute.h reads.
+
+    Args:
+        tensors: input, weight and bias of a forward pass; grad_output, input and weight of gradients.
+        geometry: as ``geometry.as_list`` writes it.
+        mask: which gradients (input, weight, bias); none: the forward pass.
+
+    Returns:
+        The format of the result; whether PyTorch's operator computes a forward pass and all its gradients; then each
+        step: the handle of its program, its mask, the formats of its tensors.
+
+    Raises:
+        RuntimeError: the tensors or arguments do not fit together, or the kernels cannot be built.
+        ValueError: there is no such backend.
+    """
+    choice.check_backend(backend)
+    arguments = from_list(geometry)
+    if any(mask):
+        grad_output, input, weight = tensors
+        assert grad_output is not None
+        assert input is not None
+        assert weight is not None
+        check_backward(grad_output, input, weight, arguments)
+        problem = problem_of(input, weight, None, arguments)
+        steps = _gradient_steps(problem, tuple(mask), input.get_device(), backend)
+        formats = _formats(tensors, (_format(problem.channels_last),) * 3)
+        is_pytorchs = False
+        posed = Posed(
+            plan.with_weight_layout(problem, problem.channels_last), tuple(mask), False, input.get_device()
+        )
+    else:
+        input, weight, bias = tensors
+        assert input is not None
+        assert weight is not None
+        problem = problem_of(input, weight, bias, arguments)
+        steps = (step_for(input, weight, bias, arguments, backend),)
+        layouts = problem.channels_last, problem.weight_channels_last, False
+        formats = _formats(tensors, tuple(map(_format, layouts)))
+        is_pytorchs = steps[0].plan is None and all(
+            step.plan is None
+            for step in _gradient_steps(problem, (True, True, bias is not None), input.get_device(), backend)
+        )
+        posed = Posed(problem, choice.FORWARD, bias is not None, input.get_device())
+    if backend != choice.NATIVE:
+        for observe in list(observers):
+            observe(posed)
+    words = [_FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
+    for step in steps:
+        words += _step_words(step, input, formats)
+    return words
+
+
+# Called through the module, whose function a test may replace.
+_library.impl("answer", lambda *question: answer(*question), "CompositeExplicitAutograd")
 
 
 def forget() -> None:
-    """Choose anew how each call is computed."""
-    _calls.clear()
-
-
-def _record(problem: plan.Problem, mask: Mask, has_bias: bool, device: int, backend: str) -> None:
-    if _posed is not None and backend != choice.NATIVE:
-        _posed.append(Posed(problem, mask, has_bias, device))
-
-
-def forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str = "auto"
-) -> Tensor:
-    """``[batch, out_channels, out_height, out_width]`` in PyTorch's memory format, on the current stream.
-
-    Raises:
-        RuntimeError: the tensors or arguments do not fit together (checked before anything is launched), the
-            kernels cannot be built, or CUDA fails.
-        ValueError: there is no such backend.
-    """
-    (call,) = forward_calls(input, weight, bias, arguments, backend)
-    if call.handle is None:
-        return native.forward(input, weight, bias, arguments)
-    return _launch(call, input, weight, bias)[0]
-
-
-def forward_calls(
-    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
-) -> tuple[Call, ...]:
-    key = (
-        _layout(input),
-        _layout(weight),
-        None if bias is None else _layout(bias),
-        arguments,
-        precision(),
-        backend,
-    )
-    calls = _calls.get(key)
-    if calls is None:
-        calls = _calls[key] = _make_forward(input, weight, bias, arguments, backend)
-    return calls
-
-
-def backward(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    arguments: Arguments,
-    output_mask: Mask,
-    backend: str = "auto",
-) -> list[Tensor]:
-    """The gradients ``output_mask`` asks for (input, weight, bias), in that order, on the current stream.
-
-    Raises:
-        RuntimeError, ValueError: as ``forward``.
-    """
-    return backward_and_calls(grad_output, input, weight, arguments, output_mask, backend)[0]
-
-
-def backward_and_calls(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    arguments: Arguments,
-    output_mask: Mask,
-    backend: str,
-) -> tuple[list[Tensor], tuple[Call, ...]]:
-    key = (
-        _layout(grad_output),
-        _layout(input),
-        _layout(weight),
-        arguments,
-        output_mask,
-        precision(),
-        backend,
-    )
-    calls = _calls.get(key)
-    if calls is None:
-        calls = _calls[key] = _make_backward(grad_output, input, weight, arguments, output_mask, backend)
-    return in_order(calls, [_gradients(one, grad_output, input, weight, arguments) for one in calls]), calls
-
-
-def in_order(calls: Sequence[Call], gradients: Sequence[list[Tensor]]) -> list[Tensor]:
-    """Those of several steps as one would have given them out: of the input, the weight, the bias."""
-    if len(calls) == 1:
-        return gradients[0]
-    found: list[Tensor | None] = [None, None, None]
-    for one, computed in zip(calls, map(iter, gradients), strict=True):
-        found = [next(computed) if wanted else other for wanted, other in zip(one.mask, found, strict=True)]
-    return [gradient for gradient in found if gradient is not None]
+    """Has each call be chosen anew."""
+    launch.forget_answers()
 
 
 def precision() -> str:
@@ -207,92 +171,34 @@ def device_facts(index: int) -> plan.Device:
     )
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return (tensor.shape, tensor.stride(), tensor.dtype, tensor.get_device(), tensor.data_ptr() % ALIGNMENT)
+def reads_as_it_lies(tensor: Tensor, wanted: torch.memory_format) -> bool:
+    """Whether kernels that want a tensor in this format read this one without a copy."""
+    return tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def _gradients(
-    call: Call, grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Arguments
-) -> list[Tensor]:
-    if call.handle is None:
-        return native.backward(grad_output, input, weight, arguments, call.mask)
-    return _launch(call, grad_output, input, weight)
+def _format(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last if channels_last else torch.contiguous_format
 
 
-def _launch(call: Call, *tensors: Tensor | None) -> list[Tensor]:
-    laid_out = [
-        tensor if tensor is None or form is None else tensor.clone(memory_format=form)
-        for tensor, form in zip(tensors, call.formats, strict=True)
-    ]
-    return torch.ops.tconv_swap.launch.default(call.handle, [*laid_out])  # type: ignore[no-any-return]
-
-
-def _format(tensor: Tensor | None, wanted: torch.memory_format) -> torch.memory_format | None:
-    if tensor is None:
-        return None
-    as_it_lies = tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
-    return None if as_it_lies else wanted
-
-
-def _make_forward(
-    input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
-) -> tuple[Call, ...]:
-    problem = problem_of(input, weight, bias, arguments)
-    _record(problem, choice.FORWARD, bias is not None, input.get_device(), backend)
-    step = step_for(input, weight, bias, arguments, backend)
-    activations = torch.channels_last if problem.channels_last else torch.contiguous_format
-    weights = torch.channels_last if problem.weight_channels_last else torch.contiguous_format
-    formats = (_format(input, activations), _format(weight, weights), _format(bias, torch.contiguous_format))
-    call = _call(step, (input, weight, bias), formats)
-    if step.plan is None:
-        steps = _backward_steps(problem, (True, True, bias is not None), input.get_device(), backend)
-        call = call._replace(all_native=all(step.plan is None for step in steps))
-    return (call,)
-
-
-def _make_backward(
-    grad_output: Tensor,
-    input: Tensor,
-    weight: Tensor,
-    arguments: Arguments,
-    output_mask: Mask,
-    backend: str,
-) -> tuple[Call, ...]:
-    check_backward(grad_output, input, weight, arguments)
-    problem = problem_of(input, weight, None, arguments)
-    _record(
-        plan.with_weight_layout(problem, problem.channels_last),
-        output_mask,
-        False,
-        input.get_device(),
-        backend,
+def _formats(tensors: Sequence[Tensor | None], wanted: Sequence[torch.memory_format]) -> Formats:
+    return tuple(
+        None if tensor is None or reads_as_it_lies(tensor, form) else form
+        for tensor, form in zip(tensors, wanted, strict=True)
     )
-    steps = _backward_steps(problem, output_mask, input.get_device(), backend)
-    wanted = torch.channels_last if problem.channels_last else torch.contiguous_format
-    tensors = (grad_output, input, weight)
-    formats = tuple(_format(tensor, wanted) for tensor in tensors)
-    return tuple(_call(step, tensors, formats) for step in steps)
 
 
-def _backward_steps(problem: plan.Problem, mask: Mask, device: int, backend: str) -> tuple[Step, ...]:
+def _gradient_steps(problem: plan.Problem, mask: Mask, device: int, backend: str) -> tuple[Step, ...]:
     # PyTorch gives every gradient the format of the output, the weight's too.
     problem = plan.with_weight_layout(problem, problem.channels_last)
     return choice.choose_backward(problem, mask, device_facts(device), backend, tuned.winners(device))
 
 
-def _call(
-    step: Step, tensors: tuple[Tensor | None, ...], formats: tuple[torch.memory_format | None, ...]
-) -> Call:
+def _step_words(step: Step, input: Tensor, formats: Formats) -> list[int]:
+    handle = _PYTORCH
     if step.plan is None:
-        return Call(None, step.mask, (None,) * 3)
-    first = tensors[0]
-    assert first is not None
-    architecture = device_facts(first.get_device()).architecture
-    laid_out = [
-        tensor
-        if tensor is None or form is None
-        else torch.empty(tensor.shape, memory_format=form, device="meta")
-        for tensor, form in zip(tensors, formats, strict=True)
-    ]
-    handle = launch.add_plan(step.plan, first.dtype, first.device, architecture, laid_out)
-    return Call(handle, step.mask, formats)
+        formats = _AS_THEY_LIE
+    else:
+        architecture = device_facts(input.get_device()).architecture
+        handle = launch.add_plan(step.plan, input.dtype, input.device, architecture)
+    mask = step.mask or (False, False, False)
+    return [handle, *map(int, mask), *(_FORMAT_WORDS[form] for form in formats)]

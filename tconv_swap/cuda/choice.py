@@ -23,6 +23,7 @@ FORWARD: Mask = ()
 CANDIDATES = 8
 
 NATIVE = "native"
+KERNEL = "kernel"
 GENERAL = "general"
 WHY_NOT_GENERAL = (
     "of ours only the general kernels claim it: 0.06 to 0.95 of PyTorch's speed on an H200 (NOTES.md)"

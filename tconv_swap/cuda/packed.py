@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tconv_swap.cuda import call, launch
-from tconv_swap.cuda.call import Arguments
-from tconv_swap.geometry import as_pair
+from tconv_swap.geometry import Arguments, as_pair
 
 
 class PackedWeight:
@@ -38,7 +37,11 @@ class PackedWeight:
 
         A CUDA graph is captured in the ordinary way: it may be replayed after the weight has changed.
         """
-        kind = (input.shape, input.stride(), input.dtype, bias is None, arguments, backend, call.precision())
+        layouts = tuple(
+            None if one is None else (one.shape, one.stride(), one.data_ptr() % call.ALIGNMENT)
+            for one in (input, bias)
+        )
+        kind = (*layouts, input.dtype, input.get_device(), arguments, backend, call.precision())
         if kind not in self._plans and not torch.cuda.is_current_stream_capturing():
             self._plans[kind] = self._pack(input, bias, arguments, backend)
             if self._plans[kind] is None:
@@ -47,13 +50,15 @@ class PackedWeight:
         if plan is None or torch.cuda.is_current_stream_capturing():
             return None
         handle, packed = plan
-        outputs = torch.ops.tconv_swap.relaunch.default(handle, input, packed, bias)
-        return outputs[0] if outputs else None
+        return torch.ops.tconv_swap.launch.default(handle, [input, packed, bias])[0]  # type: ignore[no-any-return]
 
     def release(self) -> None:
         """Let go of what was packed, once no stream reads it any more."""
         if any(self._plans.values()):
             torch.cuda.synchronize(self.weight.device)
+        for plan in self._plans.values():
+            if plan is not None:
+                launch.drop_plan(plan[0])
         self._plans.clear()
 
     @torch.no_grad()
@@ -70,14 +75,21 @@ class PackedWeight:
             as_pair(dilation, "dilation"),
         )
         step = call.step_for(input, weight, bias, arguments, backend)
-        (ordinary,) = call.forward_calls(input, weight, bias, arguments, backend)
+        problem = call.problem_of(input, weight, bias, arguments)
+        activations = torch.channels_last if problem.channels_last else torch.contiguous_format
+        weights = torch.channels_last if problem.weight_channels_last else torch.contiguous_format
+        is_read_as_it_lies = (
+            call.reads_as_it_lies(input, activations)
+            and call.reads_as_it_lies(weight, weights)
+            and (bias is None or call.reads_as_it_lies(bias, torch.contiguous_format))
+        )
         parts = None if step.plan is None else step.plan.without_packing(input.element_size())
-        if parts is None or any(ordinary.formats):
+        if parts is None or not is_read_as_it_lies:
             return None
         architecture = call.device_facts(input.get_device()).architecture
         packing, going_on = parts
         to_pack = launch.add_plan(packing, input.dtype, input.device, architecture)
         (packed,) = torch.ops.tconv_swap.launch.default(to_pack, [input, weight, bias])
+        launch.drop_plan(to_pack)
         torch.cuda.current_stream(input.device).synchronize()
-        inputs = (input, packed, bias)
-        return launch.add_plan(going_on, input.dtype, input.device, architecture, inputs), packed
+        return launch.add_plan(going_on, input.dtype, input.device, architecture), packed

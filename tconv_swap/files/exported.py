@@ -23,7 +23,7 @@ from torch.export import ExportedProgram
 from tconv_swap import flops, op
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.files.fileformat import LoadError, first_line, printable
-from tconv_swap.graph import from_list
+from tconv_swap.geometry import from_list
 from tconv_swap.layer import ConvTranspose2d
 
 _ATEN = torch.ops.aten

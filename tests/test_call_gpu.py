@@ -1,8 +1,8 @@
-"""Calls made again: the way of an earlier call is gone only by tensors and switches like its own. On a GPU."""
+"""Calls made again, on a GPU: an answer serves tensors and switches like those it was made for, and no others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,22 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import tconv_swap
 from tconv_swap import conv_transpose2d
-from tconv_swap.cuda import call, measured, node, route
+from tconv_swap.cuda import call, launch, measured
 from tconv_swap.measurement.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.fixture(autouse=True, params=["node.cpp", "node in Python"])
-def _ieee(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Both nodes that a differentiable call made again may have."""
-    if request.param == "node in Python":
-        monkeypatch.setattr(node, "_library", lambda: None)
+@pytest.fixture(autouse=True)
+def _ieee() -> Iterator[None]:
     with MODES["fp32"].switched_on():
-        route.forget()
+        call.forget()
         yield
-        route.forget()
+        call.forget()
 
 
 def randn(*shape: int) -> Tensor:
@@ -127,9 +125,7 @@ def test_a_call_made_again_is_not_planned_again(monkeypatch: pytest.MonkeyPatch)
 
     for _ in range(2):
         step()
-    refuse: Callable[..., None] = lambda *_: pytest.fail("the way of the earlier call was not taken")  # noqa: E731
-    monkeypatch.setattr(call, "forward_calls", refuse)
-    monkeypatch.setattr(call, "backward_and_calls", refuse)
+    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
     step()
 
 
@@ -139,12 +135,7 @@ def test_gradients_of_several_steps_are_remembered_too(monkeypatch: pytest.Monke
     for _ in range(2):
         check(x, w, b, "auto", True)
     leaves = [t.detach().requires_grad_() for t in (x, w, b)]
-    _, calls = call.backward_and_calls(
-        randn(8, 32, 24, 20), x, w, ((2, 2), (1, 1), (0, 0), 1, (1, 1)), (True, True, True), "auto"
-    )
-    assert [one.handle is None for one in calls] == [False, True]
-    refuse: Callable[..., None] = lambda *_: pytest.fail("the way of the earlier call was not taken")  # noqa: E731
-    monkeypatch.setattr(call, "backward_and_calls", refuse)
+    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
     conv_transpose2d(*leaves, 2, 1).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
 
@@ -290,9 +281,61 @@ def test_a_switch_thrown_between_the_passes_holds_for_that_backward_pass_only() 
         assert (error(precision) > 1e-5) == (precision == "tf32")
 
 
-def test_new_shapes_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "MOST_ROUTES", 3)
+def test_both_layouts_go_without_python_whichever_ran_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [
+        [one.detach().half().contiguous(memory_format=form).requires_grad_() for one in leaves()[:2]]
+        for form in (torch.contiguous_format, torch.channels_last)
+    ]
+    for x, w in steps:
+        conv_transpose2d(x, w, None, 2, 1, backend="kernel").sum().backward()
+    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
+    for x, w in steps[::-1]:
+        conv_transpose2d(x, w, None, 2, 1, backend="kernel").sum().backward()
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_compiled_graph_goes_without_python(
+    form: torch.memory_format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled, trained and served; and on another stream, where the weights have changed meanwhile."""
+    torch.compiler.reset()
+    layer = tconv_swap.ConvTranspose2d(16, 8, 4, 2, 1).to("cuda", dtype, memory_format=form)
+    layer.tconv_backend = "kernel"
+    compiled = torch.compile(lambda x: layer(x), backend="aot_eager", fullgraph=True)
+
+    def step() -> None:
+        x = torch.randn(2, 16, 5, 6, device="cuda", dtype=dtype).to(memory_format=form).requires_grad_()
+        y = compiled(x)
+        wanted = F.conv_transpose2d(x, layer.weight, layer.bias, 2, 1)
+        grad = torch.randn_like(y)
+        leaves = (x, layer.weight, layer.bias)
+        with torch.no_grad():
+            assert torch.equal(compiled(x), y)
+        tolerance = dict(rtol=1e-2, atol=1e-1)
+        torch.testing.assert_close(y, wanted, **tolerance)
+        for ours, theirs in zip(
+            torch.autograd.grad(y, leaves, grad), torch.autograd.grad(wanted, leaves, grad), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, **tolerance)
+
+    for _ in range(2):
+        step()
+    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    step()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.compiler.reset()
+
+
+def test_ever_new_sizes_keep_their_memory() -> None:
+    """Of programs as of answers: what is known of sizes that have gone is let go."""
     w = randn(4, 3, 2, 2)
     for size in range(1, 9):
-        conv_transpose2d(randn(1, 4, size, size), w, backend="kernel")
-    assert len(route._routes) <= 3
+        for _ in range(2):
+            conv_transpose2d(randn(1, 4, size, size), w, backend="kernel")
+    assert launch.known_answers() == 8
+    call.forget()
+    assert launch.known_answers() == 0

@@ -1,0 +1,195 @@
+// The one way of a call: two ops, of the output and of the gradients, that an eager layer and a compiled graph call
+// (their schemas are graph.py's). On CUDA each of them casts what an autocast casts, finds the answer to a call of such
+// tensors or asks Python for it (call.answer), launches, and hangs the autograd node where a derivative is wanted.
+// Where a subclass, a mode, a transform or a tracer wants to see the call, PyTorch's dispatcher goes on from here.
+#include "node.h"
+
+#include <torch/library.h>
+
+#include <algorithm>
+
+namespace at::autocast {
+// Its header takes all of ATen's operators.
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}  // namespace at::autocast
+
+namespace tconv_swap {
+namespace {
+
+constexpr const char *OUTPUT = "tconv_swap::conv_transpose2d_output", *GRADIENTS = "tconv_swap::conv_transpose2d_gradients";
+
+uint64_t functionality(at::DispatchKeySet keys) { return keys.raw_repr() & ~c10::full_backend_mask; }
+
+/// No subclass, vmap, functionalization, tracer, dispatch mode, lazy negation or zero.
+bool is_plain(at::DispatchKeySet keys) {
+  static const uint64_t PLAIN = functionality(
+      at::DispatchKeySet({at::DispatchKey::Dense, at::DispatchKey::ADInplaceOrView, at::DispatchKey::BackendSelect}) |
+      c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
+  return (functionality(keys | c10::impl::tls_local_dispatch_key_set().included_) & ~PLAIN) == 0 &&
+         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
+}
+
+bool is_plain(const Tensor& first, const Tensor& second, const std::optional<Tensor>& third) {
+  const auto keys = first.key_set() | second.key_set();
+  return is_plain(third ? keys | third->key_set() : keys);
+}
+
+/// In forward mode, too: PyTorch's formulation knows how.
+bool wants_derivative(const Tensor& first, const Tensor& second, const std::optional<Tensor>& third) {
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) return true;
+  return torch::autograd::compute_requires_grad(first, second, third);
+}
+
+// ---- plain tensors ---------------------------------------------------------------------------------------------
+
+Tensor output_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef geometry,
+                 std::string_view backend) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
+  return compute_output(*answer, input, weight, bias, {geometry});
+}
+
+Tensor differentiable_output_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                                at::IntArrayRef geometry, std::string_view backend) {
+  const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
+  // PyTorch's own node is cheaper than ours in front of its operator.
+  if (answer->is_pytorchs) return compute_output(*answer, input, weight, bias, {geometry});
+  Tensor output;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    output = compute_output(*answer, input, weight, bias, {geometry});
+  }
+  hang_node(output, input, weight, bias, geometry, backend);
+  return output;
+}
+
+std::vector<Tensor> plain_gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                                       at::IntArrayRef geometry, Mask mask, std::string_view backend) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const auto answer = answer_to(stage_of(mask), {&grad_output, &input, &weight}, geometry, backend);
+  std::vector<Tensor> found;
+  for (Tensor& gradient : compute_gradients(*answer, grad_output, input, weight, {geometry}))
+    if (gradient.defined()) found.push_back(std::move(gradient));
+  return found;
+}
+
+// ---- the kernels of the ops ------------------------------------------------------------------------------------
+
+/// An op whose call goes on below `keys`, or from the top where there are none.
+c10::IValue dispatched(const char* name, std::optional<c10::DispatchKeySet> keys, std::vector<c10::IValue> stack) {
+  const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  if (keys) {
+    op.redispatchBoxed(*keys, &stack);
+  } else {
+    op.callBoxed(&stack);
+  }
+  return std::move(stack.at(0));
+}
+
+/// Stride, padding, output_padding, groups, dilation behind the tensors, then the backend: as op.py's op takes them.
+c10::IValue by_whole_op(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                        c10::SymIntArrayRef geometry, std::string_view backend) {
+  return by_python("tconv_swap::conv_transpose2d",
+                   {input, weight, bias, geometry.slice(0, 2), geometry.slice(2, 2), geometry.slice(4, 2), geometry[6],
+                    geometry.slice(7, 2), std::string(backend)});
+}
+
+// Sizes may be symbols in these, which a compiler traces: a kernel that takes numbers would not even be called.
+
+Tensor output_autograd(c10::DispatchKeySet keys, const Tensor& input, const Tensor& weight,
+                       const std::optional<Tensor>& bias, c10::SymIntArrayRef geometry, std::string_view backend) {
+  const bool differentiates = wants_derivative(input, weight, bias);
+  const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
+  if (numbers && is_plain(keys))
+    return (differentiates ? differentiable_output_of : output_of)(input, weight, bias, *numbers, backend);
+  if (differentiates) return by_whole_op(input, weight, bias, geometry, backend).toTensor();
+  return dispatched(OUTPUT, keys & c10::after_autograd_keyset, {input, weight, bias, geometry, std::string(backend)})
+      .toTensor();
+}
+
+std::vector<Tensor> gradients_autograd(c10::DispatchKeySet keys, const Tensor& grad_output, const Tensor& input,
+                                       const Tensor& weight, c10::SymIntArrayRef geometry, Mask mask,
+                                       std::string_view backend) {
+  const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
+  if (numbers && wants_derivative(grad_output, input, weight)) {
+    std::vector<Tensor> found;
+    Gradients gradients = gradients_by_pytorch(grad_output, input, weight, {*numbers}, mask);
+    for (size_t i = 0; i < 3; ++i)
+      if (mask[i]) found.push_back(std::move(gradients[i]));
+    return found;
+  }
+  if (numbers && is_plain(keys)) return plain_gradients_of(grad_output, input, weight, *numbers, mask, backend);
+  return dispatched(GRADIENTS, keys & c10::after_autograd_keyset,
+                    {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
+      .toTensorVector();
+}
+
+/// As autocast.cast in Python.
+Tensor cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
+  const bool is_eligible =
+      tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
+  return is_eligible ? tensor.to(dtype) : tensor;
+}
+
+Tensor output_autocast(const Tensor& given_input, const Tensor& given_weight, const std::optional<Tensor>& given_bias,
+                       c10::SymIntArrayRef geometry, std::string_view backend) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA));
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCUDA);
+  const at::DeviceType device = given_input.device().type();
+  // Not PyTorch's cache of cast weights, which does not see what is changed through weight.data inside of one autocast.
+  const Tensor input = cast(given_input, device, dtype), weight = cast(given_weight, device, dtype);
+  std::optional<Tensor> bias;
+  if (given_bias) bias = cast(*given_bias, device, dtype);
+  const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
+  if (numbers && is_plain(input, weight, bias))
+    return (wants_derivative(input, weight, bias) ? differentiable_output_of : output_of)(input, weight, bias, *numbers,
+                                                                                          backend);
+  return dispatched(OUTPUT, std::nullopt, {input, weight, bias, geometry, std::string(backend)}).toTensor();
+}
+
+std::vector<Tensor> launch_program(int64_t handle, const c10::List<std::optional<Tensor>>& inputs) {
+  const auto program = program_of(handle);
+  TORCH_CHECK(program, "tconv_swap: there is no program ", handle);
+  std::vector<void*> pointers;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const std::optional<Tensor> input = inputs.get(i);
+    pointers.push_back(input ? input->data_ptr() : nullptr);
+  }
+  return launch(*program, pointers);
+}
+
+}  // namespace
+
+std::vector<Tensor> gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                                 at::IntArrayRef geometry, Mask mask, std::string_view backend) {
+  if (is_plain(grad_output, input, weight)) return plain_gradients_of(grad_output, input, weight, geometry, mask, backend);
+  return dispatched(GRADIENTS, std::nullopt,
+                    {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
+      .toTensorVector();
+}
+
+}  // namespace tconv_swap
+
+// What is computed from now on is chosen anew.
+extern "C" void tconv_forget() { tconv_swap::Answers::instance().forget(); }
+
+// How many kinds of calls are known.
+extern "C" int64_t tconv_known() { return static_cast<int64_t>(tconv_swap::Answers::instance().size()); }
+
+TORCH_LIBRARY_FRAGMENT(tconv_swap, library) { library.def("launch(int program, Tensor?[] inputs) -> Tensor[]"); }
+
+// Python's kernels of the two ops are for aliases of keys, which those for one key come before.
+TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
+  library.impl("launch", &tconv_swap::launch_program);
+  library.impl("conv_transpose2d_output", &tconv_swap::output_of);
+  library.impl("conv_transpose2d_gradients", &tconv_swap::plain_gradients_of);
+}
+
+TORCH_LIBRARY_IMPL(tconv_swap, AutogradCUDA, library) {
+  library.impl("conv_transpose2d_output", &tconv_swap::output_autograd);
+  library.impl("conv_transpose2d_gradients", &tconv_swap::gradients_autograd);
+}
+
+TORCH_LIBRARY_IMPL(tconv_swap, AutocastCUDA, library) {
+  library.impl("conv_transpose2d_output", &tconv_swap::output_autocast);
+}

@@ -1,0 +1,54 @@
+// What launch.cpp offers to call.cpp: programs, which are plain data, and their launch. Takes no header of torch or CUDA.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace tconv_swap {
+
+enum class ArgumentKind : int64_t { Input, Output, Workspace, Int64, TensorMap, Struct };  // program.ArgumentKind
+struct Argument {
+  ArgumentKind kind;
+  int64_t value;
+};
+struct TiledTensor {  // program.TensorMap
+  Argument base;
+  int64_t offset;
+  int element, swizzle, promotion;
+  uint32_t dimensions;
+  uint64_t sizes[5], strides[5];
+  uint32_t box[5], steps[5];
+};
+struct Launch {  // program.Launch
+  void* kernel;
+  unsigned grid, block, shared_bytes;
+  bool overlaps_previous;
+  std::vector<Argument> arguments;
+  std::vector<TiledTensor> tensor_maps;
+  std::vector<std::vector<int32_t>> structs;
+};
+struct Output {  // program.Output
+  int32_t dtype;  // c10::ScalarType
+  std::vector<int64_t> sizes, strides;
+};
+struct Program {  // program.Plan, on one device
+  int device;
+  int64_t workspace_bytes;
+  std::vector<Output> outputs;
+  std::vector<Launch> launches;
+};
+
+/// The program that a handle of tconv_add_program stands for; null where there is none.
+std::shared_ptr<const Program> program_of(int64_t handle);
+
+/// From now on the handle stands for nothing; the program lives as long as somebody holds it.
+void drop_program(int64_t handle);
+
+/// Launches the kernels in order on `stream`. Pointers: of the inputs (null where one is absent), the outputs and the
+/// workspace, all on the program's device, which is the current one.
+///
+/// Throws std::runtime_error with the driver's words where it refuses.
+void launch(const Program& program, void* stream, void* const* inputs, void* const* outputs, char* workspace);
+
+}  // namespace tconv_swap

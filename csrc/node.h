@@ -1,0 +1,59 @@
+// The one node that a transposed convolution of ours hangs into PyTorch's autograd graph.
+#pragma once
+
+#include "compute.h"
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+namespace tconv_swap {
+
+std::vector<Tensor> gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
+                                 at::IntArrayRef geometry, Mask mask, std::string_view backend);
+
+struct ConvTranspose2dBackward : torch::autograd::Node {
+  torch::autograd::SavedVariable input, weight;
+  std::vector<int64_t> geometry;
+  std::string backend;
+
+  std::string name() const override { return "ConvTranspose2dBackward"; }
+
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    input.reset_data();
+    weight.reset_data();
+  }
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const Tensor x = input.unpack(), w = weight.unpack();
+    torch::autograd::variable_list gradients(3);
+    const Mask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
+    if (!grads[0].defined() || stage_of(mask) == 0) return gradients;
+    if (at::GradMode::is_enabled()) {
+      Gradients found = gradients_by_pytorch(grads[0], x, w, {geometry}, mask);
+      for (size_t i = 0; i < 3; ++i)
+        if (mask[i]) gradients[i] = std::move(found[i]);
+      return gradients;
+    }
+    std::vector<Tensor> found = gradients_of(grads[0], x, w, geometry, mask, backend);
+    for (size_t i = 0, next = 0; i < 3; ++i)
+      if (mask[i]) gradients[i] = std::move(found.at(next++));
+    return gradients;
+  }
+};
+
+/// Makes `output`, which is computed, differentiable.
+inline void hang_node(const Tensor& output, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                      at::IntArrayRef geometry, std::string_view backend) {
+  const std::shared_ptr<ConvTranspose2dBackward> node(new ConvTranspose2dBackward, torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias ? *bias : Tensor()));
+  node->input = torch::autograd::SavedVariable(input, false);
+  node->weight = torch::autograd::SavedVariable(weight, false);
+  node->geometry = geometry.vec();
+  node->backend = backend;
+  torch::autograd::set_history(output, node);
+}
+
+}  // namespace tconv_swap
