@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 Operands: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Any, Any, Any, int, Any]
 
 
+def _may_use_packed(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return input.is_cuda and is_unseen(input, weight, bias)
+
+
 class LayerState(nn.Module):
     """Base of the layers of ours, in front of the layer of PyTorch's that each stands for.
 
@@ -67,11 +71,7 @@ class LayerState(nn.Module):
         if input.shape in packed.unpacked_shapes:
             return None
         # Somebody else's weight for this one call (functional_call) leaves what is frozen as it is.
-        if (
-            weight is not packed.weight
-            or input.dim() != 4
-            or not (input.is_cuda and is_unseen(input, weight, bias))
-        ):
+        if weight is not packed.weight or input.dim() != 4 or not _may_use_packed(input, weight, bias):
             return None
         if not packed.is_unchanged():
             self.tconv_let_packed_go()
