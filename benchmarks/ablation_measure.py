@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ Announce = Callable[[str], None]
 Call = Callable[[], list[Tensor]]
 Tensors = tuple[Tensor, Tensor, Tensor | None]
 TIMING = "timing"
+#: What takes so many times as long as the fastest, in one call, is not timed again.
+HOPELESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +132,15 @@ def measure(
             calls, failures = _calls(stage, planned, tensors, device, architecture, announce)
             if stage == "gradients" and {"grad_input", "grad_weight"} <= fastest.keys():
                 calls[APART] = _both(fastest["grad_input"], fastest["grad_weight"])
-            running = _that_agree(calls, planned.problem, stage, failures, device, announce)
-            if not running:
+            times = _that_agree(calls, planned.problem, stage, failures, device, announce)
+            if not times:
                 continue
+            limit = HOPELESS * min(times.values())
+            running = {name: calls[name] for name, time in times.items() if time <= limit}
             announce(f"{stage}/{TIMING}")
             timings = time_interleaved(running, device=device, budget_s=seconds * len(running))
-            times = {name: timing.median_ms * 1e3 for name, timing in timings.items()}
-            fastest[stage] = running[min(times, key=lambda name: times[name])]
+            times |= {name: timing.median_ms * 1e3 for name, timing in timings.items()}
+            fastest[stage] = running[min(running, key=lambda name: times[name])]
             rows.append(_row(task, stage, planned.chosen, times, failures))
     if device.type == "cuda" and torch.cuda.memory_reserved(device) > MOST_RESERVED_BYTES:
         del tensors, fastest
@@ -190,7 +195,7 @@ def _calls(
     for family, made in planned.plans.items():
         announce(f"{stage}/{family}")
         try:
-            handle = launch.add_plan(made, planned.problem.dtype, device, architecture)
+            handle = launch.add_plan(made, planned.problem.dtype, device, architecture, tensors)
         except RuntimeError as error:
             failures[family] = first_line(error)
         else:
@@ -219,17 +224,21 @@ def _that_agree(
     failures: dict[str, str],
     device: torch.device,
     announce: Announce,
-) -> dict[str, Call]:
-    """Those that run and give the result of the first that does; ``failures`` learns of the others."""
+) -> dict[str, float]:
+    """Those that run and give the result of the first that does, with the microseconds of one call, launch and all;
+    ``failures`` learns of the others."""
     truth: list[Tensor] = []
-    running: dict[str, Call] = {}
+    times: dict[str, float] = {}
     for name, call in calls.items():
         announce(f"{stage}/{name}")
         try:
             for result in call():
                 result.fill_(math.nan)  # freed at once: the next call takes its memory
+            _synchronize(device)
+            begin = perf_counter()
             results = call()
             _synchronize(device)
+            elapsed = perf_counter() - begin
             distances = list(map(_distance, results, truth))
         except RuntimeError as error:
             failures[name] = first_line(error)
@@ -237,11 +246,11 @@ def _that_agree(
             continue
         truth = truth or results
         if all(distance <= _allowed(problem) for distance in distances):
-            running[name] = call
+            times[name] = elapsed * 1e6
         else:
             worst = ", ".join(f"{distance:.1e}" for distance in distances)
-            failures[name] = f"wrong: {worst} from the result of {next(iter(running))}"
-    return running
+            failures[name] = f"wrong: {worst} from the result of {next(iter(times))}"
+    return times
 
 
 def _distance(found: Tensor, truth: Tensor) -> float:

@@ -136,8 +136,8 @@ def families_of(rows: Iterable[Row]) -> list[str]:
 
 
 def worth_of(rows: Sequence[Row], stage: str, family: str) -> Worth | None:
-    """None for a family that no row of the stage has. A row that one way alone computes says nothing."""
-    of_stage = [row for row in rows if row.stage == stage and len(row.microseconds) > 1]
+    """None for a family that no row of the stage has. A row that it alone computes counts as 1."""
+    of_stage = [row for row in rows if row.stage == stage]
     logarithms = {row.key: math.log(row.worth(family)) for row in of_stage if family in row.microseconds}
     if not logarithms:
         return None
