@@ -14,7 +14,14 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    wait,
+)
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -28,7 +35,7 @@ from benchmarks.ablation_measure import DIRECTIONS, TIMING, Announce, Prepared, 
 from benchmarks.ablation_report import report
 from benchmarks.ablation_rows import Row, summary
 from benchmarks.layers import _commit, _positive
-from benchmarks.measuring_process import MeasuringProcess, StoppedError, Work
+from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
 from tconv_swap.cuda import call, launch
 from tconv_swap.cuda.cache import write_atomically
@@ -39,13 +46,15 @@ from tconv_swap.measurement.suite import Layer, load_suite
 BENCHMARK = "ablation"
 SECONDS = 480.0
 #: For the samples of one way to compute one stage.
-SECONDS_PER_WAY = 0.03
+SECONDS_PER_WAY = 0.015
 MODES = ("tf32", "fp16")
 #: Measured last, of every so many layers.
 OTHER_MODES, OTHER_SHARE = ("bf16", "fp32"), 4
 SAVE_SECONDS = 30.0
 #: Without a word for so long the measuring process counts as hung: cuDNN tries ten algorithms of a large layer.
 SILENCE_SECONDS, START_SECONDS = 45.0, 240.0
+#: Of the GPU's memory held by the allocator, above which it is given back between tasks.
+MOST_RESERVED_BYTES = 48 << 30
 #: Tasks on their way to a worker: enough to keep all at work, few enough to keep their order.
 TASKS_PER_WORKER = 3
 
@@ -172,29 +181,40 @@ def run(
 ) -> bool:
     """Measure what is ready as it becomes so, until the time is over; returns whether all was. What cannot be measured
     is noted, and the rest goes on."""
-    saved, kernels = seconds_left(), 0
-    complete = True
-    for number, (task, future) in enumerate(prepared(waiting), start=1):
-        try:
-            ready = future.result()
-            kernels += sum(len(made.launches) for one in ready.stages.values() for made in one.plans.values())
-            rows = _measured(ready, process, results.failures)
-        except Exception as error:  # whatever it is, the other rows are worth having
-            results.failures.append(f"{task}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
-            say(results.failures[-1])
-            rows = []
-        results.rows += rows
-        results.done.add(task.key)
-        left = seconds_left()
-        say(f"[{number}/{len(waiting)}, {left:.0f} s left, {kernels} launches] {task}: {_told(rows)}")
-        if saved - left >= SAVE_SECONDS:
-            results.save(path, judged=False)
-            saved = left
-        if left <= 0:
-            complete = number == len(waiting)
-            break
+    saved, launches, measured = seconds_left(), 0, 0
+    try:
+        for task, future in prepared(waiting):
+            try:
+                ready = future.result()
+                launches += ready.launches
+                rows = _measured(ready, process, results.failures)
+            except (BrokenExecutor, NotStartedError):
+                raise  # nothing would be prepared or measured any more
+            except Exception as error:  # whatever it is, the other rows are worth having
+                results.failures.append(f"{task}: {_first_line(error)}")
+                say(results.failures[-1])
+                rows = []
+            results.rows += rows
+            results.done.add(task.key)
+            measured += 1
+            left = seconds_left()
+            say(
+                f"[{measured}/{len(waiting)}, {left:.0f} s left, {launches} launches prepared] {task}: {_told(rows)}"
+            )
+            if saved - left >= SAVE_SECONDS:
+                results.save(path, judged=False)
+                saved = left
+            if left <= 0:
+                break
+    except (BrokenExecutor, NotStartedError) as error:
+        results.failures.append(_first_line(error))
+        say(results.failures[-1])
     results.save(path, judged=True)
-    return complete
+    return measured == len(waiting)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _measured(
@@ -204,6 +224,7 @@ def _measured(
 
     Raises:
         StoppedError: it was PyTorch's operator, or nobody's fault in particular.
+        NotStartedError: there is no process to measure in.
         TaskError: whatever was raised there.
     """
     while True:
@@ -251,7 +272,10 @@ def _measuring(device: torch.device, architecture: str, seconds: float) -> Work[
     launch.build()
 
     def work(prepared: Prepared, announce: Announce) -> list[Row]:
-        return measure(prepared, device, architecture, seconds, announce)
+        rows = measure(prepared, device, architecture, seconds, announce)
+        if torch.cuda.memory_reserved(device) > MOST_RESERVED_BYTES:
+            torch.cuda.empty_cache()
+        return rows
 
     return work
 

@@ -30,9 +30,6 @@ from tconv_swap.measurement.timing import time_interleaved
 from tconv_swap.tuning import WRONG
 
 DIRECTIONS = {"forward": ("forward",), "backward": tuple(MASKS)}
-#: Of the GPU's memory held by the allocator, above which it is given back between layers.
-MOST_RESERVED_BYTES = 48 << 30
-
 #: Called with the name of what runs next: whoever hears nothing more knows what hung or died.
 Announce = Callable[[str], None]
 Call = Callable[[], list[Tensor]]
@@ -77,11 +74,15 @@ class StagePlans:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A task whose kernels are in the cache on disk, ``kernels`` of them; ``stages`` by name."""
+    """A task whose kernels are in the cache on disk; ``stages`` by name."""
 
     task: Task
     stages: Mapping[str, StagePlans]
-    kernels: int
+
+    @property
+    def launches(self) -> int:
+        """Of all plans."""
+        return sum(len(made.launches) for stage in self.stages.values() for made in stage.plans.values())
 
 
 def prepare(task: Task, device: Device) -> Prepared:
@@ -90,14 +91,12 @@ def prepare(task: Task, device: Device) -> Prepared:
     if task.direction == "backward":
         problem = with_weight_layout(problem, problem.channels_last)
     stages: dict[str, StagePlans] = {}
-    kernels = 0
     for stage in DIRECTIONS[task.direction]:
         plans, failures = plans_of(problem, stage, task.layer.bias, device), {}
         for family, made in list(plans.items()):
             try:
                 for one in made.launches:
                     jit.compile_kernel(one.kernel, device.architecture)
-                    kernels += 1
             except RuntimeError as error:
                 failures[family] = first_line(error)
                 del plans[family]
@@ -105,7 +104,7 @@ def prepare(task: Task, device: Device) -> Prepared:
             continue  # nothing that computing both apart does not show
         taken = chosen(problem, stage, task.layer.bias, device, (*plans, *failures))
         stages[stage] = StagePlans(problem, taken, plans, failures)
-    return Prepared(task, stages, kernels)
+    return Prepared(task, stages)
 
 
 def measure(
@@ -142,9 +141,6 @@ def measure(
             times |= {name: timing.median_ms * 1e3 for name, timing in timings.items()}
             fastest[stage] = running[min(running, key=lambda name: times[name])]
             rows.append(_row(task, stage, planned.chosen, times, failures))
-    if device.type == "cuda" and torch.cuda.memory_reserved(device) > MOST_RESERVED_BYTES:
-        del tensors, fastest
-        torch.cuda.empty_cache()
     return rows
 
 

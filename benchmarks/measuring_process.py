@@ -29,6 +29,10 @@ class StoppedError(RuntimeError):
         self.how = how
 
 
+class NotStartedError(RuntimeError):
+    """The process hung or died before it was ready for a task."""
+
+
 class TaskError(RuntimeError):
     """The work raised an exception: its type and its words."""
 
@@ -50,6 +54,7 @@ class MeasuringProcess(Generic[_TaskT, _ResultT]):
         self._context = get_context("spawn")
         self._process: Any = None
         self._connection: Connection | None = None
+        self._is_ready = False
 
     def start(self) -> None:
         """Start the process; the first task waits until it is ready."""
@@ -64,17 +69,22 @@ class MeasuringProcess(Generic[_TaskT, _ResultT]):
         """The result for one task.
 
         Raises:
+            NotStartedError: the process was never ready.
             StoppedError: the process hung or died; the next task will have another.
             TaskError: the work raised.
         """
         if self._process is None:
             self.start()
-        connection, running = self._connection, "start"
+        connection, running = self._connection, "its first step"
         assert connection is not None
+        if not self._is_ready:
+            try:
+                self._next(connection, self._start_s, "its start")
+            except StoppedError as error:
+                self.stop()
+                raise NotStartedError(f"the process that measures: {error}") from None
+            self._is_ready = True
         try:
-            if not self._is_ready:
-                self._next(connection, self._start_s, running)
-                self._is_ready = True
             connection.send(task)
             while True:
                 kind, value = self._next(connection, self._silence_s, running)
