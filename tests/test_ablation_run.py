@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from dataclasses import replace
@@ -88,6 +89,33 @@ def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPa
         refused: "RuntimeError: refused",
     }
     assert row.microseconds.keys() == {PYTORCH, *ready.stages["forward"].plans} - {wrong, refused}
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare(replace(TASK, direction="forward"), H200)
+    slow = list(ready.stages["forward"].plans)[0]
+    add, run = GPU.add_plan, GPU.launch
+    slow_handles: list[int] = []
+    calls: list[int] = []
+
+    def add_plan(gpu: GPU, made: Plan, *others: Any) -> int:
+        handle = add(gpu, made, *others)
+        slow_handles.extend([handle] * (family_of(made) == slow))
+        return handle
+
+    def launched(gpu: GPU, handle: int, *tensors: Any) -> list[torch.Tensor]:
+        calls.append(handle)
+        time.sleep(1.0 if handle in slow_handles else 0.0)
+        return run(gpu, handle, *tensors)
+
+    monkeypatch.setattr(GPU, "add_plan", add_plan)
+    monkeypatch.setattr(GPU, "launch", launched)
+    with pretended_gpu(monkeypatch):
+        (row,) = measure(ready, torch.device("cpu"), H200.architecture, 0.001, lambda _: None)
+    assert row.microseconds[slow] > 1e6
+    assert [calls.count(handle) for handle in slow_handles] == [2]
+    assert min(calls.count(handle) for handle in set(calls) - set(slow_handles)) > 5
 
 
 def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
