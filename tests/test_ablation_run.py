@@ -94,7 +94,7 @@ def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.usefixtures("_no_compiler")
 def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(replace(TASK, direction="forward"), H200)
-    slow = list(ready.stages["forward"].plans)[0]
+    slow = next(iter(ready.stages["forward"].plans))
     add, run = GPU.add_plan, GPU.launch
     slow_handles: list[int] = []
     calls: list[int] = []
