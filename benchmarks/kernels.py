@@ -44,26 +44,30 @@ def steps_of(
     Raises:
         CompileError, RuntimeError: whatever the library's plan raises.
     """
+    problem = problem_of(layer, mode, layout)
+    if stage in ("forward", "frozen"):
+        return (choose_forward(problem, layer.bias, device, backend, winners),)
+    problem = plan.with_weight_layout(problem, problem.channels_last)
+    wanted_input, wanted_weight, wanted_bias = STAGE_MASKS[stage]
+    mask = (wanted_input, wanted_weight, wanted_bias and layer.bias)
+    return choose_backward(problem, mask, device, backend, winners)
+
+
+def problem_of(layer: Layer, mode: Mode, layout: str) -> plan.Problem:
+    """What a forward pass of the layer asks for whose tensors all lie in ``layout``."""
     g = layer.geometry
     input, weight = (
         torch.empty(shape, dtype=mode.dtype, device="meta", memory_format=LAYOUTS[layout])
         for shape in (g.input_shape, g.weight_shape)
     )
-    channels_last = output_memory_format(input, weight) == torch.channels_last
-    problem = plan.Problem(
+    return plan.Problem(
         geometry=g,
         dtype=mode.dtype,
         precision=mode.precision,
-        channels_last=channels_last,
+        channels_last=output_memory_format(input, weight) == torch.channels_last,
         # A weight that has both layouts at once counts as contiguous.
         weight_channels_last=not weight.is_contiguous(),
     )
-    if stage in ("forward", "frozen"):
-        return (choose_forward(problem, layer.bias, device, backend, winners),)
-    problem = plan.with_weight_layout(problem, channels_last)
-    wanted_input, wanted_weight, wanted_bias = STAGE_MASKS[stage]
-    mask = (wanted_input, wanted_weight, wanted_bias and layer.bias)
-    return choose_backward(problem, mask, device, backend, winners)
 
 
 def compile_ahead(plans: Iterable[Plan], architecture: str) -> int:

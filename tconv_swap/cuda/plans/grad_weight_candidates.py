@@ -29,15 +29,22 @@ MOST_ROWS, MOST_COLS = 1024, 2048
 
 
 @lru_cache(maxsize=256)
-def best_tile(problem: Problem, device: Device) -> Tile | None:
-    """The tile that is expected to be the fastest, among those of the shapes whose first tile is. None if none fits."""
+def best_tile(problem: Problem, device: Device, wgmma: bool | None = None) -> Tile | None:
+    """The tile that is expected to be the fastest, among those of the shapes whose first tile is. None if none fits.
+
+    ``wgmma``: of those that multiply by wgmma alone, or by mma.sync alone.
+    """
 
     def clocks(tile: Tile) -> float:
         return expected_clocks(problem, tile, device)
 
     # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
     swapped = item_bytes(problem) == 4 and problem.geometry.stride != (1, 1)
-    shapes = [shape for shape in _shapes(problem, device) if not (shape.wgmma and swapped)]
+    shapes = [
+        shape
+        for shape in _shapes(problem, device)
+        if (shape.wgmma == wgmma if wgmma is not None else not (shape.wgmma and swapped))
+    ]
     firsts = [(tile, shape) for shape in shapes for tile in _first(problem, shape, device)]
     firsts.sort(key=lambda one: clocks(one[0]))
     tiles = (tile for _, shape in firsts[:SHAPES_TRIED] for tile in _tiles(problem, shape, device))

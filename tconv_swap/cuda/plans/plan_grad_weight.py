@@ -117,7 +117,7 @@ def _down_strips(problem: Problem, device: Device, with_bias: bool, count: int) 
 
 def _across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """Those in whose tiles a pixel's channels lie together."""
-    if not _claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
+    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
     boxes = plan_grad_weight_boxes.part_candidates(problem, device, with_bias, (count + 1) // 2)
     if len(boxes) == count:
@@ -173,7 +173,8 @@ def _as_it_lies(problem: Problem) -> bool:
     return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps <= many
 
 
-def _claims(problem: Problem, device: Device) -> bool:
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernels of this file compute the problem, if there is a tile."""
     g = problem.geometry
     if problem.dtype not in _DTYPES or device.compute_capability < 80 or g.batch == 0:
         return False

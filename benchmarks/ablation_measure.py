@@ -1,0 +1,271 @@
+"""One direction of one layer by every family and by PyTorch's operator: prepared without a GPU, then timed on one.
+
+Preparing (plans, compiled kernels) is for processes on all cores; measuring for the one that has the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from benchmarks.ablation_rows import Row
+from benchmarks.families import APART, MASKS, PYTORCH, chosen, plans_of
+from benchmarks.kernels import problem_of
+from benchmarks.random_layers import class_of
+from tconv_swap.cuda import jit, launch, native
+from tconv_swap.cuda.plan import with_weight_layout
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import Plan
+from tconv_swap.files.fileformat import first_line
+from tconv_swap.measurement.modes import MODES
+from tconv_swap.measurement.suite import Layer
+from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.tuning import WRONG
+
+DIRECTIONS = {"forward": ("forward",), "backward": tuple(MASKS)}
+#: Called with the name of what runs next: whoever hears nothing more knows what hung or died.
+Announce = Callable[[str], None]
+Call = Callable[[], list[Tensor]]
+Tensors = tuple[Tensor, Tensor, Tensor | None]
+TIMING = "timing"
+#: What takes so many times as long as the fastest, in one call, is not timed again.
+HOPELESS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What is prepared and measured at once."""
+
+    layer: Layer
+    of_suite: bool
+    mode: str
+    layout: str
+    direction: str
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.layer.name, self.mode, self.layout, self.direction
+
+    def __str__(self) -> str:
+        return " ".join(self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlans:
+    """``chosen``: what the rule takes. ``failures``: families whose kernels do not compile, or that were taken out."""
+
+    problem: Problem
+    chosen: str
+    plans: Mapping[str, Plan]
+    failures: Mapping[str, str]
+
+    def without(self, family: str, why: str) -> StagePlans:
+        """The same, with one way less to measure."""
+        plans = {name: made for name, made in self.plans.items() if name != family}
+        return replace(self, plans=plans, failures={**self.failures, family: why})
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A task whose kernels are in the cache on disk; ``stages`` by name."""
+
+    task: Task
+    stages: Mapping[str, StagePlans]
+
+    @property
+    def launches(self) -> int:
+        """Of all plans."""
+        return sum(len(made.launches) for stage in self.stages.values() for made in stage.plans.values())
+
+
+def prepare(task: Task, device: Device) -> Prepared:
+    """Plan and compile; needs no GPU."""
+    problem = problem_of(task.layer, MODES[task.mode], task.layout)
+    if task.direction == "backward":
+        problem = with_weight_layout(problem, problem.channels_last)
+    stages: dict[str, StagePlans] = {}
+    for stage in DIRECTIONS[task.direction]:
+        plans, failures = plans_of(problem, stage, task.layer.bias, device), {}
+        for family, made in list(plans.items()):
+            try:
+                for one in made.launches:
+                    jit.compile_kernel(one.kernel, device.architecture)
+            except RuntimeError as error:
+                failures[family] = first_line(error)
+                del plans[family]
+        if stage == "gradients" and not plans:
+            continue  # nothing that computing both apart does not show
+        taken = chosen(problem, stage, task.layer.bias, device, (*plans, *failures))
+        stages[stage] = StagePlans(problem, taken, plans, failures)
+    return Prepared(task, stages)
+
+
+def measure(
+    prepared: Prepared,
+    device: torch.device,
+    architecture: str,
+    seconds: float,
+    announce: Announce,
+) -> list[Row]:
+    """The rows of a task; ``seconds`` for the samples of each way in each stage.
+
+    PyTorch's operator comes first, and what differs from its result is not timed but a failure.
+
+    Raises:
+        RuntimeError: there is no memory for the tensors themselves.
+        SystemExit: the GPU is lost.
+    """
+    task, rows = prepared.task, []
+    fastest: dict[str, Call] = {}
+    with MODES[task.mode].switched_on():
+        tensors: Tensors | None = None
+        for stage, planned in prepared.stages.items():
+            tensors = tensors or _tensors(planned.problem, task, device)
+            calls, failures = _calls(stage, planned, tensors, device, architecture, announce)
+            if stage == "gradients" and {"grad_input", "grad_weight"} <= fastest.keys():
+                calls[APART] = _both(fastest["grad_input"], fastest["grad_weight"])
+            times = _that_agree(calls, planned.problem, stage, failures, device, announce)
+            if not times:
+                continue
+            limit = HOPELESS * min(times.values())
+            running = {name: calls[name] for name, time in times.items() if time <= limit}
+            announce(f"{stage}/{TIMING}")
+            timings = time_interleaved(running, device=device, budget_s=seconds * len(running))
+            times |= {name: timing.median_ms * 1e3 for name, timing in timings.items()}
+            fastest[stage] = running[min(running, key=lambda name: times[name])]
+            rows.append(_row(task, stage, planned.chosen, times, failures))
+    return rows
+
+
+def _row(task: Task, stage: str, chosen: str, times: Mapping[str, float], failures: Mapping[str, str]) -> Row:
+    return Row(
+        layer=task.layer.name,
+        geometry=str(task.layer),
+        layer_class=class_of(task.layer.geometry),
+        of_suite=task.of_suite,
+        mode=task.mode,
+        layout=task.layout,
+        stage=stage,
+        chosen=chosen,
+        microseconds=times,
+        failures=failures,
+    )
+
+
+def _tensors(problem: Problem, task: Task, device: torch.device) -> Tensors:
+    """Random ones that lie as the problem's: input, weight, bias, or grad_output, input, weight."""
+    g = problem.geometry
+    generator = torch.Generator(device).manual_seed(zlib.crc32(task.layer.name.encode()))
+
+    def random(shape: tuple[int, ...], channels_last: bool) -> Tensor:
+        values = torch.randn(shape, dtype=problem.dtype, device=device, generator=generator)
+        return values.contiguous(memory_format=torch.channels_last) if channels_last else values
+
+    input = random(g.input_shape, problem.channels_last)
+    weight = random(g.weight_shape, problem.weight_channels_last)
+    if task.direction == "backward":
+        return random(g.output_shape, problem.channels_last), input, weight
+    return input, weight, random((g.out_channels,), False) if task.layer.bias else None
+
+
+def _calls(
+    stage: str,
+    planned: StagePlans,
+    tensors: Tensors,
+    device: torch.device,
+    architecture: str,
+    announce: Announce,
+) -> tuple[dict[str, Call], dict[str, str]]:
+    """What computes the stage, PyTorch's operator first, and why others do not."""
+    calls: dict[str, Call] = {}
+    failures = dict(planned.failures)
+    if PYTORCH not in failures:
+        calls[PYTORCH] = partial(_pytorch, planned.problem, stage, tensors)
+    for family, made in planned.plans.items():
+        announce(f"{stage}/{family}")
+        try:
+            handle = launch.add_plan(made, planned.problem.dtype, device, architecture, tensors)
+        except RuntimeError as error:
+            failures[family] = first_line(error)
+        else:
+            calls[family] = partial(torch.ops.tconv_swap.launch.default, handle, *tensors)
+    return calls, failures
+
+
+def _pytorch(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
+    g = problem.geometry
+    arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+    first, second, third = tensors
+    if stage == "forward":
+        return [native.forward(first, second, third, arguments)]
+    assert third is not None
+    return native.backward(first, second, third, arguments, MASKS[stage])
+
+
+def _both(grad_input: Call, grad_weight: Call) -> Call:
+    return lambda: [*grad_input(), *grad_weight()]
+
+
+def _that_agree(
+    calls: Mapping[str, Call],
+    problem: Problem,
+    stage: str,
+    failures: dict[str, str],
+    device: torch.device,
+    announce: Announce,
+) -> dict[str, float]:
+    """Those that run and give the result of the first that does, with the microseconds of one call, launch and all;
+    ``failures`` learns of the others."""
+    truth: list[Tensor] = []
+    times: dict[str, float] = {}
+    for name, call in calls.items():
+        announce(f"{stage}/{name}")
+        try:
+            for result in call():
+                result.fill_(math.nan)  # freed at once: the next call takes its memory
+            _synchronize(device)
+            begin = perf_counter()
+            results = call()
+            _synchronize(device)
+            elapsed = perf_counter() - begin
+            distances = list(map(_distance, results, truth))
+        except RuntimeError as error:
+            failures[name] = first_line(error)
+            _check_alive(device)
+            continue
+        truth = truth or results
+        if all(distance <= _allowed(problem) for distance in distances):
+            times[name] = elapsed * 1e6
+        else:
+            worst = ", ".join(f"{distance:.1e}" for distance in distances)
+            failures[name] = f"wrong: {worst} from the result of {next(iter(times))}"
+    return times
+
+
+def _distance(found: Tensor, truth: Tensor) -> float:
+    """Relative L2 distance."""
+    return float((found - truth).float().norm() / truth.float().norm().clamp_min(1e-30))
+
+
+def _allowed(problem: Problem) -> float:
+    return WRONG["tf32" if problem.is_tf32 else str(problem.dtype).removeprefix("torch.")]
+
+
+def _check_alive(device: torch.device) -> None:
+    """End the process where the GPU's context is lost: nothing would run in it any more."""
+    try:
+        _synchronize(device)
+    except RuntimeError as error:
+        raise SystemExit(f"the GPU is lost: {first_line(error)}") from error
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,202 @@
+"""Every family of kernels that can compute a stage of a layer, with the best of its plans as the family ranks them.
+
+The library's choice asks the families in turn and takes the first that claims a problem; a benchmark of what each is
+worth asks all of them. A family is named by its kernel's entry, after ``arranged`` where its plan copies NCHW tensors
+to channels_last first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from tconv_swap.cuda import plan
+from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
+from tconv_swap.cuda.plans import (
+    plan_arrange,
+    plan_cells,
+    plan_depthwise_backward,
+    plan_fold,
+    plan_gathered,
+    plan_grad_input,
+    plan_grad_weight,
+    plan_grad_weight_boxes,
+    plan_grad_weight_direct,
+    plan_grad_weight_in_place,
+    plan_grad_weight_rows,
+    plan_grad_weight_strips,
+    plan_grad_weight_turned,
+    plan_large,
+    plan_narrow,
+    plan_narrow_grad_input,
+    plan_narrow_grad_weight,
+    plan_pixel,
+    plan_pixel_gradients,
+    plan_strips,
+    plan_tile,
+)
+from tconv_swap.cuda.plans.grad_weight_candidates import best_tile
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import Output, Part, Plan
+
+#: The gradients that a stage computes: of the input, the weight, the bias. ``gradients``: the first two together, by
+#: those families that share a pass or a copy.
+MASKS = {
+    "grad_input": (True, False, False),
+    "grad_weight": (False, True, False),
+    "gradients": (True, True, False),
+}
+STAGES = ("forward", *MASKS)
+
+PYTORCH = "pytorch"
+#: The gradients of input and weight one after the other, each by the fastest that there is.
+APART = "apart"
+ARRANGED = "arranged"
+GENERAL = "general"
+
+#: Kernels that prepare what another multiplies, or add up what it leaves.
+_HELPERS = frozenset(
+    (
+        "arrange",
+        "forward_tile_reduce",
+        "grad_weight_reduce",
+        "grad_weight_rows_reduce",
+        "pack_cells",
+        "pack_strips",
+        "pack_weights",
+        "part_phases",
+        "reduce_slices",
+    )
+)
+#: More plans than any family has.
+_ALL = 1 << 20
+
+
+def family_of(made: Plan) -> str:
+    """The name of what a plan launches: ``"arranged grad_input_boxes"``."""
+    entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
+    mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
+    return f"{ARRANGED} {mains}" if "arrange" in entries else mains
+
+
+def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> dict[str, Plan]:
+    """The best plan of each family that computes ``stage``, by the family's name.
+
+    Of the family that the library would take it is the plan that it would take. The general kernels are there where
+    nothing else of ours is.
+    """
+    if stage == "forward":
+        found = list(_forward(problem, has_bias, device))
+        default = plan.plan_forward(problem, has_bias, device)
+    else:
+        found = list(_BACKWARD[stage](problem, device))
+        default = plan.plan_backward(problem, MASKS[stage], device)
+    first: dict[str, Plan] = {}
+    for made in found:
+        first.setdefault(family_of(made), made)
+    name = family_of(default)
+    if name in first or (stage != "gradients" and not first):
+        first[name] = default
+    return first
+
+
+def chosen(problem: Problem, stage: str, has_bias: bool, device: Device, found: Iterable[str]) -> str:
+    """What the library's rule takes for a stage today: a family among ``found``, ``"pytorch"`` or ``"apart"``."""
+    steps: tuple[Step, ...]
+    if stage == "forward":
+        steps = (choose_forward(problem, has_bias, device, "auto"),)
+    else:
+        steps = choose_backward(problem, MASKS[stage], device, "auto")
+    if all(step.plan is None for step in steps):
+        return PYTORCH
+    names = [PYTORCH if step.plan is None else family_of(step.plan) for step in steps]
+    return names[0] if len(names) == 1 and (names[0] in found or stage != "gradients") else APART
+
+
+def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]:
+    yield from plan_tile.plan_candidates(problem, has_bias, device, _ALL)
+    for family in (plan_strips, plan_fold, plan_cells, plan_narrow, plan_pixel):
+        yield from family.plan_candidates(problem, has_bias, device, 1)
+
+
+def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
+    parts = [
+        *plan_grad_input.part_candidates(problem, device, _ALL),
+        *plan_narrow_grad_input.part_candidates(problem, device, 1),
+    ]
+    yield from (_plan(part, _grad_input_output(problem)) for part in parts)
+    yield from _in_one_pass(problem, "grad_input", device)
+
+
+def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
+    parts = [
+        *plan_grad_weight_boxes.part_candidates(problem, device, False, 1),
+        *plan_grad_weight_direct.part_candidates(problem, device, False, 1),
+        *plan_grad_weight_in_place.part_candidates(problem, device, False, 1),
+        *plan_grad_weight_rows.part_candidates(problem, device, False, 1),
+        *plan_grad_weight_turned.part_candidates(problem, device, False, 1),
+        *plan_grad_weight_strips.part_candidates(problem, device, 1),
+        *plan_narrow_grad_weight.part_candidates(problem, device, False, 1),
+    ]
+    if plan_grad_weight.claims(problem, device):
+        tiles = (best_tile(problem, device, wgmma) for wgmma in (True, False))
+        parts += [
+            plan_grad_weight.plan_with_tile(problem, tile, device, False)
+            for tile in tiles
+            if tile is not None
+        ]
+    yield from (_plan(part, _grad_weight_output(problem)) for part in parts)
+    yield from _in_one_pass(problem, "grad_weight", device)
+
+
+def _gradients(problem: Problem, device: Device) -> Iterator[Plan]:
+    outputs = (_grad_input_output(problem), _grad_weight_output(problem))
+    if plan_gathered.claims(problem, device) and (tiles := plan_gathered.rank(problem, device)):
+        yield _plan(plan_gathered.build(problem, tiles[0], device, False), *outputs)
+    if plan_large.claims(problem, device) and (shape := plan_large.shape_of(problem, device)):
+        yield _plan(plan_large.build(problem, shape, device), *outputs)
+    yield from _in_one_pass(problem, "gradients", device)
+
+
+_BACKWARD = {"grad_input": _grad_input, "grad_weight": _grad_weight, "gradients": _gradients}
+
+
+def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]:
+    """Families that compute either gradient, and both from one pass or from the same copies."""
+    mask = MASKS[stage]
+    pixel = plan_pixel_gradients.plan_backward(problem, mask, device)
+    if pixel is not None:
+        yield pixel
+    depthwise = plan_depthwise_backward.plan_gradients(problem, mask, device)
+    if depthwise is not None:
+        outputs = (_grad_input_output(problem), _grad_weight_output(problem))
+        yield _plan(depthwise, *(one for one, wanted in zip(outputs, mask, strict=False) if wanted))
+    pieces = _arranged_pieces(problem, mask, device)
+    if pieces:
+        yield plan_arrange.assembled(problem, pieces, False, device)
+
+
+def _arranged_pieces(problem: Problem, mask: tuple[bool, ...], device: Device) -> list[plan_arrange.Piece]:
+    """What can be computed from copies in channels_last, whether or not that is expected to pay; empty for the rest."""
+    tensors = plan_arrange.tensors_of(problem)
+    if device.architecture != "sm_90a" or problem.channels_last or problem.geometry.batch == 0:
+        return []
+    if problem.dtype.itemsize != 2 or any(tensor.rows % tensor.piece for tensor in tensors):
+        return []
+    if sum(tensor.bytes for tensor in tensors) > MOST_ARRANGED_BYTES:
+        return []
+    makers = (plan_arrange.arranged_grad_input, plan_arrange.arranged_grad_weight)
+    made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]
+    return [piece for piece in made if piece is not None] if None not in made else []
+
+
+def _plan(part: Part, *outputs: Output) -> Plan:
+    return Plan(part.family, part.why, outputs, part.launches, part.workspace_bytes)
+
+
+def _grad_input_output(problem: Problem) -> Output:
+    return Output(problem.geometry.input_shape, problem.channels_last)
+
+
+def _grad_weight_output(problem: Problem) -> Output:
+    return Output(problem.geometry.weight_shape, problem.weight_channels_last)

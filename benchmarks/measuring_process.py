@@ -1,0 +1,132 @@
+"""Work in a process of its own that may hang or die: the GPU's, where one kernel can take the whole context with it.
+
+The worker announces what it runs next. Where it falls silent or dies, it is killed, the caller learns what ran, and
+the next task gets a new process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
+
+_TaskT = TypeVar("_TaskT")
+_ResultT = TypeVar("_ResultT")
+
+#: ``work(task, announce)``.
+Work = Callable[[_TaskT, Callable[[str], None]], _ResultT]
+
+_READY, _RUNNING, _DONE, _FAILED = "ready", "running", "done", "failed"
+
+
+class StoppedError(RuntimeError):
+    """The process hung or died. ``running``: what it announced last."""
+
+    def __init__(self, running: str, how: str) -> None:
+        super().__init__(f"{how} in {running}")
+        self.running = running
+        self.how = how
+
+
+class NotStartedError(RuntimeError):
+    """The process hung or died before it was ready for a task."""
+
+
+class TaskError(RuntimeError):
+    """The work raised an exception: its type and its words."""
+
+
+class MeasuringProcess(Generic[_TaskT, _ResultT]):
+    """One process at a time that does ``make()(task, announce)`` for each task.
+
+    Args:
+        make: called in the process before its first task; makes the function that works. Both are pickled.
+        silence_s: seconds without a word after which the process counts as hung.
+        start_s: the same until it is ready for its first task.
+    """
+
+    def __init__(self, make: Callable[[], Work[_TaskT, _ResultT]], silence_s: float, start_s: float) -> None:
+        self._make = make
+        self._silence_s = silence_s
+        self._start_s = start_s
+        # Spawned, because a forked process must not touch CUDA.
+        self._context = get_context("spawn")
+        self._process: Any = None
+        self._connection: Connection | None = None
+        self._is_ready = False
+
+    def start(self) -> None:
+        """Start the process; the first task waits until it is ready."""
+        ours, theirs = self._context.Pipe()
+        self._process = self._context.Process(target=_serve, args=(theirs, self._make), daemon=True)
+        self._process.start()
+        theirs.close()  # so that its death is the end of what can be read
+        self._connection = ours
+        self._is_ready = False
+
+    def run(self, task: _TaskT) -> _ResultT:
+        """The result for one task.
+
+        Raises:
+            NotStartedError: the process was never ready.
+            StoppedError: the process hung or died; the next task will have another.
+            TaskError: the work raised.
+        """
+        if self._process is None:
+            self.start()
+        connection, running = self._connection, "its first step"
+        assert connection is not None
+        if not self._is_ready:
+            try:
+                self._next(connection, self._start_s, "its start")
+            except StoppedError as error:
+                self.stop()
+                raise NotStartedError(f"the process that measures: {error}") from None
+            self._is_ready = True
+        try:
+            connection.send(task)
+            while True:
+                kind, value = self._next(connection, self._silence_s, running)
+                if kind == _DONE:
+                    return value  # type: ignore[no-any-return]
+                if kind == _FAILED:
+                    raise TaskError(value)
+                running = value
+        except StoppedError:
+            self.stop()
+            raise
+        except OSError as error:
+            self.stop()
+            raise StoppedError(running, "died") from error
+
+    def stop(self) -> None:
+        """Kill the process, if there is one."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = self._connection = None
+
+    def _next(self, connection: Connection, seconds: float, running: str) -> tuple[str, Any]:
+        if not connection.poll(seconds):
+            raise StoppedError(running, f"no answer for {seconds:g} s")
+        try:
+            return connection.recv()  # type: ignore[no-any-return]
+        except EOFError:
+            raise StoppedError(running, "died") from None
+
+
+def _serve(connection: Connection, make: Callable[[], Work[_TaskT, _ResultT]]) -> None:
+    work = make()
+    connection.send((_READY, None))
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            result = work(task, lambda what: connection.send((_RUNNING, what)))
+        except Exception as error:
+            connection.send((_FAILED, f"{type(error).__name__}: {error}"))
+        else:
+            connection.send((_DONE, result))

@@ -1,0 +1,21 @@
+"""What the tests of the ablation share: its layers, and rows made up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.ablation_rows import Row
+from benchmarks.families import PYTORCH
+from benchmarks.random_layers import random_layers
+from tconv_swap.measurement.suite import load_suite
+
+SUITE = load_suite().layers
+DRAWN = random_layers()
+
+
+def made_up(times: Mapping[str, float], *, taken: str = PYTORCH, **changes: Any) -> Row:
+    """A row of these times."""
+    made = Row("layer", "1x1", "k4s2", True, "tf32", "nchw", "forward", taken, times, {})
+    return replace(made, **changes)

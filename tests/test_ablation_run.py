@@ -1,0 +1,277 @@
+"""The ablation's way through a run: preparing, measuring, saving, going on; with a pretended GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import BrokenExecutor, Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ablation_cases import DRAWN, SUITE, made_up
+from pretended_gpu import GPU, H200, pretended_gpu
+
+from benchmarks import ablation, ablation_measure
+from benchmarks.ablation import Results
+from benchmarks.ablation_measure import Prepared, StagePlans, Task, measure, prepare
+from benchmarks.ablation_rows import Row
+from benchmarks.families import APART, PYTORCH, family_of
+from benchmarks.kernels import problem_of
+from benchmarks.measuring_process import NotStartedError, StoppedError, TaskError
+from benchmarks.random_layers import CLASSES, class_of
+from tconv_swap.cuda.program import Plan
+from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.modes import LAYOUTS, MODES
+from tconv_swap.measurement.suite import Layer
+
+TASK = Task(
+    Layer("small", "made up", Geometry(2, 128, 8, 8, 64, (4, 4), (2, 2), (1, 1)), True, False),
+    False,
+    "fp16",
+    "nchw",
+    "backward",
+)
+
+
+@pytest.fixture
+def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ablation_measure.jit, "compile_kernel", lambda kernel, architecture: b"")
+
+
+@pytest.mark.usefixtures("_no_compiler")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("mode", ["tf32", "fp16"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_every_family_is_measured_against_pytorchs_result(
+    direction: str, mode: str, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ready = prepare(replace(TASK, mode=mode, layout=layout, direction=direction), H200)
+    announced: list[str] = []
+    with pretended_gpu(monkeypatch):
+        rows = measure(ready, torch.device("cpu"), H200.architecture, 0.001, announced.append)
+    assert [row.stage for row in rows] == list(ready.stages)
+    for row in rows:
+        stage = ready.stages[row.stage]
+        apart = {APART} if row.stage == "gradients" else set()
+        assert row.microseconds.keys() == {PYTORCH, *stage.plans} | apart
+        assert not row.failures
+        assert all(time > 0 for time in row.microseconds.values())
+        assert {f"{row.stage}/{name}" for name in row.microseconds} < set(announced)
+    assert len(rows) == (1 if direction == "forward" else 3 if (mode, layout) == ("fp16", "nchw") else 2)
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare(replace(TASK, direction="forward"), H200)
+    wrong, refused = list(ready.stages["forward"].plans)[:2]
+    add, run = GPU.add_plan, GPU.launch
+    wrong_handles: list[int] = []
+
+    def add_plan(gpu: GPU, made: Plan, *others: Any) -> int:
+        if family_of(made) == refused:
+            raise RuntimeError("refused\nand more")
+        handle = add(gpu, made, *others)
+        wrong_handles.extend([handle] * (family_of(made) == wrong))
+        return handle
+
+    def launched(gpu: GPU, handle: int, *tensors: Any) -> list[torch.Tensor]:
+        return [result * (1.5 if handle in wrong_handles else 1) for result in run(gpu, handle, *tensors)]
+
+    monkeypatch.setattr(GPU, "add_plan", add_plan)
+    monkeypatch.setattr(GPU, "launch", launched)
+    with pretended_gpu(monkeypatch):
+        (row,) = measure(ready, torch.device("cpu"), H200.architecture, 0.001, lambda _: None)
+    assert row.failures == {
+        wrong: "wrong: 5.0e-01 from the result of pytorch",
+        refused: "RuntimeError: refused",
+    }
+    assert row.microseconds.keys() == {PYTORCH, *ready.stages["forward"].plans} - {wrong, refused}
+
+
+@pytest.mark.usefixtures("_no_compiler")
+def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare(replace(TASK, direction="forward"), H200)
+    slow = next(iter(ready.stages["forward"].plans))
+    add, run = GPU.add_plan, GPU.launch
+    slow_handles: list[int] = []
+    calls: list[int] = []
+
+    def add_plan(gpu: GPU, made: Plan, *others: Any) -> int:
+        handle = add(gpu, made, *others)
+        slow_handles.extend([handle] * (family_of(made) == slow))
+        return handle
+
+    def launched(gpu: GPU, handle: int, *tensors: Any) -> list[torch.Tensor]:
+        calls.append(handle)
+        time.sleep(1.0 if handle in slow_handles else 0.0)
+        return run(gpu, handle, *tensors)
+
+    monkeypatch.setattr(GPU, "add_plan", add_plan)
+    monkeypatch.setattr(GPU, "launch", launched)
+    with pretended_gpu(monkeypatch):
+        (row,) = measure(ready, torch.device("cpu"), H200.architecture, 0.001, lambda _: None)
+    assert row.microseconds[slow] > 1e6
+    assert [calls.count(handle) for handle in slow_handles] == [2]
+    assert min(calls.count(handle) for handle in set(calls) - set(slow_handles)) > 5
+
+
+def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_kernel(kernel: Any, architecture: str) -> bytes:
+        if kernel.entry == "grad_input_tile":
+            raise ablation_measure.jit.nvrtc.CompileError("no\nand more")
+        return b""
+
+    monkeypatch.setattr(ablation_measure.jit, "compile_kernel", compile_kernel)
+    stage = prepare(TASK, H200).stages["grad_input"]
+    assert stage.failures == {"grad_input_tile": "CompileError: no"}
+    assert "grad_input_tile" not in stage.plans
+    assert stage.plans
+
+
+class Process:
+    """In the place of the measuring process: gives a row for each task, or what ``stopping`` says."""
+
+    def __init__(self, stopping: Mapping[str, Exception] | None = None) -> None:
+        self.stopping = dict(stopping or {})
+        self.asked: list[Prepared] = []
+
+    def run(self, ready: Prepared) -> list[Row]:
+        self.asked.append(ready)
+        for name, error in self.stopping.items():
+            if any(name in stage.plans or name == stage.chosen for stage in ready.stages.values()):
+                raise error
+        task = ready.task
+        return [
+            made_up(
+                {PYTORCH: 2, "a": 1}, layer=task.layer.name, mode=task.mode, layout=task.layout, stage=stage
+            )
+            for stage in ready.stages
+        ]
+
+
+def ready(task: Task) -> Prepared:
+    problem = problem_of(task.layer, MODES[task.mode], task.layout)
+    plans = {"a": Plan("a", "", (), ()), "b": Plan("b", "", (), ())}
+    return Prepared(task, {"forward": StagePlans(problem, task.layout, plans, {})})
+
+
+def at_once(waiting: Sequence[Task]) -> Iterator[tuple[Task, Future[Prepared]]]:
+    for task in waiting:
+        future: Future[Prepared] = Future()
+        future.set_result(ready(task))
+        yield task, future
+
+
+WAITING = [replace(TASK, layout=layout, mode=mode) for layout in LAYOUTS for mode in MODES]
+
+
+def run(process: Any, path: Path, results: Results, seconds_left: Callable[[], float] = lambda: 1.0) -> bool:
+    waiting = [task for task in WAITING if task.key not in results.done]
+    return ablation.run(waiting, results, at_once, process, path, seconds_left)
+
+
+def test_a_run_that_ends_early_goes_on_where_it_ended(tmp_path: Path) -> None:
+    path, left = tmp_path / "found.json", iter([9.0, 5.0, 0.0])
+    assert not run(Process(), path, Results({}, {}), lambda: next(left))
+    kept = Results.load(path)
+    assert len(kept.done) == len(kept.rows) == 2
+    process = Process()
+    assert run(process, path, kept)
+    assert [one.task for one in process.asked] == WAITING[2:]
+    assert Results.load(path) == kept
+    assert {row.key[:3] for row in kept.rows} == {task.key[:3] for task in WAITING}
+    assert '"verdicts"' in path.read_text()
+
+
+def test_it_saves_every_half_minute(tmp_path: Path) -> None:
+    path, left = tmp_path / "found.json", iter([100.0, 80.0, 69.0, 60.0])
+    with pytest.raises(StopIteration):
+        run(Process(), path, Results({}, {}), lambda: next(left))
+    assert len(Results.load(path).rows) == 2
+
+
+def test_a_family_that_hangs_is_left_out_and_the_rest_measured(tmp_path: Path) -> None:
+    process = Process({"b": StoppedError("forward/b", "no answer for 45 s")})
+    results = Results({}, {})
+    assert run(process, tmp_path / "found.json", results)
+    assert len(results.rows) == len(WAITING)
+    assert [list(one.stages["forward"].plans) for one in process.asked[:2]] == [["a", "b"], ["a"]]
+    assert process.asked[1].stages["forward"].failures == {"b": "no answer for 45 s"}
+    assert results.failures[0] == "small tf32 nchw backward: no answer for 45 s in forward/b"
+
+
+@pytest.mark.parametrize(
+    "error", [StoppedError("forward/timing", "died"), StoppedError("forward/pytorch", "died"), TaskError("x")]
+)
+def test_what_cannot_be_measured_is_noted_and_the_rest_goes_on(error: Exception, tmp_path: Path) -> None:
+    process, results = Process({"channels_last": error}), Results({}, {})
+    assert run(process, tmp_path / "found.json", results)
+    assert len(results.rows) == len(results.failures) == len(WAITING) // 2
+    assert len(results.done) == len(process.asked) == len(WAITING)
+
+
+def test_what_comes_first_is_a_sample_of_the_whole() -> None:
+    all_tasks = ablation.tasks(SUITE, DRAWN)
+    assert all_tasks == ablation.tasks(SUITE, DRAWN)
+    assert len(all_tasks) == len(set(all_tasks))
+    assert {task.layer for task in all_tasks} == {*SUITE, *DRAWN}
+    first = [task for task in all_tasks if task.mode in ablation.MODES]
+    assert first == all_tasks[: len(first)]
+    assert len(first) == 2 * 2 * 2 * (len(SUITE) + len(DRAWN))
+    beginning = first[:150]
+    assert {task.mode for task in beginning} == set(ablation.MODES)
+    assert {class_of(task.layer.geometry) for task in beginning} >= set(CLASSES)
+    assert 0.15 < sum(task.of_suite for task in beginning) / len(beginning) < 0.45
+
+
+def test_a_result_of_another_benchmark_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text('{"benchmark": "layers"}')
+    with pytest.raises(ValueError, match=r"not of benchmarks\.ablation"):
+        Results.load(tmp_path / "other.json")
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert ablation.main(["--json", str(tmp_path / "found.json")]) == 2
+    assert "no GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [NotStartedError("died"), BrokenExecutor("out of memory")])
+def test_where_nothing_can_go_on_the_rest_is_left_for_another_run(error: Exception, tmp_path: Path) -> None:
+    process, results = Process({"channels_last": error}), Results({}, {})
+    assert not run(process, tmp_path / "found.json", results)
+    assert len(results.rows) == len(results.done) == len(WAITING) // 2
+    assert Results.load(tmp_path / "found.json") == results
+
+
+def test_the_report_comes_from_the_file_without_a_gpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "found.json"
+    run(Process(), path, Results({}, {}))
+    assert ablation.main(["--json", str(path), "--report"]) == 0
+    assert "| forward | a | 8 | 8 | 2.00 | 2.000 |" in capsys.readouterr().out
+
+
+def test_workers_prepare_ahead_in_about_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Pool:
+        submitted = 0
+
+        def submit(self, work: Callable[[Task], Prepared], task: Task) -> Future[Prepared]:
+            self.submitted += 1
+            future: Future[Prepared] = Future()
+            future.set_result(work(task))
+            return future
+
+    pool = Pool()
+    found = []
+    for task, future in ablation._prepared(pool, ready, 3, WAITING):  # type: ignore[arg-type]
+        found.append(task)
+        assert future.result().task == task
+        assert pool.submitted <= len(found) + 2
+    assert found == WAITING
