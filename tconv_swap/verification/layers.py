@@ -42,6 +42,7 @@ class LayerChecks:
     backward: bool
     seed: int
     judge: LayerJudge
+    _in_turn: dict[str, LayerCall] = field(default_factory=dict)
     _called_in_turn: set[str] = field(default_factory=set)
     _seen_changed: set[tuple[str, str]] = field(default_factory=set)
     _pending: dict[str, tuple[LayerCall, Tensor]] = field(default_factory=dict)
@@ -60,6 +61,13 @@ class LayerChecks:
         for name, (call, output) in self._pending.items():
             self._compare_own_gradient(name, call, output)
         self._pending.clear()
+        for name in [name for name in self._in_turn if name not in self._called_in_turn]:
+            self._call_in_turn(name)
+
+    def _call_in_turn(self, name: str) -> None:
+        self._called_in_turn.add(name)
+        call, key = self._in_turn[name], f"{self.seed} {name}"
+        self._guarded(call, lambda: call_in_turn(call, self.backward, key, self.judge))
 
     def watch_again(self, mode: str, way: str) -> AbstractContextManager[None]:
         """Calls that were compared before, in a run that asks for less: only what a layer then gives otherwise is."""
@@ -131,6 +139,8 @@ class LayerChecks:
                 self.judge.add_broken(name, mode, "layer_output", next(self.judge.order), first_line(error))
                 continue
             self._hook(name, mode)(layer, (x,), {}, output)
+            if name in self._in_turn and name not in self._called_in_turn:
+                self._call_in_turn(name)
             if name not in self.judge.reached:
                 self.judge.notes.append(f"layer {shown} could not be compared")
 
@@ -151,10 +161,9 @@ class LayerChecks:
             if call is None:
                 return
             self._guarded(call, lambda: self.judge.compare_output(call, output))
-            if isinstance(output, Tensor) and output.numel() and name not in self._called_in_turn:
-                self._called_in_turn.add(name)
-                key = f"{self.seed} {name}"
-                self._guarded(call, lambda: call_in_turn(call, self.backward, key, self.judge))
+            if isinstance(output, Tensor) and output.numel():
+                # Not here: what it saves for backward would be taken for the network's own (checkpointing counts it).
+                self._in_turn.setdefault(name, replace(call, input=call.input.to("meta")))
             if not isinstance(output, Tensor) or not self.backward:
                 return
             if output.requires_grad:

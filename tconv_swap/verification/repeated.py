@@ -45,6 +45,7 @@ def call_in_turn(call: LayerCall, backward: bool, key: str, judge: Judge) -> Non
     is much to compute.
 
     Args:
+        call: of whose input shape, dtype and strides count alone; it may be on the meta device.
         backward: whether gradients are looked at too.
         key: seeds the numbers.
     """
@@ -70,7 +71,7 @@ def _compare_in_turn(
     ours = Differentiated(small, own_class(small.layer))
     first = ours.output(differentiable=False)
     first_gradients: Gradients = (None, None, None)
-    if not judge.output(_described(small, 1), first, expected):
+    if not judge.output(_without_gradients(_described(small, 1)), first, expected):
         return
     if wanted is not None:
         first_gradients = ours.gradients(gradient)
@@ -99,7 +100,8 @@ def _same_again(
         if share_memory(output, first):
             judge.broken(call, "layer_output", f"lies where an earlier output lies ({call.described})")
             return False
-        if not judge.output(call, output.detach(), first):
+        described = call if differentiable else _without_gradients(call)
+        if not judge.output(described, output.detach(), first):
             return False
     if not backward:
         return True
@@ -137,6 +139,10 @@ def _layouts(gradient: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield "contiguous" if last else "channels_last", gradient.contiguous(memory_format=other)
 
 
+def _without_gradients(call: LayerCall) -> LayerCall:
+    return replace(call, described=f"without gradients, {call.described}")
+
+
 def _described(call: LayerCall, number: int) -> LayerCall:
     shape = "x".join(map(str, call.input.shape))
     return replace(call, described=f"call {number} of {CALLS_IN_TURN} in turn, input {shape}")
@@ -145,9 +151,9 @@ def _described(call: LayerCall, number: int) -> LayerCall:
 def _smaller(call: LayerCall, key: str) -> LayerCall | None:
     """The same on random numbers, of as many samples and pixels as are computed quickly; None if there is no output."""
     for shape in _shapes(call):
-        rows = call.input[tuple(slice(size) for size in shape)]
-        numbers = normal(rows.shape, rows.device, f"{key} input").to(rows.dtype)
-        last = rows.dim() == 4 and rows.is_contiguous(memory_format=torch.channels_last)
+        like = call.input
+        numbers = normal(torch.Size(shape), call.weight.device, f"{key} input").to(like.dtype)
+        last = like.dim() == 4 and like.is_contiguous(memory_format=torch.channels_last)
         if last:
             numbers = numbers.contiguous(memory_format=torch.channels_last)
         smaller = replace(call, input=numbers, extra=True)
@@ -164,7 +170,7 @@ def _shapes(call: LayerCall) -> list[list[int]]:
     layer, shape = call.layer, list(call.input.shape)
     kernel = len(layer.kernel_size)
     a_pixel = layer.in_channels * (layer.out_channels // layer.groups) * math.prod(layer.kernel_size)
-    most = _MULTIPLICATIONS.get(call.input.device.type, _MULTIPLICATIONS_ELSEWHERE) // max(a_pixel, 1)
+    most = _MULTIPLICATIONS.get(call.weight.device.type, _MULTIPLICATIONS_ELSEWHERE) // max(a_pixel, 1)
     found = [list(shape)]
 
     def pixels() -> int:

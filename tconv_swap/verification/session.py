@@ -335,9 +335,11 @@ def _judged(
     failed = [check for checks in others for check in checks if not check.passed]
     known = {(check.kind, check.name) for check in first + failed if not check.passed}
     for way, (other, outcome) in other_ways.items():
-        failed += [
+        found = [
             check.in_way(way)
             for check in other.checks(outcome)
             if not check.passed and (check.kind, check.name) not in known
         ]
+        known |= {(check.kind, check.name) for check in found}
+        failed += found
     return first + failed
