@@ -205,6 +205,11 @@ def shifted(y: Tensor) -> None:
     y.copy_(y.roll(1, -1))
 
 
+def gradient_wrong_under_autocast(*arguments: Any) -> Tensor:
+    kernel = scaled_gradient(1, 1.05) if torch.is_autocast_enabled("cpu") else right
+    return kernel(*arguments)
+
+
 def detached(*arguments: Any) -> Tensor:
     y = right(*arguments).detach()
     return y.requires_grad_() if torch.is_grad_enabled() else y
