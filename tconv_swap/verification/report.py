@@ -120,9 +120,11 @@ class VerifyReport:
     not_tried: list[str] = field(default_factory=list)
 
     def add(self, other: VerifyReport) -> None:
-        """Takes in what another verification of the same networks found; the first one's reference stays."""
+        """Takes in what another verification of the same networks, under autocast, found."""
         if not self.checks:
             self.reference = other.reference
+        elif other.checks and other.reference != self.reference:
+            self.reference += f", under autocast {other.reference}"
         self.checks += other.checks
         self.failures += other.failures
         self.notes += [note for note in other.notes if note not in self.notes]

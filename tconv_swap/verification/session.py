@@ -51,7 +51,12 @@ FLOAT64_TOO_FAR = 0.25
 
 
 class Session:
-    """One verification under one state of autocast; `run` writes what it finds into the report."""
+    """One verification under one state of autocast; `run` writes what it finds into the report.
+
+    Attributes:
+        ways: in which ways beside the usual one the networks were run, in a reader's words.
+        gradients: whether gradients were compared in any mode.
+    """
 
     def __init__(
         self,
@@ -83,6 +88,7 @@ class Session:
         self.why_original: dict[str, str] = {}
         self.parted: str | None = None
         self.ways: list[str] = []
+        self.gradients = False
 
     def run(self, modes: Sequence[str]) -> list[str]:
         """Compares in each mode; returns those that the original runs in."""
@@ -109,6 +115,7 @@ class Session:
         how, first = self._first_run(mode)
         if how is None or first is None:
             return None
+        self.gradients |= how.gradients
         activations: list[int] = []
         with leaf_outputs(self.original.module, activations):
             again = self.runner.run(self.original, mode, how)

@@ -21,7 +21,7 @@ from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.layers import swapped_layers
 from tconv_swap.verification.repeated import CALLS_IN_TURN
 from tconv_swap.verification.report import Check, VerifyReport
-from tconv_swap.verification.runs import Runner, Subject, devices_of, untouched
+from tconv_swap.verification.runs import CHANGED, Runner, Subject, devices_of, untouched
 from tconv_swap.verification.session import Session
 from tconv_swap.verification.weights import differing_weights
 
@@ -110,7 +110,7 @@ def verify(
                 found = VerifyReport()
                 session = Session(found, before, after, runner, tolerance, reference, backward, under)
                 verified = session.run(modes)
-            _tell(found, session, verified, under, backward)
+            _tell(found, session, verified, under)
             report.add(found)
         on = [_name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
     if on:
@@ -120,7 +120,7 @@ def verify(
     return report
 
 
-def _tell(report: VerifyReport, session: Session, verified: list[str], under: str, backward: bool) -> None:
+def _tell(report: VerifyReport, session: Session, verified: list[str], under: str) -> None:
     """Says in the report what was tried, and what of the usual was not."""
     if not verified:
         return
@@ -129,10 +129,10 @@ def _tell(report: VerifyReport, session: Session, verified: list[str], under: st
         return
     report.tried += [f"{mode} mode" for mode in verified]
     report.not_tried += [f"{mode} mode" for mode in ("eval", "train") if mode not in verified]
-    (report.tried if backward else report.not_tried).append("gradients")
-    usual = ("without gradients", "under inference_mode", "with changed weights")
-    report.tried += [way for way in session.ways if way in usual]
-    report.not_tried += [way for way in usual if way not in session.ways and (backward or way != usual[0])]
+    ways = session.ways if session.gradients else ["without gradients", *session.ways]
+    (report.tried if session.gradients else report.not_tried).append("gradients")
+    for way in ("without gradients", "under inference_mode", CHANGED):
+        (report.tried if way in ways else report.not_tried).append(way)
     report.tried.append(f"{CALLS_IN_TURN} calls of each layer in turn")
 
 

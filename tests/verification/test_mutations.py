@@ -200,6 +200,7 @@ def test_the_report_says_what_was_tried() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         report = verify(model, swapped_copy(model), images(), modes=MODES, backward=False)
     assert report.tried[-1] == "under the caller's bfloat16 autocast"
+    assert report.tried[:2] == ["eval mode", "without gradients"]
     assert report.not_tried == ["train mode", "gradients"]
 
 
