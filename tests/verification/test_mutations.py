@@ -175,11 +175,12 @@ def test_weights_that_were_changed_are_back_bit_for_bit() -> None:
     assert [p._version for p in model.parameters()] == versions
 
 
-def test_a_frozen_network_is_no_fault() -> None:
-    """`freeze` promises to see an ordinary write, not one through `.data`."""
-    model = network().eval()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_frozen_network_is_no_fault(device: str) -> None:
+    """`freeze` promises to see an ordinary write, not one through `.data`; it packs weights on CUDA alone."""
+    model = network().to(device).eval()
     swapped = tconv_swap.freeze(swapped_copy(model))
-    report = verify(model, swapped, images(), modes=MODES)
+    report = verify(model, swapped, images().to(device), modes=MODES)
     assert report.passed, report.failures
     assert all(m.tconv_is_frozen() for m in swapped if isinstance(m, tconv_swap.ConvTranspose2d))
 
