@@ -107,7 +107,9 @@ def test_a_gradient_that_no_loss_reaches_is_compared(zero: bool, monkeypatch: py
     report = verify(model, swapped_copy(model), images(), modes=MODES)
     assert report.passed, report.failures
     # Of a gradient that is zero there would be no error.
-    assert [check.error_original > 0 for check in checks_of(report, "layer_grad_weight", failed=False)] == [True]
+    assert [check.error_original > 0 for check in checks_of(report, "layer_grad_weight", failed=False)] == [
+        True
+    ]
     with_kernel(monkeypatch, scaled_gradient(1, 1.05))
     report = verify(model, swapped_copy(model), images(), modes=MODES)
     assert [check.name for check in checks_of(report, "layer_grad_weight")] == ["up"]
