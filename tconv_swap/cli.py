@@ -111,6 +111,7 @@ def swap(
     inputs: options.InputsFile = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
     channels_last: options.ChannelsLast = False,
     include: options.Include = None,
     exclude: options.Exclude = None,
@@ -157,6 +158,7 @@ def swap(
     request = replace(
         request,
         out=out,
+        autocast=None if autocast is None else options.parse_dtype(autocast),
         dry_run=dry_run,
         benchmark=not no_benchmark,
         atol=atol,

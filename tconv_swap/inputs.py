@@ -284,7 +284,8 @@ def _trial(model: nn.Module, mode: str, inputs: Inputs) -> ModeTrial:
     hooks = [m.register_forward_pre_hook(lambda module, _: reached.add(module)) for m in model.modules()]
     error = ""
     try:
-        inputs(model)
+        # A network may write to its inputs (an in-place ReLU in front), which others are to see as they are.
+        inputs.map(torch.clone)(model)
     except Exception as failure:  # a foreign forward may raise anything; all of it means "does not run"
         error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
     finally:

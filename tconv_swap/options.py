@@ -66,6 +66,12 @@ Dtype = Annotated[
     str | None,
     typer.Option(help="Verify and time in this dtype, such as float16.", show_default="as in MODEL"),
 ]
+Autocast = Annotated[
+    Literal["float16", "bfloat16"] | None,
+    typer.Option(
+        help="Verify once more, under torch.autocast of this dtype. Not timed.", show_default="not tried"
+    ),
+]
 ChannelsLast = Annotated[bool, typer.Option("--channels-last", help="Verify and time in channels_last.")]
 Include = Annotated[
     list[str] | None,

@@ -43,6 +43,7 @@ class Request:
     inputs: Path | None = None
     device: torch.device | None = None
     dtype: torch.dtype | None = None
+    autocast: torch.dtype | None = None
     channels_last: bool = False
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()

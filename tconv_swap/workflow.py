@@ -78,6 +78,7 @@ def run(request: Request, progress: Progress) -> Result:
         backward=request.backward,
         atol=request.atol,
         rtol=request.rtol,
+        autocast=request.autocast,
         seed=request.seed,
     )
     timing = None

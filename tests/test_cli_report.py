@@ -52,6 +52,27 @@ def test_all_forms_of_one_run(model: Path) -> None:
     assert "ceilings are measured on CUDA" in " ".join(result.stdout.split())
 
 
+def test_autocast_is_tried_where_it_is_asked_for_and_every_form_says_so(model: Path) -> None:
+    forms = ["--report", "r.md", "--report", "r.html", "--json", "r.json"]
+    result = swap(model, *forms, "--autocast", "bfloat16")
+    assert result.exit_code == 0, result.output
+    document = json.loads(Path("r.json").read_text())
+    assert document["verification"]["not_tried"] == []
+    assert document["verification"]["tried"][-1] == "under bfloat16 autocast"
+    assert any(
+        check["mode"] == "train under bfloat16 autocast" for check in document["verification"]["checks"]
+    )
+    for text in (result.stdout, Path("r.md").read_text(), Path("r.html").read_text()):
+        assert "under bfloat16 autocast" in " ".join(text.replace("\\", "").split())
+        assert "not tried" not in text
+    result = swap(model, *forms)
+    assert json.loads(Path("r.json").read_text())["verification"]["not_tried"] == ["under autocast"]
+    for text in (result.stdout, Path("r.md").read_text(), Path("r.html").read_text()):
+        assert "not tried" in text
+        assert "under autocast" in text
+    assert swap(model, "--autocast", "float32").exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [

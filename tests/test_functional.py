@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,10 @@ from surgery_models import up
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from tconv_swap import find_functional_calls, swap_layers
+from tconv_swap import find_functional_calls, swap_layers, workflow
 from tconv_swap.cli import app
+from tconv_swap.inputs import Inputs
+from tconv_swap.verification import VerifyReport
 
 
 class Upsample(nn.Module):
@@ -49,6 +52,46 @@ def test_found_with_module_and_line_but_not_those_of_layers(inputs: Tensor | Non
         assert "calls conv_transpose2d as a function: there is no layer to swap" in str(call)
         assert torch.equal(network[1][0].calls, before)
         assert network.training
+
+
+def test_inputs_are_handed_back_as_they_came() -> None:
+    """A forward may write to them, in each mode anew: neither the next run nor the caller must see that."""
+    seen = []
+
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu, self.body = nn.ReLU(inplace=True), Upsample()
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(x.clone())
+            return self.body(self.relu(x))
+
+    inputs = torch.randn(1, 4, 3, 3)
+    before = inputs.clone()
+    (call,) = find_functional_calls(Writes(), inputs)
+    assert call.module == "body"
+    assert len(seen) == 2
+    assert all(torch.equal(x, before) for x in (inputs, *seen))
+
+
+def test_the_command_line_verifies_on_the_inputs_that_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(nn.Sequential(nn.ReLU(inplace=True), up()), tmp_path / "model.pt")
+    given = torch.randn(1, 4, 3, 3)
+    torch.save(given, tmp_path / "inputs.pt")
+    verified, verify = [], workflow.verify
+
+    def kept(original: nn.Module, swapped: nn.Module, inputs: Inputs, **options: Any) -> VerifyReport:
+        verified.append(inputs.args[0].clone())
+        return verify(original, swapped, inputs, **options)
+
+    monkeypatch.setattr(workflow, "verify", kept)
+    options = ["--inputs", str(tmp_path / "inputs.pt"), "--device", "cpu", "--no-benchmark"]
+    result = CliRunner().invoke(app, [str(tmp_path / "model.pt"), *options])
+    assert result.exit_code == 0, result.output
+    assert torch.equal(verified[0], given)
 
 
 def test_what_does_not_trace_is_found_by_running_it() -> None:

@@ -41,8 +41,7 @@ def test_wrong_kernel_is_caught(monkeypatch: pytest.MonkeyPatch, what: str, dtyp
     model = generator(dtype)
     report = verify(model, swapped_copy(model), latent(dtype), modes=("eval",))
     assert not report.passed
-    # What comes after a NaN is not comparable: backward, layer 7 is the first.
-    first = {"lost bias": "4", "grad_bias off": "4", "grad_input NaN": "7"}.get(what, "0")
+    first = {"lost bias": "4", "grad_bias off": "4"}.get(what, "0")
     assert checks_of(report, kind)[0].name == first
     assert report.first_divergence is not None
     assert report.first_divergence.startswith(f"layer {first}: eval: ")
@@ -59,12 +58,12 @@ def test_wrong_kernel_is_caught_without_float64(monkeypatch: pytest.MonkeyPatch,
     assert checks_of(report, "output", "grad_input", "grad_parameter")
 
 
-def test_a_small_factor_in_a_coarse_dtype_is_caught_by_the_l2_norm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_factor_in_a_coarse_dtype_is_caught_by_the_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every single element is off by no more than bfloat16 may round it, but all in the same direction."""
     with_kernel(monkeypatch, scaled_gradient(1, 1.012))
     layer = nn.ConvTranspose2d(32, 32, 4, 2, 1).bfloat16()
     report = verify(layer, swapped_copy(layer), torch.randn(2, 32, 8, 8).bfloat16(), modes=("eval",))
-    assert [check.norm for check in checks_of(report, "layer_grad_weight")] == ["L2"]
+    assert [check.norm for check in checks_of(report, "layer_grad_weight")] == ["scale"]
 
 
 def test_only_the_wrong_layer_is_named() -> None:

@@ -145,7 +145,7 @@ def reordered(x: Tensor, w: Tensor, b: Tensor | None, s: Any, p: Any, o: Any, g:
     """Right, but adds up in another order."""
     order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(1))
     x = x[:, order].contiguous(memory_format=torch.channels_last)
-    return F.conv_transpose2d(x, w[order], b, s, p, o, g, d)
+    return F.conv_transpose2d(x, w[order], b, s, p, o, g, d).contiguous()
 
 
 class Returns(nn.Module):

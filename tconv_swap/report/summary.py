@@ -63,6 +63,12 @@ def _facts(document: Json, swapped: int, layers: int) -> Iterator[tuple[str, str
     if benchmark and benchmark["environment"]:
         yield "machine", machine_name(benchmark["environment"])
     yield "layers", f"{swapped} of {layers} transposed convolutions swapped"
+    # Documents of earlier versions do not say what was tried.
+    verification = document["verification"] or {}
+    if tried := verification.get("tried"):
+        yield "tried", ", ".join(tried)
+    if missing := verification.get("not_tried"):
+        yield "not tried", ", ".join(missing)
 
 
 def _verdict(document: Json) -> str:

@@ -60,14 +60,26 @@ class Verdict:
         return self.error_swapped <= self.limit
 
 
-def judge(original: Norms, swapped: Norms, limit: Norms, tolerance: Tolerance | None = None) -> Verdict:
-    """The verdict in the norm whose limit is the most used; with a tolerance, errors are in units of it."""
+def judge(
+    original: Norms,
+    swapped: Norms,
+    limit: Norms,
+    tolerance: Tolerance | None = None,
+    scale: Verdict | None = None,
+) -> Verdict:
+    """The verdict in the norm whose limit is the most used; with a tolerance, errors are in units of it.
+
+    Args:
+        scale: a verdict on the scale of the whole, where there is one.
+    """
     if tolerance is not None:
         return Verdict("allclose", original.maximum, swapped.maximum, 1.0)
-    verdicts = (
+    verdicts = [
         Verdict("max", original.maximum, swapped.maximum, limit.maximum),
         Verdict("L2", original.l2, swapped.l2, limit.l2),
-    )
+    ]
+    if scale is not None:
+        verdicts.append(scale)
     return max(verdicts, key=lambda v: _ratio(v.error_swapped, v.limit))
 
 
@@ -185,6 +197,19 @@ def mismatch(value: Any, original: Any) -> str:
     if value.device != original.device:
         return f"is on {value.device}, expected {original.device}"
     return ""
+
+
+def layout_mismatch(value: Tensor, original: Tensor) -> str:
+    """How it lies in memory otherwise than the original; empty if it does not, or nothing tells."""
+    if value.layout != torch.strided or original.layout != torch.strided or not original.numel():
+        return ""
+    strides = [
+        tuple(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+        for t in (value, original)
+    ]
+    if strides[0] == strides[1]:
+        return ""
+    return f"has strides {list(value.stride())}, expected {list(original.stride())}"
 
 
 def difference(

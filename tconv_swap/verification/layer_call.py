@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,12 @@ from tconv_swap.layer import SWAPPED, Plain, Swapped, has_own_forward, original_
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import ErrorSum, Tolerance
 from tconv_swap.verification.report import Kind
+from tconv_swap.verification.slope import Slope
 
 GRADIENTS: tuple[Kind, ...] = ("layer_grad_input", "layer_grad_weight", "layer_grad_bias")
+
+#: Of the input, the weight and the bias.
+Gradients: TypeAlias = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 _PIECE_ELEMENTS = 1 << 25
 
@@ -37,7 +41,11 @@ def accumulated(unit: float, terms: int, dtype: torch.dtype) -> float:
 
 @dataclass
 class LayerCall:
-    """One call of a swapped layer. The weight is the one that was used: a parametrization may change it."""
+    """One call of a swapped layer. The weight is the one that was used: a parametrization may change it.
+
+    `same_strides`: whether `input` lies in memory as it lay for the layer. `extra`: whether the same was compared
+    before, in another way, so that only what is wrong is worth keeping.
+    """
 
     name: str
     layer: Swapped
@@ -50,6 +58,8 @@ class LayerCall:
     described: str
     autocast: Callable[[], torch.autocast]
     tolerance: Tolerance | None
+    same_strides: bool = True
+    extra: bool = False
 
     def output(self, cls: type[Plain]) -> Tensor:
         """What a layer of this class returns for this call."""
@@ -59,24 +69,41 @@ class LayerCall:
 
     def differentiable_output(self) -> Tensor:
         """What the swapped layer returns for this call where the gradients of all that it reads are wanted."""
-        with torch.enable_grad(), self.autocast():
-            bias = None if self.bias is None else _leaf(self.bias)
-            layer = isolated(self.layer, own_class(self.layer), _leaf(self.weight), bias)
-            return layer.forward(_leaf(self.input), self.output_size).detach()  # type: ignore[no-any-return]
+        # Inside of inference_mode there is nothing to differentiate.
+        with torch.inference_mode(False), torch.enable_grad():
+            return Differentiated(self, own_class(self.layer)).output(differentiable=True).detach()
 
-    def gradients(
-        self, cls: type[Plain], grad_output: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def gradients(self, cls: type[Plain], grad_output: Tensor) -> Gradients:
         """Of the input, the weight and the bias; None where there is none."""
-        x, weight = _leaf(self.input), _leaf(self.weight)
-        bias = None if self.bias is None else _leaf(self.bias)
-        with torch.enable_grad(), self.autocast():
-            y = isolated(self.layer, cls, weight, bias).forward(x, self.output_size)
+        return Differentiated(self, cls).gradients(grad_output)
+
+
+class Differentiated:
+    """A layer of some class on tensors of its own, which keeps what it keeps from one call to the next."""
+
+    def __init__(self, call: LayerCall, cls: type[Plain]) -> None:
+        self._call = call
+        self._input, weight = _leaf(call.input), _leaf(call.weight)
+        bias = None if call.bias is None else _leaf(call.bias)
+        self._targets = [self._input, weight] if bias is None else [self._input, weight, bias]
+        self._layer = isolated(call.layer, cls, weight, bias)
+
+    def output(self, *, differentiable: bool) -> Tensor:
+        """What the layer returns for the call."""
+        with torch.set_grad_enabled(differentiable), self._call.autocast():
+            return self._layer.forward(self._input, self._call.output_size)  # type: ignore[no-any-return]
+
+    def gradients(self, grad_output: Tensor, output: Tensor | None = None) -> Gradients:
+        """Of the input, the weight and the bias; None where there is none.
+
+        Args:
+            output: of `output`, if it is there already.
+        """
+        y = self.output(differentiable=True) if output is None else output
         if not y.requires_grad:
             return (None, None, None)
-        targets = [x, weight] if bias is None else [x, weight, bias]
-        found = torch.autograd.grad(y, targets, grad_output, allow_unused=True)
-        return (found[0], found[1], found[2] if bias is not None else None)
+        found = torch.autograd.grad(y, self._targets, grad_output, allow_unused=True)
+        return (found[0], found[1], found[2] if len(found) > 2 else None)
 
 
 def _leaf(tensor: Tensor) -> Tensor:
@@ -126,6 +153,16 @@ def isolated(layer: Plain, cls: type[Plain], weight: Tensor, bias: Tensor | None
     return bare
 
 
+@dataclass
+class Errors:
+    """Of PyTorch's result and of ours, against float64: element by element, and of the whole as a scale."""
+
+    original: ErrorSum = field(default_factory=ErrorSum)
+    swapped: ErrorSum = field(default_factory=ErrorSum)
+    original_slope: Slope = field(default_factory=Slope)
+    swapped_slope: Slope = field(default_factory=Slope)
+
+
 class Truth:
     """One call in float64, a few samples at a time, and the errors of two results against it.
 
@@ -148,8 +185,8 @@ class Truth:
         unbatched = tensor.dim() == len(self.call.layer.kernel_size) + 1
         return tensor.unsqueeze(0) if unbatched else tensor
 
-    def outputs(self, original: Tensor, swapped: Tensor) -> tuple[ErrorSum, ErrorSum]:
-        errors = ErrorSum(), ErrorSum()
+    def outputs(self, original: Tensor, swapped: Tensor) -> Errors:
+        errors = Errors()
         original, swapped = self._batched(original), self._batched(swapped)
         for rows in self._rows():
             with torch.no_grad(), self._exactly():
@@ -158,9 +195,9 @@ class Truth:
             self._add(errors, truth, squares, original[rows], swapped[rows])
         return errors
 
-    def gradients(self, values: dict[Kind, tuple[Tensor, Tensor]]) -> dict[Kind, tuple[ErrorSum, ErrorSum]]:
+    def gradients(self, values: dict[Kind, tuple[Tensor, Tensor]]) -> dict[Kind, Errors]:
         assert self.grad_output is not None
-        errors = {kind: (ErrorSum(), ErrorSum()) for kind in values}
+        errors = {kind: Errors() for kind in values}
         sums: list[list[Tensor]] = [[], []]
         for rows in self._rows():
             parts = []
@@ -183,7 +220,7 @@ class Truth:
 
     def _add(
         self,
-        errors: tuple[ErrorSum, ErrorSum],
+        errors: Errors,
         truth: Tensor,
         squares: Tensor,
         original: Tensor,
@@ -194,10 +231,12 @@ class Truth:
         typical = spread.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()
         scale = torch.hypot(exact, spread) + 0.05 * typical + self.absolute
         first, second = (t.detach().to(self.device).double().reshape(-1) for t in (original, swapped))
+        errors.original_slope.add(first, exact, scale)
+        errors.swapped_slope.add(second, exact, scale)
         if tolerance := self.call.tolerance:
             scale = tolerance.atol + tolerance.rtol * exact.abs()
-        for error, value in zip(errors, (first, second), strict=True):
-            error.add(value, exact, first, scale, scale)
+        errors.original.add(first, exact, first, scale, scale)
+        errors.swapped.add(second, exact, first, scale, scale)
 
     def _rows(self) -> Iterator[slice]:
         batch = self.input.shape[0]

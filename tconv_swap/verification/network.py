@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tconv_swap.verification import compare
-from tconv_swap.verification.compare import Norms, Tolerance, mismatch
+from tconv_swap.verification.compare import Norms, Tolerance, layout_mismatch, mismatch
 from tconv_swap.verification.report import Check, Kind
 from tconv_swap.verification.runs import Outcome, Pass
 from tconv_swap.verification.tree import dense, equal
@@ -37,6 +37,7 @@ class Standard:
         tolerance: the user's, if any.
         noise: how far rounding in its transposed convolutions moves the original, on the truth's scale.
         shaken_runs: how many runs with added rounding `noise` comes from.
+        in_place: paths of the outputs that two runs of the original return in the same memory, as it may.
     """
 
     mode: str
@@ -48,6 +49,7 @@ class Standard:
     tolerance: Tolerance | None
     noise: dict[tuple[Kind, str], Norms] = field(default_factory=dict)
     shaken_runs: int = 0
+    in_place: set[str] = field(default_factory=set)
 
     def widen(self, outcome: Outcome) -> None:
         """Another run of the original: what it differs by is noise."""
@@ -85,11 +87,13 @@ class Standard:
                     failures.append(f"{_called(path)} is {type(now).__name__}, expected a tensor")
                 elif path in self.original.differentiable - outcome.differentiable:
                     failures.append(f"{_called(path)} no longer requires grad")
+                elif not mismatch(now, value) and (wrong := layout_mismatch(now, value)):
+                    failures.append(f"{_called(path)} {wrong}")
             elif equal(value, now) is False:
                 failures.append(f"{_called(path)} is {now!r:.80}, expected {value!r:.80}")
         extra = [path for path in after.leaves if path not in before.leaves]
         failures += [f"{_called(path)} is one that the original does not have" for path in extra]
-        if not any(bool(value.isfinite().any()) for value in before.tensors.values()):
+        if not self.original.has_numbers():
             failures.append("nothing compared: the original's output holds no tensor with a finite element")
         return [f"{self.mode}: {failure}" for failure in failures]
 

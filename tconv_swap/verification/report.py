@@ -25,15 +25,17 @@ class Check:
     """One tensor of the swapped network against the reference, beside the original's.
 
     Attributes:
-        mode: `eval` or `train`; `probe` for a layer of which no call was seen, run on random numbers.
+        mode: `eval` or `train`; `probe` for a layer of which no call was seen, run on random numbers. Followed by
+            `under float16 autocast` and its like where that was asked for.
         kind: what was compared; kinds beginning with `layer_` are of one layer by itself.
         name: the path of an output or input; the dotted name of a parameter, buffer or layer (`""`: root).
         error_original, error_swapped: relative errors; infinite where there is nothing to measure.
         limit: the largest `error_swapped` that passes.
         passed: `error_swapped <= limit`.
         detail: where it is worst, and what else a reader should know; may be empty.
-        norm: what the errors are: `max` (largest error, relative to the tensor's scale), `L2`, or `allclose`
-            (largest error in units of the user's tolerance).
+        norm: what the errors are: `max` (largest error, relative to the tensor's scale), `L2`, `scale` (how far the
+            whole tensor is off a factor of 1), or `allclose` (largest error in units of the user's tolerance).
+        way: in which other way the network was run then, such as `without gradients`; empty for the usual one.
     """
 
     mode: str
@@ -45,6 +47,7 @@ class Check:
     passed: bool
     detail: str = ""
     norm: str = "max"
+    way: str = ""
 
     @classmethod
     def of(cls, mode: str, kind: Kind, name: str, verdict: Verdict, detail: str) -> Check:
@@ -63,7 +66,7 @@ class Check:
 
     def in_way(self, way: str) -> Check:
         """The same, of a run that `detail` then names."""
-        return replace(self, detail="; ".join(part for part in (way, self.detail) if part))
+        return replace(self, way=way, detail="; ".join(part for part in (way, self.detail) if part))
 
     @property
     def margin(self) -> float:
@@ -104,6 +107,8 @@ class VerifyReport:
         notes: one line for everything worth knowing but not wrong (a mode the original cannot run).
         reference: `float64` or `original`, followed by the reason where it is not float64.
         first_divergence: the first layer in the order of execution that diverges, and by how much.
+        tried: in which ways the networks were run and compared, in plain words.
+        not_tried: in which they were not, though a network may be run so.
     """
 
     checks: list[Check] = field(default_factory=list)
@@ -111,6 +116,21 @@ class VerifyReport:
     notes: list[str] = field(default_factory=list)
     reference: str = "float64"
     first_divergence: str | None = None
+    tried: list[str] = field(default_factory=list)
+    not_tried: list[str] = field(default_factory=list)
+
+    def add(self, other: VerifyReport) -> None:
+        """Takes in what another verification of the same networks, under autocast, found."""
+        if not self.checks:
+            self.reference = other.reference
+        elif other.checks and other.reference != self.reference:
+            self.reference += f", under autocast {other.reference}"
+        self.checks += other.checks
+        self.failures += other.failures
+        self.notes += [note for note in other.notes if note not in self.notes]
+        self.first_divergence = self.first_divergence or other.first_divergence
+        self.tried += other.tried
+        self.not_tried += other.not_tried
 
     @property
     def passed(self) -> bool:
@@ -131,6 +151,8 @@ class VerifyReport:
             "first_divergence": self.first_divergence,
             "failures": list(self.failures),
             "notes": list(self.notes),
+            "tried": list(self.tried),
+            "not_tried": list(self.not_tried),
             "checks": [check.to_dict() for check in self.checks],
         }
 

@@ -4,40 +4,52 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tconv_swap.computed import ComputedState
 from tconv_swap.freezing import FrozenState
 from tconv_swap.inputs import Inputs
 from tconv_swap.module_state import ModuleState
+from tconv_swap.verification.aliases import share_memory
+from tconv_swap.verification.changed import change_weights
 from tconv_swap.verification.tree import Tree, dense, flatten
 
 
 @dataclass(frozen=True)
 class Pass:
-    """How a network is run: with which gradients, and how they are taken.
+    """How a network is run: with which gradients, how they are taken, and on which weights.
 
     `accumulate` calls `backward()` instead of `torch.autograd.grad`, which re-entrant checkpointing refuses.
+    `inference` runs under `torch.inference_mode()`. `changed` runs on other weights (see `changed.py`), which were
+    written over the old ones in place and are put back afterwards.
     """
 
     gradients: bool = True
     of_inputs: bool = True
     accumulate: bool = False
+    inference: bool = False
+    changed: bool = False
 
 
 # Tried in this order on the original; the first that it can do is what every network is run with.
 PASSES = (Pass(), Pass(accumulate=True), Pass(of_inputs=False), Pass(gradients=False, of_inputs=False))
 
 
+#: Without any gradients.
+NOTHING = PASSES[-1]
+#: What a reader calls the way that other weights are run in.
+CHANGED = "with changed weights"
+
+
 def other_ways(how: Pass) -> dict[str, Pass]:
-    """Less than `how`, by what a reader calls it: as a first layer is trained, and as a network is served.
+    """Other ways than `how`, by what a reader calls them: as a first layer is trained, as a network is served, and as
+    one that has learned something since it ran first.
 
     A layer asks whether gradients are wanted, and of what, and each answer is a way of its own.
     """
@@ -45,7 +57,9 @@ def other_ways(how: Pass) -> dict[str, Pass]:
     if how.gradients and how.of_inputs:
         ways["inputs without gradients"] = replace(how, of_inputs=False)
     if how.gradients:
-        ways["without gradients"] = PASSES[-1]
+        ways["without gradients"] = NOTHING
+    ways["under inference_mode"] = replace(NOTHING, inference=True)
+    ways[CHANGED] = replace(NOTHING, changed=True)
     return ways
 
 
@@ -67,6 +81,15 @@ class Outcome:
                 return False
         return True
 
+    def in_same_memory(self, other: Outcome) -> set[str]:
+        """Paths of the outputs that lie, in part at least, where those of another run lie."""
+        mine, theirs = self.output.tensors, other.output.tensors
+        return {path for path in mine.keys() & theirs.keys() if share_memory(mine[path], theirs[path])}
+
+    def has_numbers(self) -> bool:
+        """Whether any output holds a finite element."""
+        return any(bool(value.isfinite().any()) for value in self.output.tensors.values())
+
     def _tensors(self) -> list[dict[str, Any]]:
         return [dict(self.output.tensors), dict(self.grad_inputs), dict(self.grad_parameters), self.buffers]
 
@@ -78,12 +101,16 @@ class Subject:
     frozen, and which tensors computed from parameters the modules hold.
     """
 
-    def __init__(self, module: nn.Module, beside: Subject | None = None) -> None:
+    def __init__(
+        self, module: nn.Module, beside: Subject | None = None, changing: Sequence[str] = ()
+    ) -> None:
         """
         Args:
             beside: another made just now: what the two networks share is kept once.
+            changing: dotted names of the layers whose weights a run on changed weights changes.
         """
         self.module = module
+        self._changing = changing
         self._modules = list(module.modules())
         self._flags = [m.training for m in self._modules]
         self._state: ModuleState = ModuleState(self._modules, beside._state if beside else None)
@@ -99,10 +126,15 @@ class Subject:
             parameter.grad = None
 
     def set_mode(self, mode: str) -> None:
-        """`eval` or `train`, which layers are never frozen in."""
-        self.module.train(mode == "train")
-        if mode == "eval":
+        """`eval` or `train`, which layers are never frozen in; what stands behind the word is for the reader."""
+        train = mode.startswith("train")
+        self.module.train(train)
+        if not train:
             self._frozen.put_back()
+
+    def change_weights(self) -> None:
+        """Other numbers in the parameters of the layers named at first, in place, until `rewind`."""
+        change_weights(self.module, self._changing)
 
     def restore(self) -> None:
         """Everything as it was."""
@@ -183,13 +215,22 @@ class Runner:
     def run(self, subject: Subject, mode: str, how: Pass, *, double: bool = False) -> Outcome:
         """Raises whatever the network raises."""
         subject.rewind()
+        try:
+            return self._run(subject, mode, how, double)
+        finally:
+            if how.changed:
+                subject.rewind()
+
+    def _run(self, subject: Subject, mode: str, how: Pass, double: bool) -> Outcome:
         subject.set_mode(mode)
+        if how.changed:
+            subject.change_weights()
         # A cast weight cached by a run without gradients would cut the graph of the next.
         torch.clear_autocast_cache()
         self._seed()
         leaves: dict[str, Tensor] = {}
         inputs = self._fresh_inputs(how, leaves, double)
-        with torch.enable_grad() if how.gradients else torch.no_grad():
+        with _gradients(how):
             output = flatten(inputs(subject.module))
         outcome = Outcome(output, random_state=self._random_state())
         if how.gradients:
@@ -257,124 +298,15 @@ class Runner:
         return normal(output.shape, output.device, f"{self.seed} {path}").to(output.dtype)
 
 
+def _gradients(how: Pass) -> AbstractContextManager[None]:
+    if how.inference:
+        return torch.inference_mode()
+    return torch.enable_grad() if how.gradients else torch.no_grad()
+
+
 def normal(shape: torch.Size, device: torch.device, key: str) -> Tensor:
     """Standard normal float32 numbers that bfloat16 can hold, seeded by `key` and no global state."""
     place = device if device.type in ("cpu", "cuda") else torch.device("cpu")
     generator = torch.Generator(place).manual_seed(random.Random(key).getrandbits(62))
     numbers = torch.randn(shape, generator=generator, device=place, dtype=torch.float32)
     return numbers.bfloat16().float().to(device)
-
-
-class SameDraws(TorchDispatchMode):
-    """Lets a float64 run draw the random numbers that the same network draws in `dtype`.
-
-    Most generators give other numbers in float64 (and dropout another mask on a GPU); a float64 run with
-    other noise is no truth.
-    """
-
-    def __init__(self, dtype: torch.dtype, default_dtype: torch.dtype) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._dtype = dtype
-        self._default_dtype = default_dtype
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        dropout = func is torch.ops.aten.native_dropout.default and args[2] is not False
-        if dropout and args[0].dtype == torch.float64:
-            # Only the mask is random, and it must not cost the accuracy of what it is applied to.
-            scaled, mask = func(torch.ones_like(args[0], dtype=self._dtype), *args[1:], **kwargs)
-            keep = 1.0 - args[1]
-            return args[0] * mask / keep if keep > 0 else args[0] * scaled, mask
-        schema = func._schema
-        dtype = next((a for a in schema.arguments if a.name == "dtype"), None)
-        # Without a dtype, randint and randperm give int64, and rand_like the dtype of its argument.
-        defaulted = dtype is not None and dtype.default_value is None and kwargs.get("dtype") is None
-        if kwargs.get("dtype") is torch.float64:
-            kwargs = {**kwargs, "dtype": self._dtype}
-        elif defaulted and not any(isinstance(a, Tensor) for a in args):
-            kwargs = {**kwargs, "dtype": self._default_dtype}
-        narrowed = [self._narrow(a) for a in args]
-        drawn = func(*narrowed, **{k: self._narrow(v) for k, v in kwargs.items()})
-        for argument, given, used in zip(schema.arguments, args, narrowed, strict=False):
-            if used is not given and argument.alias_info is not None and argument.alias_info.is_write:
-                given.copy_(used)
-        for given, used in zip(args, narrowed, strict=True):
-            if drawn is used:
-                return given
-        return torch.utils._pytree.tree_map_only(Tensor, self._widen, drawn)
-
-    def _narrow(self, value: Any) -> Any:
-        narrow = isinstance(value, Tensor) and value.dtype == torch.float64
-        return value.to(self._dtype) if narrow else value
-
-    def _widen(self, value: Tensor) -> Tensor:
-        return value.double() if value.is_floating_point() else value
-
-
-@contextmanager
-def in_float64(dtype: torch.dtype, devices: list[torch.device]) -> Iterator[None]:
-    """What a network makes by itself is float64 too, and it draws the numbers it draws in `dtype`."""
-    default = torch.get_default_dtype()
-    kinds = sorted({device.type for device in devices} | {"cpu"})
-    off = [torch.autocast(kind, enabled=False) if kind != "meta" else nullcontext() for kind in kinds]
-    torch.set_default_dtype(torch.float64)
-    try:
-        with SameDraws(dtype, default):
-            for context in off:
-                context.__enter__()
-            try:
-                yield
-            finally:
-                for context in reversed(off):
-                    context.__exit__(None, None, None)
-    finally:
-        torch.set_default_dtype(default)
-
-
-class _Jitter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, amplitude: float, generator: torch.Generator) -> Tensor:
-        ctx.amplitude, ctx.generator = amplitude, generator
-        return _shaken(value, amplitude, generator)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return _shaken(gradients[0], ctx.amplitude, ctx.generator), None, None
-
-
-def _shaken(value: Tensor, amplitude: float, generator: torch.Generator) -> Tensor:
-    wide = value.double() if value.dtype == torch.float64 else value.float()
-    scale = torch.hypot(wide, wide.square().mean().sqrt())
-    noise = torch.rand(value.shape, generator=generator, device=generator.device, dtype=wide.dtype) * 2 - 1
-    return torch.addcmul(wide, scale, noise.to(value.device), value=amplitude).to(value.dtype)
-
-
-@contextmanager
-def shaken(
-    module: nn.Module, layers: list[str], amplitude: Callable[[nn.Module, Tensor], float], seed: int
-) -> Iterator[None]:
-    """The named layers' outputs, and the gradients into them, are off by as much as rounding may make them.
-
-    What comes out then shows how far the network itself amplifies rounding in these layers.
-    """
-    modules = dict(module.named_modules())
-    generators: dict[torch.device, torch.Generator] = {}
-
-    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
-        if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
-            return output
-        if output.device not in generators:
-            place = output.device if output.device.type in ("cpu", "cuda") else torch.device("cpu")
-            generators[output.device] = torch.Generator(place).manual_seed(seed)
-        return _Jitter.apply(output, amplitude(layer, output), generators[output.device])  # type: ignore[no-untyped-call]
-
-    handles = [modules[n].register_forward_hook(hook, prepend=True) for n in layers if n in modules]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tconv_swap.verification import compare
@@ -26,7 +27,9 @@ def _listening(module: nn.Module, listen: Callable[[Place, Tensor], None]) -> It
         def heard(_: nn.Module, args: Any, output: Any) -> None:
             calls[name] += 1
             for path, tensor in flatten(output).tensors.items():
-                if tensor.is_floating_point():
+                # Inside of torch.vmap a tensor is no longer one once the transform is over.
+                wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+                if tensor.is_floating_point() and not wrapped:
                     listen((name, calls[name], path), tensor.detach())
 
         return heard

@@ -9,55 +9,25 @@ original that happens to be exact, or a gradient that is zero but for rounding, 
 
 from __future__ import annotations
 
-import gc
-import logging
-import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from dataclasses import replace
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tconv_swap.computed import deep_copy
-from tconv_swap.inputs import Inputs, model_dtype
-from tconv_swap.memory import is_out_of_memory
-from tconv_swap.verification import compare
+from tconv_swap.inputs import Inputs
 from tconv_swap.verification.compare import Tolerance
-from tconv_swap.verification.layer_call import layer_roundoff
-from tconv_swap.verification.layers import LayerChecks, swapped_layers
-from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
-from tconv_swap.verification.network import Standard
+from tconv_swap.verification.layers import swapped_layers
+from tconv_swap.verification.repeated import CALLS_IN_TURN
 from tconv_swap.verification.report import Check, VerifyReport
-from tconv_swap.verification.runs import (
-    PASSES,
-    Outcome,
-    Pass,
-    Runner,
-    Subject,
-    devices_of,
-    in_float64,
-    other_ways,
-    shaken,
-    untouched,
-)
-from tconv_swap.verification.trace import Trace
+from tconv_swap.verification.runs import CHANGED, Runner, Subject, devices_of, untouched
+from tconv_swap.verification.session import Session
 from tconv_swap.verification.weights import differing_weights
 
 __all__ = ["Check", "VerifyReport", "verify"]
 
-_log = logging.getLogger("tconv_swap")
-
-# Runs of the original with rounding added, at most: they are made only while something is in doubt.
-MAX_SHAKEN_RUNS = 16
-TRACED_SHAKEN_RUNS = 2
-# How many parts of an output a note names one by one.
-MAX_NAMED = 5
-# How much is added, in units of what rounding may do; a right kernel is off by less than one on average.
-SHAKEN_BY = 2.0
-# A float64 run further from the original than this computes something else (other boxes kept, other noise).
-FLOAT64_TOO_FAR = 0.25
+AUTOCAST_DTYPES = (torch.float16, torch.bfloat16)
 
 
 def verify(
@@ -70,13 +40,14 @@ def verify(
     atol: float | None = None,
     rtol: float | None = None,
     reference: Literal["float64", "original"] | None = None,
+    autocast: torch.dtype | None = None,
     seed: int = 0,
 ) -> VerifyReport:
     """Compare outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
     Leaves both networks (buffers, gradients, training flags, the `weight` that `torch.nn.utils.weight_norm` and
-    its like compute) and all random states as they were. Runs under the caller's autocast state. The same
-    arguments give the same report.
+    its like compute) and all random states as they were. Runs under the caller's autocast state; with `autocast`, once
+    more under that. The same arguments give the same report, which says what was tried and what was not.
 
     Args:
         original: the network before the swap; may share its parameters with `swapped`.
@@ -89,17 +60,21 @@ def verify(
             |reference|` for every element; one that is not given is 0.
         reference: `"float64"`: anything that prevents a float64 run is a failure. `"original"`: the original
             is the truth. None: float64 where memory and operators allow it.
+        autocast: `torch.float16` or `torch.bfloat16`: everything is compared under `torch.autocast` of that dtype too.
         seed: of the random numbers that the networks and the output gradients draw.
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
         Exception: that memory ran out, as whatever raised it says.
-        ValueError: an unknown mode or reference, no mode at all, or a tolerance that is negative or NaN.
+        ValueError: an unknown mode, reference or dtype of autocast, no mode at all, or a tolerance that is negative
+            or NaN.
     """
     if not modes or (unknown := [mode for mode in modes if mode not in ("eval", "train")]):
         raise ValueError(f"modes must be some of 'eval' and 'train', not {unknown if modes else modes!r}")
     if reference not in (None, "float64", "original"):
         raise ValueError(f"reference must be 'float64', 'original' or None, not {reference!r}")
+    if autocast is not None and autocast not in AUTOCAST_DTYPES:
+        raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, not {autocast!r}")
     if not ((atol or 0) >= 0 and (rtol or 0) >= 0):
         raise ValueError(f"atol and rtol must be numbers and not negative, but are {atol} and {rtol}")
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
@@ -121,273 +96,45 @@ def verify(
         return report
     report.failures += differing_weights(original, swapped)
     devices = devices_of(original, swapped, inputs)
-    before = Subject(original)
-    after, runner = Subject(swapped, before), Runner(inputs, devices, seed)
+    names = list(layers)
+    before = Subject(original, changing=names)
+    after, runner = Subject(swapped, before, changing=names), Runner(inputs, devices, seed)
+    kinds = sorted({device.type for device in devices if device.type != "meta"})
     with untouched([before, after], devices):
-        _Verification(report, before, after, runner, tolerance, reference, backward).run(modes)
+        # The caller's own state first.
+        for dtype in dict.fromkeys((None, autocast)):
+            under = "" if dtype is None else f" under {_name(dtype)} autocast"
+            with ExitStack() as stack:
+                for kind in kinds if dtype is not None else ():
+                    stack.enter_context(torch.autocast(kind, dtype=dtype))
+                found = VerifyReport()
+                session = Session(found, before, after, runner, tolerance, reference, backward, under)
+                verified = session.run(modes)
+            _tell(found, session, verified, under)
+            report.add(found)
+        on = [_name(torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+    if on:
+        report.tried.append(f"under the caller's {on[0]} autocast")
+    elif autocast is None:
+        report.not_tried.append("under autocast")
     return report
 
 
-class _Verification:
-    def __init__(
-        self,
-        report: VerifyReport,
-        original: Subject,
-        swapped: Subject,
-        runner: Runner,
-        tolerance: Tolerance | None,
-        reference: str | None,
-        backward: bool,
-    ) -> None:
-        self.report = report
-        self.original = original
-        self.swapped = swapped
-        self.runner = runner
-        self.tolerance = tolerance
-        self.reference = reference
-        self.backward = backward
-        self.dtype = model_dtype(original.module)
-        self.layers = LayerChecks(swapped.module, backward, runner.seed, tolerance)
-        self.float64: Subject | None = None
-        self.no_float64 = "as asked" if reference == "original" else ""
-        self.why_original: dict[str, str] = {}
-        self.parted: str | None = None
-
-    def run(self, modes: Sequence[str]) -> None:
-        verified = [mode for mode in modes if self._verify_mode(mode)]
-        if verified:
-            self.layers.probe_unreached()
-        else:
-            self.report.failures.append(f"nothing compared: the original runs in none of {list(modes)}")
-        self._conclude(verified)
-
-    def _verify_mode(self, mode: str) -> bool:
-        """Whether the original runs in this mode, so that there is something to compare with."""
-        _log.info("verify: %s mode", mode)
-        if (standard := self._standard(mode)) is None:
-            return False
-        if not self._compare(standard) and self.parted is None:
-            self.parted = self._where_they_part(standard)
-        return True
-
-    def _standard(self, mode: str) -> Standard | None:
-        """Everything that the swapped network will be judged by; None if the original does not run."""
-        how, first = self._first_run(mode)
-        if how is None or first is None:
-            return None
-        activations: list[int] = []
-        with leaf_outputs(self.original.module, activations):
-            again = self.runner.run(self.original, mode, how)
-        truth = self._truth(mode, how, first, sum(activations)) or first
-        standard = Standard(mode, how, first, truth, self.dtype, self.runner.devices, self.tolerance)
-        standard.widen(again)
-        if off := {key: norms for key, norms in standard.noise.items() if norms.maximum > 0}:
-            (kind, where), worst = max(off.items(), key=lambda item: item[1].maximum)
-            self.report.notes.append(
-                f"{mode}: the original is not deterministic: two runs differ by up to {worst.maximum:.1e} "
-                f"({kind} {where}); the limits are widened by that"
-            )
-        return standard
-
-    def _first_run(self, name: str) -> tuple[Pass | None, Outcome | None]:
-        passes = PASSES if self.backward else PASSES[-1:]
-        reason = ""
-        for how in passes:
-            try:
-                outcome = self.runner.run(self.original, name, how)
-            except Exception as error:  # a foreign forward may raise anything
-                if is_out_of_memory(error):
-                    raise  # says nothing of the network
-                reason = reason or _reason(error)
-                last = _reason(error)
-                continue
-            if self.backward and not how.gradients:
-                self.report.notes.append(f"{name}: the original gives no gradients, none compared: {reason}")
-            elif self.backward and not how.of_inputs:
-                self.report.notes.append(f"{name}: no gradients of the inputs: {reason}")
-            elif self.backward and not outcome.differentiable:
-                self.report.notes.append(f"{name}: no output depends on anything that requires grad")
-            return how, outcome
-        self.report.notes.append(f"{name}: not verifiable, the original raises {last}")
-        return None, None
-
-    def _truth(self, name: str, how: Pass, first: Outcome, activations: int) -> Outcome | None:
-        """The float64 run of the original, or None; why not is kept."""
-        reason = self.no_float64 or float64_does_not_fit(
-            self.original.module, self.runner.inputs, activations, how.gradients
-        )
-        if reason:
-            self.why_original[name] = reason
-            return None
-        devices = self.runner.devices
-        try:
-            if self.float64 is None:
-                self.original.rewind()
-                self.float64 = Subject(deep_copy(self.original.module, dtype=torch.float64).double())
-            with in_float64(self.dtype, devices):
-                truth = self.runner.run(self.float64, name, how, double=True)
-        except Exception as error:
-            # The frames of the traceback hold what was computed so far.
-            self.why_original[name] = f"in float64 it raises {_reason(error)}"
-            truth = None
-        if truth is None:
-            self.float64 = None
-            gc.collect()
-            return None
-        if reason := self._not_comparable(truth, first):
-            self.why_original[name] = reason
-            return None
-        return truth
-
-    def _not_comparable(self, truth: Outcome, first: Outcome) -> str:
-        if truth.random_state != first.random_state:
-            return "in float64 it draws other random numbers"
-        for path, value in first.output.tensors.items():
-            exact = truth.output.leaves.get(path)
-            if not isinstance(exact, Tensor) or exact.shape != value.shape:
-                return f"output {path} has another shape in float64"
-            if value.is_floating_point():
-                off = compare.difference(value, exact, value).norms.l2
-                if not off <= FLOAT64_TOO_FAR:
-                    return f"output {path} is {off:.1e} off in float64: not the same computation"
-        return ""
-
-    def _shake(self, standard: Standard) -> None:
-        """Adds rounding to the original's transposed convolutions and keeps how far that moves everything."""
-        standard.shaken_runs += 1
-        with self._shaken(standard.shaken_runs):
-            standard.widen(self.runner.run(self.original, standard.mode, standard.how))
-
-    def _shaken(self, index: int) -> AbstractContextManager[None]:
-        def amplitude(layer: nn.Module, output: Tensor) -> float:
-            return SHAKEN_BY * layer_roundoff(layer, output)
-
-        names = list(swapped_layers(self.swapped.module))
-        return shaken(self.original.module, names, amplitude, self.runner.seed + index)
-
-    def _compare(self, standard: Standard) -> bool:
-        """Runs the swapped network and keeps what is found; whether all is well."""
-        mode, report = standard.mode, self.report
-        try:
-            with self.layers.watch(mode):
-                watched = self.runner.run(self.swapped, mode, standard.how)
-            outcome = self.runner.run(self.swapped, mode, standard.how)
-            others = self._other_ways(standard)
-        except Exception as error:  # whatever a broken layer raises
-            if is_out_of_memory(error):
-                raise
-            report.failures.append(
-                f"{mode}: the swapped network raises {_reason(error)}; the original does not"
-            )
-            return False
-        outcomes = [outcome]
-        if not watched.identical(outcome):
-            repeated = standard.distances(watched, outcome)
-            worst = max((norms.maximum for norms in repeated.values()), default=0.0)
-            report.notes.append(f"{mode}: two runs of the swapped network differ, by up to {worst:.1e}")
-            outcomes.append(watched)
-        del watched
-        if parts := standard.not_compared(outcome):
-            more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
-            report.notes.append(f"{mode}: not compared: {', '.join(parts[:MAX_NAMED])}{more}")
-        structure = [line for each in outcomes for line in standard.structure(each)]
-        for way, (other, outcome) in others.items():
-            structure += [f"{line}, {way}" for line in other.structure(outcome)]
-        checks = _judged(standard, outcomes, others)
-        layers_agree = all(check.passed for check in self.layers.checks)
-        while (
-            layers_agree
-            and self.tolerance is None
-            and standard.shaken_runs < MAX_SHAKEN_RUNS
-            and any(not check.passed and math.isfinite(check.error_swapped) for check in checks)
-        ):
-            # Rounding next to a kink (ReLU, max pooling) moves a gradient by a jump, and is as likely to in
-            # a shaken run as in the swapped network.
-            self._shake(standard)
-            checks = _judged(standard, outcomes, others)
-        report.checks += checks
-        report.failures += structure
-        return not structure and layers_agree and all(check.passed for check in checks)
-
-    def _other_ways(self, standard: Standard) -> dict[str, tuple[Standard, Outcome]]:
-        """What the swapped network gives where less is asked of it, and what it is judged by then."""
-        found = {}
-        for way, how in other_ways(standard.how).items():
-            try:
-                original = self.runner.run(self.original, standard.mode, how)
-            except Exception as error:  # such as a forward that takes gradients itself
-                if is_out_of_memory(error):
-                    raise
-                _log.debug("verify: the original does not run %s: %s", way, _reason(error))
-                continue
-            exact = standard.truth
-            if exact is standard.original or self._not_comparable(exact, original):
-                exact = original
-            with self.layers.watch_again(standard.mode, way):
-                outcome = self.runner.run(self.swapped, standard.mode, how)
-            # The noise of the one is the noise of the other: whatever widens it widens both.
-            found[way] = replace(standard, how=how, original=original, truth=exact), outcome
-        return found
-
-    def _where_they_part(self, standard: Standard) -> str | None:
-        """The first module that returns something else; only asked for what no swapped layer explains."""
-        if any(not check.passed for check in self.layers.checks):
-            return None
-        trace, mode, how = Trace(), standard.mode, PASSES[-1]
-        try:
-            with trace.record(self.original.module):
-                self.runner.run(self.original, mode, how)
-            for index in range(TRACED_SHAKEN_RUNS):
-                with self._shaken(index), trace.widen(self.original.module):
-                    self.runner.run(self.original, mode, how)
-            with trace.follow(self.swapped.module):
-                self.runner.run(self.swapped, mode, how)
-        except Exception as error:  # a search that fails must not hide what has been found
-            _log.debug("verify: no trace: %s", _reason(error))
-        return None if trace.parted is None else f"{mode}: {trace.parted}"
-
-    def _conclude(self, verified: list[str]) -> None:
-        report, layers = self.report, self.layers
-        report.checks += layers.checks
-        report.notes += layers.notes
-        report.failures += [check.failure() for check in report.checks if not check.passed]
-        report.reference = self._describe_reference(verified)
-        if self.reference == "float64" and self.why_original:
-            report.failures.append(f"no float64 reference: {report.reference}")
-        if not report.checks and not report.failures:
-            report.failures.append("nothing compared")
-        first = next((check for check in layers.checks if not check.passed), None)
-        report.first_divergence = self.parted
-        if first is not None:
-            report.first_divergence = f"layer {first.name or '(root)'}: {first.failure()}"
-
-    def _describe_reference(self, modes: list[str]) -> str:
-        reasons = {mode: self.why_original[mode] for mode in modes if mode in self.why_original}
-        if not reasons:
-            return "float64"
-        if len(reasons) == len(modes) and len(set(reasons.values())) == 1:
-            return f"original ({next(iter(reasons.values()))})"
-        return ", ".join(
-            f"original in {mode} mode ({reasons[mode]})" if mode in reasons else f"float64 in {mode} mode"
-            for mode in modes
-        )
+def _tell(report: VerifyReport, session: Session, verified: list[str], under: str) -> None:
+    """Says in the report what was tried, and what of the usual was not."""
+    if not verified:
+        return
+    if under:
+        report.tried.append(under.strip())
+        return
+    report.tried += [f"{mode} mode" for mode in verified]
+    report.not_tried += [f"{mode} mode" for mode in ("eval", "train") if mode not in verified]
+    ways = session.ways if session.gradients else ["without gradients", *session.ways]
+    (report.tried if session.gradients else report.not_tried).append("gradients")
+    for way in ("without gradients", "under inference_mode", CHANGED):
+        (report.tried if way in ways else report.not_tried).append(way)
+    report.tried.append(f"{CALLS_IN_TURN} calls of each layer in turn")
 
 
-def _judged(
-    standard: Standard, outcomes: list[Outcome], other_ways: dict[str, tuple[Standard, Outcome]]
-) -> list[Check]:
-    """The checks of the first outcome, those that another fails, and those that only another way of running fails."""
-    first, *others = (standard.checks(outcome) for outcome in outcomes)
-    failed = [check for checks in others for check in checks if not check.passed]
-    known = {(check.kind, check.name) for check in first + failed if not check.passed}
-    for way, (other, outcome) in other_ways.items():
-        failed += [
-            check.in_way(way)
-            for check in other.checks(outcome)
-            if not check.passed and (check.kind, check.name) not in known
-        ]
-    return first + failed
-
-
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".strip().split("\n", 1)[0]
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,68 @@
+"""What rounding in some layers may do to a network: it is added to what they return, and to the gradients into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_Generators = dict[torch.device, torch.Generator]
+
+
+class _Jitter(torch.autograd.Function):
+    @staticmethod
+    def forward(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
+        return _shaken(value, amplitude, draw)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.amplitude, ctx.draw = inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return _shaken(gradients[0], ctx.amplitude, ctx.draw), None, None
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, value: Tensor, amplitude: float, draw: Any) -> tuple[Tensor, Any]:
+        """Every sample with noise of its own."""
+        return _Jitter.apply(value, amplitude, draw), in_dims[0]  # type: ignore[no-untyped-call]
+
+
+def _shaken(value: Tensor, amplitude: float, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    wide = value.double() if value.dtype == torch.float64 else value.float()
+    scale = torch.hypot(wide, wide.square().mean().sqrt())
+    return torch.addcmul(wide, scale, draw(wide), value=amplitude).to(value.dtype)
+
+
+@contextmanager
+def shaken(
+    module: nn.Module, layers: list[str], amplitude: Callable[[nn.Module, Tensor], float], seed: int
+) -> Iterator[None]:
+    """The named layers' outputs, and the gradients into them, are off by as much as rounding may make them.
+
+    What comes out then shows how far the network itself amplifies rounding in these layers.
+    """
+    modules = dict(module.named_modules())
+    generators: _Generators = {}
+
+    def draw(wide: Tensor) -> Tensor:
+        place = wide.device if wide.device.type in ("cpu", "cuda") else torch.device("cpu")
+        if place not in generators:
+            generators[place] = torch.Generator(place).manual_seed(seed)
+        noise = torch.rand(wide.shape, generator=generators[place], device=place, dtype=wide.dtype)
+        return (noise * 2 - 1).to(wide.device)
+
+    def hook(layer: nn.Module, args: Any, output: Any) -> Any:
+        if not isinstance(output, Tensor) or not output.is_floating_point() or output.numel() == 0:
+            return output
+        return _Jitter.apply(output, amplitude(layer, output), draw)  # type: ignore[no-untyped-call]
+
+    handles = [modules[n].register_forward_hook(hook, prepend=True) for n in layers if n in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,352 @@
+"""One verification, from the first run of the original to what is wrong with the swapped network."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.computed import deep_copy
+from tconv_swap.inputs import model_dtype
+from tconv_swap.memory import is_out_of_memory
+from tconv_swap.verification import compare
+from tconv_swap.verification.compare import Tolerance
+from tconv_swap.verification.judge import LayerJudge, first_line
+from tconv_swap.verification.layer_call import layer_roundoff
+from tconv_swap.verification.layers import LayerChecks, swapped_layers
+from tconv_swap.verification.memory import float64_does_not_fit, leaf_outputs
+from tconv_swap.verification.network import Standard
+from tconv_swap.verification.noise import shaken
+from tconv_swap.verification.report import Check, VerifyReport
+from tconv_swap.verification.runs import (
+    CHANGED,
+    NOTHING,
+    PASSES,
+    Outcome,
+    Pass,
+    Runner,
+    Subject,
+    other_ways,
+)
+from tconv_swap.verification.trace import Trace
+from tconv_swap.verification.wide import in_float64
+
+_log = logging.getLogger("tconv_swap")
+
+# Runs of the original with rounding added, at most: they are made only while something is in doubt.
+MAX_SHAKEN_RUNS = 16
+TRACED_SHAKEN_RUNS = 2
+# How many parts of an output a note names one by one.
+MAX_NAMED = 5
+# How much is added, in units of what rounding may do; a right kernel is off by less than one on average.
+SHAKEN_BY = 2.0
+# A float64 run further from the original than this computes something else (other boxes kept, other noise).
+FLOAT64_TOO_FAR = 0.25
+
+
+class Session:
+    """One verification under one state of autocast; `run` writes what it finds into the report.
+
+    Attributes:
+        ways: in which ways beside the usual one the networks were run, in a reader's words.
+        gradients: whether gradients were compared in any mode.
+    """
+
+    def __init__(
+        self,
+        report: VerifyReport,
+        original: Subject,
+        swapped: Subject,
+        runner: Runner,
+        tolerance: Tolerance | None,
+        reference: str | None,
+        backward: bool,
+        under: str = "",
+    ) -> None:
+        """
+        Args:
+            under: what the report adds to the name of a mode.
+        """
+        self.report = report
+        self.original = original
+        self.swapped = swapped
+        self.runner = runner
+        self.tolerance = tolerance
+        self.reference = reference
+        self.backward = backward
+        self.dtype = model_dtype(original.module)
+        self.layers = LayerChecks(swapped.module, backward, runner.seed, LayerJudge(tolerance))
+        self.under = under
+        self.float64: Subject | None = None
+        self.no_float64 = "as asked" if reference == "original" else ""
+        self.why_original: dict[str, str] = {}
+        self.parted: str | None = None
+        self.ways: list[str] = []
+        self.gradients = False
+
+    def run(self, modes: Sequence[str]) -> list[str]:
+        """Compares in each mode; returns those that the original runs in."""
+        asked, modes = modes, [f"{mode}{self.under}" for mode in modes]
+        verified = [mode for mode in modes if self._verify_mode(mode)]
+        if verified:
+            self.layers.probe_unreached(f"probe{self.under}")
+        else:
+            self.report.failures.append(f"nothing compared: the original runs in none of {list(modes)}")
+        self._conclude(verified)
+        return [mode for mode, named in zip(asked, modes, strict=True) if named in verified]
+
+    def _verify_mode(self, mode: str) -> bool:
+        """Whether the original runs in this mode, so that there is something to compare with."""
+        _log.info("verify: %s mode", mode)
+        if (standard := self._standard(mode)) is None:
+            return False
+        if not self._compare(standard) and self.parted is None:
+            self.parted = self._where_they_part(standard)
+        return True
+
+    def _standard(self, mode: str) -> Standard | None:
+        """Everything that the swapped network will be judged by; None if the original does not run."""
+        how, first = self._first_run(mode)
+        if how is None or first is None:
+            return None
+        self.gradients |= how.gradients
+        activations: list[int] = []
+        with leaf_outputs(self.original.module, activations):
+            again = self.runner.run(self.original, mode, how)
+        truth = self._truth(mode, how, first, sum(activations)) or first
+        standard = Standard(mode, how, first, truth, self.dtype, self.runner.devices, self.tolerance)
+        standard.widen(again)
+        standard.in_place = first.in_same_memory(again)
+        if off := {key: norms for key, norms in standard.noise.items() if norms.maximum > 0}:
+            (kind, where), worst = max(off.items(), key=lambda item: item[1].maximum)
+            self.report.notes.append(
+                f"{mode}: the original is not deterministic: two runs differ by up to {worst.maximum:.1e} "
+                f"({kind} {where}); the limits are widened by that"
+            )
+        return standard
+
+    def _first_run(self, name: str) -> tuple[Pass | None, Outcome | None]:
+        passes = PASSES if self.backward else (NOTHING,)
+        reason = ""
+        for how in passes:
+            try:
+                outcome = self.runner.run(self.original, name, how)
+            except Exception as error:  # a foreign forward may raise anything
+                if is_out_of_memory(error):
+                    raise  # says nothing of the network
+                reason = reason or first_line(error)
+                last = first_line(error)
+                continue
+            if self.backward and not how.gradients:
+                self.report.notes.append(f"{name}: the original gives no gradients, none compared: {reason}")
+            elif self.backward and not how.of_inputs:
+                self.report.notes.append(f"{name}: no gradients of the inputs: {reason}")
+            elif self.backward and not outcome.differentiable:
+                self.report.notes.append(f"{name}: no output depends on anything that requires grad")
+            return how, outcome
+        self.report.notes.append(f"{name}: not verifiable, the original raises {last}")
+        return None, None
+
+    def _truth(self, name: str, how: Pass, first: Outcome, activations: int) -> Outcome | None:
+        """The float64 run of the original, or None; why not is kept."""
+        reason = self.no_float64 or float64_does_not_fit(
+            self.original.module, self.runner.inputs, activations, how.gradients
+        )
+        if reason:
+            self.why_original[name] = reason
+            return None
+        devices = self.runner.devices
+        try:
+            if self.float64 is None:
+                self.original.rewind()
+                self.float64 = Subject(deep_copy(self.original.module, dtype=torch.float64).double())
+            with in_float64(self.dtype, devices):
+                truth = self.runner.run(self.float64, name, how, double=True)
+        except Exception as error:
+            # The frames of the traceback hold what was computed so far.
+            self.why_original[name] = f"in float64 it raises {first_line(error)}"
+            truth = None
+        if truth is None:
+            self.float64 = None
+            gc.collect()
+            return None
+        if reason := self._not_comparable(truth, first):
+            self.why_original[name] = reason
+            return None
+        return truth
+
+    def _not_comparable(self, truth: Outcome, first: Outcome) -> str:
+        if truth.random_state != first.random_state:
+            return "in float64 it draws other random numbers"
+        for path, value in first.output.tensors.items():
+            exact = truth.output.leaves.get(path)
+            if not isinstance(exact, Tensor) or exact.shape != value.shape:
+                return f"output {path} has another shape in float64"
+            if value.is_floating_point():
+                off = compare.difference(value, exact, value).norms.l2
+                if not off <= FLOAT64_TOO_FAR:
+                    return f"output {path} is {off:.1e} off in float64: not the same computation"
+        return ""
+
+    def _shake(self, standard: Standard) -> None:
+        """Adds rounding to the original's transposed convolutions and keeps how far that moves everything."""
+        standard.shaken_runs += 1
+        with self._shaken(standard.shaken_runs):
+            standard.widen(self.runner.run(self.original, standard.mode, standard.how))
+
+    def _shaken(self, index: int) -> AbstractContextManager[None]:
+        def amplitude(layer: nn.Module, output: Tensor) -> float:
+            return SHAKEN_BY * layer_roundoff(layer, output)
+
+        names = list(swapped_layers(self.swapped.module))
+        return shaken(self.original.module, names, amplitude, self.runner.seed + index)
+
+    def _compare(self, standard: Standard) -> bool:
+        """Runs the swapped network and keeps what is found; whether all is well."""
+        mode, report = standard.mode, self.report
+        try:
+            with self.layers.watch(mode):
+                watched = self.runner.run(self.swapped, mode, standard.how)
+            outcome = self.runner.run(self.swapped, mode, standard.how)
+            others = self._other_ways(standard)
+        except Exception as error:  # whatever a broken layer raises
+            if is_out_of_memory(error):
+                raise
+            report.failures.append(
+                f"{mode}: the swapped network raises {first_line(error)}; the original does not"
+            )
+            return False
+        outcomes = [outcome]
+        if not watched.identical(outcome):
+            repeated = standard.distances(watched, outcome)
+            worst = max((norms.maximum for norms in repeated.values()), default=0.0)
+            report.notes.append(f"{mode}: two runs of the swapped network differ, by up to {worst:.1e}")
+            outcomes.append(watched)
+        reused = sorted(watched.in_same_memory(outcome) - standard.in_place)
+        del watched
+        if parts := standard.not_compared(outcome):
+            more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
+            report.notes.append(f"{mode}: not compared: {', '.join(parts[:MAX_NAMED])}{more}")
+        structure = [line for each in outcomes for line in standard.structure(each)]
+        structure += [
+            f"{mode}: output {path or '(whole)'} of one run lies where that of the next lies"
+            for path in reused
+        ]
+        for way, (other, outcome) in others.items():
+            structure += [f"{line}, {way}" for line in other.structure(outcome)]
+        checks = _judged(standard, outcomes, others)
+        layers_agree = all(check.passed for check in self.layers.checks)
+        while layers_agree and self.tolerance is None and (doubted := _doubted(standard, checks, others)):
+            # Rounding next to a kink (ReLU, max pooling) moves a gradient by a jump, and is as likely to in
+            # a shaken run as in the swapped network.
+            self._shake(doubted)
+            checks = _judged(standard, outcomes, others)
+        report.checks += checks
+        report.failures += structure
+        return not structure and layers_agree and all(check.passed for check in checks)
+
+    def _other_ways(self, standard: Standard) -> dict[str, tuple[Standard, Outcome]]:
+        """What the swapped network gives where less is asked of it, and what it is judged by then."""
+        found = {}
+        for way, how in other_ways(standard.how).items():
+            try:
+                original = self.runner.run(self.original, standard.mode, how)
+            except Exception as error:  # such as a forward that takes gradients itself
+                if is_out_of_memory(error):
+                    raise
+                _log.debug("verify: the original does not run %s: %s", way, first_line(error))
+                continue
+            exact = standard.truth
+            if how.changed or exact is standard.original or self._not_comparable(exact, original):
+                exact = original
+            if how.changed and not original.has_numbers():
+                continue
+            watch = self.layers.watch_changed if how.changed else self.layers.watch_again
+            with watch(standard.mode, way):
+                outcome = self.runner.run(self.swapped, standard.mode, how)
+            # The noise of the one is the noise of the other, whatever widens it widens both; other weights have others.
+            noise = dict(standard.noise) if how.changed else standard.noise
+            found[way] = replace(standard, how=how, original=original, truth=exact, noise=noise), outcome
+            self.ways += [way] if way not in self.ways else []
+        return found
+
+    def _where_they_part(self, standard: Standard) -> str | None:
+        """The first module that returns something else; only asked for what no swapped layer explains."""
+        if any(not check.passed for check in self.layers.checks):
+            return None
+        trace, mode, how = Trace(), standard.mode, NOTHING
+        try:
+            with trace.record(self.original.module):
+                self.runner.run(self.original, mode, how)
+            for index in range(TRACED_SHAKEN_RUNS):
+                with self._shaken(index), trace.widen(self.original.module):
+                    self.runner.run(self.original, mode, how)
+            with trace.follow(self.swapped.module):
+                self.runner.run(self.swapped, mode, how)
+        except Exception as error:  # a search that fails must not hide what has been found
+            _log.debug("verify: no trace: %s", first_line(error))
+        return None if trace.parted is None else f"{mode}: {trace.parted}"
+
+    def _conclude(self, verified: list[str]) -> None:
+        report, layers = self.report, self.layers
+        report.checks += layers.checks
+        report.notes += layers.judge.notes
+        report.failures += [check.failure() for check in report.checks if not check.passed]
+        report.reference = self._describe_reference(verified)
+        if self.reference == "float64" and self.why_original:
+            report.failures.append(f"no float64 reference: {report.reference}")
+        if not report.checks and not report.failures:
+            report.failures.append("nothing compared")
+        first = next((check for check in layers.checks if not check.passed), None)
+        report.first_divergence = self.parted
+        if first is not None:
+            report.first_divergence = f"layer {first.name or '(root)'}: {first.failure()}"
+
+    def _describe_reference(self, modes: list[str]) -> str:
+        reasons = {mode: self.why_original[mode] for mode in modes if mode in self.why_original}
+        if not reasons:
+            return "float64"
+        if len(reasons) == len(modes) and len(set(reasons.values())) == 1:
+            return f"original ({next(iter(reasons.values()))})"
+        return ", ".join(
+            f"original in {mode} mode ({reasons[mode]})" if mode in reasons else f"float64 in {mode} mode"
+            for mode in modes
+        )
+
+
+def _doubted(
+    standard: Standard, checks: list[Check], others: dict[str, tuple[Standard, Outcome]]
+) -> Standard | None:
+    """What is to be run with more rounding before a check of it is believed to have failed; None if nothing is."""
+    changed = [other for other, _ in others.values() if other.how.changed]
+    failed = [check for check in checks if not check.passed and math.isfinite(check.error_swapped)]
+    of_changed = [check for check in failed if check.way == CHANGED]
+    if len(failed) > len(of_changed) and standard.shaken_runs < MAX_SHAKEN_RUNS:
+        return standard
+    if of_changed and changed and changed[0].shaken_runs < MAX_SHAKEN_RUNS:
+        return changed[0]
+    return None
+
+
+def _judged(
+    standard: Standard, outcomes: list[Outcome], other_ways: dict[str, tuple[Standard, Outcome]]
+) -> list[Check]:
+    """The checks of the first outcome, those that another fails, and those that only another way of running fails."""
+    first, *others = (standard.checks(outcome) for outcome in outcomes)
+    failed = [check for checks in others for check in checks if not check.passed]
+    known = {(check.kind, check.name) for check in first + failed if not check.passed}
+    for way, (other, outcome) in other_ways.items():
+        found = [
+            check.in_way(way)
+            for check in other.checks(outcome)
+            if not check.passed and (check.kind, check.name) not in known
+        ]
+        known |= {(check.kind, check.name) for check in found}
+        failed += found
+    return first + failed
