@@ -67,9 +67,9 @@ def function_attributes(cls: type) -> frozenset[str]:
 
 
 def check_layer(layer: nn.Module) -> None:
-    """Raises RefusedError where an attribute that the class of a layer of PyTorch's needs is missing or of another type."""
+    """Raises RefusedError where an attribute that the class of a layer needs is missing, or of another type."""
     cls = type(layer)
-    for name, hint in _needed(cls).items():
+    for name, hint in _needed(cls).items():  # type: ignore[arg-type]  # mypy compares the hash of the instances
         if not hasattr(layer, name):
             raise RefusedError(f"a {cls.__name__} has no {name}")
         if not _fits(getattr(layer, name), hint):
@@ -123,7 +123,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is one of the annotation's; numbers stand for each other, and a number for equal ones in a tuple."""
+    """Whether a value is one of the annotation's. Numbers stand for each other, and one for a tuple of equal ones."""
     return any(_fits_one(value, alternative) for alternative in _alternatives(hint))
 
 

@@ -94,7 +94,8 @@ class _Maker:
             return self.storage(record)
         if isinstance(record, Items):
             return self.items(record)
-        assert isinstance(record, Call) and isinstance(record.callee, GlobalName)
+        assert isinstance(record, Call)
+        assert isinstance(record.callee, GlobalName)
         meaning = self.meanings[record.callee]
         return self.of_kind[meaning.kind](record, meaning)
 
@@ -155,9 +156,9 @@ class _Maker:
 
     def typed_tensor(self, call: Call) -> _Steps:
         function, cls, arguments, state = call.args.items
-        assert (
-            isinstance(function, GlobalName) and isinstance(cls, GlobalName) and isinstance(arguments, Items)
-        )
+        assert isinstance(function, GlobalName)
+        assert isinstance(cls, GlobalName)
+        assert isinstance(arguments, Items)
         made = yield from self.tensor(Call(function, arguments), self.meanings[function])
         kind = self.meanings[cls].value
         if type(made) is not kind:

@@ -86,11 +86,11 @@ def check_fields(fields: dict[str, Record], view: View) -> None:
     if not isinstance(fields.get("_is_full_backward_hook"), bool | None):
         raise RefusedError("_is_full_backward_hook is not a bool")
     for field, allowed in _HELD.items():
-        for name, value in view.dictionary(fields[field], field):
-            if not (isinstance(name, str) and name and name.isprintable() and "." not in name):
-                raise RefusedError(f"{field} holds a {name!r:.80}")
+        for key, value in view.dictionary(fields[field], field):
+            if not (isinstance(key, str) and key and key.isprintable() and "." not in key):
+                raise RefusedError(f"{field} holds a {key!r:.80}")
             if value is not None and (isinstance(value, Items) or view.sort(value) not in allowed):
-                raise RefusedError(f"{name} in {field} is something else")
+                raise RefusedError(f"{key} in {field} is something else")
     for field in _FLAGS:
         for number, flag in view.dictionary(fields.get(field, Items(dict, [])), field):
             if not (type(number) is int and isinstance(flag, bool)):
@@ -129,11 +129,9 @@ def check_hooks(fields: dict[str, Record], layer: Call, cls: type, view: View, t
                 kind, state = SpectralNormLoadStateDictPreHook, _state(wrapped, view)
             if kind in (SpectralNormStateDictHook, SpectralNormLoadStateDictPreHook):
                 computes = state.get("fn")
+                own = fields.get("_forward_pre_hooks", Items(dict, []))
                 if not isinstance(computes, Call) or not any(
-                    other is computes
-                    for _, other in view.dictionary(
-                        fields.get("_forward_pre_hooks", Items(dict, [])), "_forward_pre_hooks"
-                    )
+                    other is computes for _, other in view.dictionary(own, "_forward_pre_hooks")
                 ):
                     raise RefusedError(f"{field} of a {cls.__name__} holds a hook of no weight of its own")
                 kind, state = SpectralNorm, _state(computes, view)
@@ -145,6 +143,8 @@ def _check_worked_on(
 ) -> None:
     """Whether the layer has what the hook computes a weight from, and whether that may be set."""
     name = state.get("_tensor_name" if kind in PRUNING else "name")
+    if not isinstance(name, str):
+        raise RefusedError(f"a hook of a {cls.__name__} works on nothing")
     parameters = {key for key, _ in view.dictionary(fields["_parameters"], "_parameters")}
     buffers = {key for key, _ in view.dictionary(fields["_buffers"], "_buffers")}
     if kind is WeightNorm:
@@ -153,7 +153,7 @@ def _check_worked_on(
         present = f"{name}_orig" in parameters and f"{name}_u" in buffers
     else:
         present = f"{name}_orig" in parameters and f"{name}_mask" in buffers
-    if not present or not isinstance(name, str) or name in FIELDS or not may_set(cls, name, trusted):
+    if not present or name in FIELDS or not may_set(cls, name, trusted):
         raise RefusedError(f"a hook of a {cls.__name__} works on {name!r:.80}, which it has not")
 
 

@@ -34,8 +34,9 @@ from tconv_swap.files.records import GlobalName
 from tconv_swap.files.storages import Placing, is_device, on_cpu
 from tconv_swap.files.trust import UntrustedError, meanings_of, parse_trust, prepare_for_anything
 from tconv_swap.files.usercode import build_network
+from tconv_swap.files.wholeness import check_whole
 from tconv_swap.inputs import Inputs
-from tconv_swap.memory import CPU, LEAST_BYTES, free_bytes, is_out_of_memory, within_free_memory
+from tconv_swap.memory import is_out_of_memory, within_free_memory
 
 __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model", "parse_trust"]
 
@@ -106,7 +107,7 @@ def load_model(
         return _fitted(file, content, devices, factory, key)
     if not isinstance(content, nn.Module):
         raise LoadError(f"{printable(path)} {_other_content(content)}")
-    _check_whole(path, content)
+    check_whole(path, content)
     return LoadedModel(content, tuple(sorted(devices.missing)))
 
 
@@ -131,7 +132,7 @@ def _fitted(
     network = build_network(factory)
     built = weights.dtypes_of(network)
     prefix = weights.load_strictly(network, found.weights, file.path)
-    _check_whole(file.path, network)
+    check_whole(file.path, network)
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
     notes += found.notes
     if prefix:
@@ -253,7 +254,7 @@ def _load_anything(path: Path, place: Placing) -> Any:
         # Warnings about storages and changed sources say nothing the user can act on.
         with warnings.catch_warnings(), within_free_memory():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location=place, weights_only=False)
+            return torch.load(path, map_location=place, weights_only=False)  # type: ignore[arg-type]
     except Exception as error:  # a damaged pickle may fail in any way
         raise _cannot_be_loaded(path, error) from error
 
@@ -280,33 +281,3 @@ def _other_content(loaded: Any) -> str:
         keys = ", ".join(printable(repr(key)) for key in list(loaded)[:5])
         return f"holds a checkpoint (a dict with {keys or 'no keys'}), not a network: {advice}"
     return f"holds a {type(loaded).__name__}, not a network (an nn.Module)"
-
-
-def _check_whole(path: Path, model: nn.Module) -> None:
-    """A pickle may give a module any attributes, or none: find out now and not in the middle of the work."""
-    try:
-        model.apply(lambda module: None)  # recurses as .to() does: finds a module that contains itself
-        for name, module in model.named_modules():
-            if not name.isprintable():
-                raise ValueError(f"a layer is called {name!r}")
-            if not isinstance(module.training, bool):
-                raise TypeError("training is not a bool")
-            list(module.named_parameters(recurse=False))
-            list(module.named_buffers(recurse=False))
-        _check_size(model)
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise LoadError(f"{printable(path)} holds a damaged network ({first_line(error)})") from None
-
-
-def _check_size(model: nn.Module) -> None:
-    # A tensor of stride 0 may have any size on a storage of a few bytes, until somebody copies it.
-    held = [
-        t for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t) and not t.is_meta
-    ]
-    expanded = [
-        t for t in held if 0 in t.stride() and t.numel() * t.element_size() > t.untyped_storage().nbytes()
-    ]
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in expanded)
-    free = free_bytes(CPU)
-    if free is not None and needed > max(free, LEAST_BYTES):
-        raise ValueError(f"its tensors would need {needed / 2**30:.0f} GiB")

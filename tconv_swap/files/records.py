@@ -72,7 +72,7 @@ class Reference:
 
 
 #: None, bool, int, float, str and bytes stand for themselves.
-Atom: TypeAlias = None | bool | int | float | str | bytes
+Atom: TypeAlias = bool | int | float | str | bytes | None
 Record: TypeAlias = Atom | GlobalName | Items | Call | Reference
 
 

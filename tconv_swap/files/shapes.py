@@ -21,7 +21,7 @@ _MOST_DIMENSIONS = 64
 
 
 def are_arguments_of(function: object, arguments: list[Record], constant: Constant) -> bool:
-    """Whether a call of `function`, a class or the name of a function of torch, has these arguments in an honest file."""
+    """Whether an honest file calls `function`, a class or the name of a function of torch, with these arguments."""
     return any(
         len(form) == len(arguments)
         and all(fits(argument, constant) for fits, argument in zip(form, arguments, strict=True))

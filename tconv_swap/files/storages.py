@@ -44,7 +44,7 @@ class Storages:
         """
 
     def storage(self, parts: list[Any]) -> tuple[torch.UntypedStorage, torch.dtype]:
-        """What a persistent id stands for: ("storage", dtype, key, device, number of elements, a part of it or None)."""
+        """What a persistent id stands for: `("storage", dtype, key, device, number of elements, part or None)`."""
         types = [type(part) for part in parts]
         if (
             types[:5] != [str, torch.dtype, str, str, int]
@@ -69,7 +69,7 @@ class Storages:
     def _placed(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         placed = self._place(storage, location)
         if placed is None:
-            placed = torch.serialization.default_restore_location(storage, location)  # type: ignore[no-untyped-call]
+            placed = torch.serialization.default_restore_location(storage, location)
         return placed
 
     @staticmethod
@@ -111,6 +111,6 @@ def storage_of(content: bytes | bytearray) -> torch.UntypedStorage:
     """A copy of these bytes, aligned as PyTorch aligns what it allocates."""
     storage = torch.UntypedStorage(len(content))
     if content:
-        target = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (len(content),), (1,))  # type: ignore[call-overload]
+        target = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (len(content),), (1,))
         target.copy_(torch.frombuffer(content, dtype=torch.uint8))
     return storage

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from tconv_swap.files.containers import RefusedError
 
 _MOST_BYTES = (1 << 63) - 1
+_QUANTIZED = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
@@ -71,13 +72,14 @@ def _untyped(
     metadata: dict[str, bool] | None = None,
 ) -> Tensor:
     storage = stored[0]
-    if torch.empty((), dtype=dtype).is_quantized:
+    if dtype in _QUANTIZED:
         raise RefusedError("a quantised tensor has no scale")
     _check_inside(storage.nbytes(), dtype.itemsize, offset, size, stride)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-    return torch._utils._rebuild_tensor_v2(
+    tensor: Tensor = torch._utils._rebuild_tensor_v2(
         typed, offset, size, stride, requires_grad, OrderedDict(), metadata
-    )  # type: ignore[no-any-return,no-untyped-call]
+    )
+    return tensor
 
 
 def _quantized(
@@ -90,7 +92,7 @@ def _quantized(
     _: object,
 ) -> Tensor:
     storage, dtype = stored
-    if not torch.empty((), dtype=dtype).is_quantized or requires_grad or storage.device.type == "meta":
+    if dtype not in _QUANTIZED or requires_grad or storage.device.type == "meta":
         raise RefusedError("a quantised tensor has a dtype that is none of those")
     _check_inside(storage.nbytes(), dtype.itemsize, offset, size, stride)
     if quantizer[0] == torch.per_tensor_affine:
@@ -100,7 +102,10 @@ def _quantized(
     else:
         _check_channels(quantizer, size, dtype)
     typed = torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-    return torch._utils._rebuild_qtensor(typed, offset, size, stride, quantizer, False, OrderedDict())  # type: ignore[no-any-return,no-untyped-call]
+    tensor: Tensor = torch._utils._rebuild_qtensor(
+        typed, offset, size, stride, quantizer, False, OrderedDict()
+    )
+    return tensor
 
 
 def _check_channels(quantizer: tuple[Any, ...], size: Sequence[int], dtype: torch.dtype) -> None:
@@ -119,8 +124,8 @@ def _check_channels(quantizer: tuple[Any, ...], size: Sequence[int], dtype: torc
 
 
 def _may_be_zero_point(value: Any, dtype: torch.dtype) -> bool:
-    stored = {torch.qint8: torch.int8, torch.quint8: torch.uint8, torch.qint32: torch.int32}[dtype]
-    return value == int(value) and torch.iinfo(stored).min <= value <= torch.iinfo(stored).max
+    limits = torch.iinfo(_QUANTIZED[dtype])
+    return bool(value == int(value)) and limits.min <= value <= limits.max
 
 
 def _sparse(layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
@@ -139,7 +144,9 @@ def _sparse(layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
             indices[0], values, size, check_invariants=True, is_coalesced=coalesced
         )
     if layout in _COMPRESSED and len(indices) == 2:
-        return torch.sparse_compressed_tensor(*indices, values, size, layout=layout, check_invariants=True)
+        compressed: Any = torch.sparse_compressed_tensor
+        made: Tensor = compressed(*indices, values, size, layout=layout, check_invariants=True)
+        return made
     raise RefusedError("a sparse tensor has not the parts of its layout")
 
 
