@@ -1,4 +1,4 @@
-"""Files that want to do harm: records written out as pickles, random ones too, and a watch over what loading one does."""
+"""Files that want to do harm: records written as pickles, random ones too, and a watch over what loading one does."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import struct
 import sys
 import zipfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,55 +84,47 @@ class _Writer:
         self.out = bytearray(b"\x80\x02")
         self.memo: dict[int, int] = {}
 
-    def put(self, record: Record) -> None:
-        self.memo[id(record)] = len(self.memo)
-        self.out += b"r" + struct.pack("<I", self.memo[id(record)])
+    def write(self, root: Record) -> None:
+        # A stack of what is still to be written: records, and bytes of instructions in a bytearray.
+        rest: list[Any] = [root]
+        while rest:
+            record = rest.pop()
+            if isinstance(record, bytearray):
+                self.out += record
+            elif isinstance(record, _Put):
+                self.memo[id(record.record)] = len(self.memo)
+                self.out += b"r" + struct.pack("<I", len(self.memo) - 1)
+            elif isinstance(record, Items | Call) and id(record) in self.memo:
+                self.out += b"j" + struct.pack("<I", self.memo[id(record)])
+            elif isinstance(record, GlobalName):
+                self.out += f"c{record.module}\n{record.name}\n".encode()
+            elif isinstance(record, Items | Call | Reference):
+                rest += reversed(_instructions(record))
+            else:
+                self.out += _atom(record)
 
-    def write(self, record: Record) -> None:
-        if isinstance(record, Items | Call) and id(record) in self.memo:
-            self.out += b"j" + struct.pack("<I", self.memo[id(record)])
-        elif isinstance(record, GlobalName):
-            self.out += f"c{record.module}\n{record.name}\n".encode()
-        elif isinstance(record, Items):
-            self.items(record)
-        elif isinstance(record, Reference):
-            self.write(record.id)
-            self.out += b"Q"
-        elif isinstance(record, Call):
-            self.call(record)
-        else:
-            self.out += _atom(record)
 
-    def items(self, record: Items) -> None:
-        if record.kind is tuple:
-            self.out += b"("
-            self.all(record.items)
-            self.out += b"t"
-            self.put(record)
-            return
-        self.out += {list: b"]", dict: b"}", set: b"\x8f", frozenset: b"("}[record.kind]
-        if record.kind is not frozenset:
-            self.put(record)
-            self.out += b"("
-        self.all(record.items)
-        self.out += {list: b"e", dict: b"u", set: b"\x90", frozenset: b"\x91"}[record.kind]
+@dataclass
+class _Put:
+    record: Record
 
-    def call(self, record: Call) -> None:
-        self.all([record.callee, record.args])
-        self.out += b"\x81" if record.new else b"R"
-        self.put(record)
+
+def _instructions(record: Items | Call | Reference) -> list[Any]:
+    if isinstance(record, Reference):
+        return [record.id, bytearray(b"Q")]
+    if isinstance(record, Call):
+        parts = [record.callee, record.args, bytearray(b"\x81" if record.new else b"R"), _Put(record)]
         for content, end in ((record.appended, b"e"), (record.pairs, b"u")):
             if content:
-                self.out += b"("
-                self.all(content)
-                self.out += end
+                parts += [bytearray(b"("), *content, bytearray(end)]
         for state in record.states:
-            self.write(state)
-            self.out += b"b"
-
-    def all(self, records: list[Record]) -> None:
-        for record in records:
-            self.write(record)
+            parts += [state, bytearray(b"b")]
+        return parts
+    if record.kind in (tuple, frozenset):
+        end = {tuple: b"t", frozenset: b"\x91"}[record.kind]
+        return [bytearray(b"("), *record.items, bytearray(end), _Put(record)]
+    start, end = {list: (b"]", b"e"), dict: (b"}", b"u"), set: (b"\x8f", b"\x90")}[record.kind]
+    return [bytearray(start), _Put(record), bytearray(b"("), *record.items, bytearray(end)]
 
 
 def _atom(value: Any) -> bytes:

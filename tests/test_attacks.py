@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
+import pickle
 import random
 import time
 import zipfile
@@ -149,15 +149,9 @@ CHAINS: dict[str, Callable[[], Record]] = {
 @pytest.fixture(autouse=True, scope="module")
 def _warm() -> None:
     """What PyTorch imports and compiles at its first use of anything is not the files' doing."""
-    chance = random.Random(0)
-    for model in (*honest(), generator()):
-        loaded = load_from(model)
-        with contextlib.suppress(Exception):
-            attack.use(loaded)
-    for seed in range(300):
-        chance.seed(-1 - seed)
-        with contextlib.suppress(Exception):
-            attack.use(load_pickle(Path(os.devnull).parent / "shm", pickled(attack.anything(chance))))
+    pickle.loads(pickle.dumps("text", 0))
+    for model in (*honest(), generator(), nn.DataParallel(nn.Identity())):
+        attack.use(model)
 
 
 def honest() -> list[nn.Module]:
@@ -171,23 +165,6 @@ def honest() -> list[nn.Module]:
         ),
         nn.ModuleDict({"a": nn.LSTM(4, 3), "b": nn.ParameterDict({"c": torch.ones(2)}), "d": encoder}),
     ]
-
-
-def load_from(model: nn.Module) -> nn.Module:
-    path = Path("/dev/shm" if os.path.isdir("/dev/shm") else "/tmp") / f"attack-{os.getpid()}.pt"
-    try:
-        torch.save(model, path)
-        return load_model(path).model
-    finally:
-        path.unlink()
-
-
-def load_pickle(directory: Path, content: bytes) -> nn.Module:
-    path = directory / f"attack-{os.getpid()}.pt"
-    try:
-        return load_model(save(path, content)).model
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def test_the_watch_sees_what_is_executed(tmp_path: Path) -> None:
@@ -204,13 +181,11 @@ def test_the_watch_sees_what_is_executed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chain", CHAINS)
 def test_every_chain_of_allowed_names_is_refused(tmp_path: Path, chain: str) -> None:
     path = save(tmp_path / "model.pt", pickled(CHAINS[chain]()))
+    inside = save_nested(tmp_path, CHAINS[chain]())
     with attack.watched() as seen:
-        with pytest.raises(LoadError) as caught:
-            load_model(path)
-        nested = save_nested(tmp_path, CHAINS[chain]())
-    assert "holds a damaged network" in str(caught.value), str(caught.value)
-    with attack.watched() as seen, pytest.raises(LoadError):
-        load_model(nested)
+        for file in (path, inside):
+            with pytest.raises(LoadError, match="holds a damaged network"):
+                load_model(file)
     assert seen == []
 
 
@@ -260,11 +235,12 @@ def attempt(path: Path) -> bool:
         try:
             model = load_model(path).model
         except LoadError as error:
-            assert "\n" not in str(error)
-            model = None
-        if model is not None:
+            model, refusal = None, str(error)
+        else:
+            refusal = ""
             attack.use(model)
     assert seen == []
+    assert "\n" not in refusal
     return model is not None
 
 
@@ -289,12 +265,12 @@ def test_networks_with_one_record_exchanged(tmp_path: Path, which: int) -> None:
             name.rpartition("data/")[2]: archive.read(name) for name in archive.namelist() if "/data/" in name
         }
     loaded = 0
-    for seed in range(700):
+    for seed in range(500):
         chance = random.Random(seed)
         root = read_content(examine(tmp_path / "honest.pt")).pickle.root
         attack.changed(chance, root)
         loaded += attempt(save(tmp_path / "model.pt", pickled(root), data))
-    assert 50 < loaded < 650
+    assert 50 < loaded < 450
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -370,7 +346,9 @@ FORGED: dict[str, Callable[[], Record]] = {
     "sparse with fewer values": lambda: coo(tensor(4, (1, 4), "Long"), tensor(4, (3,)), (4,)),
     "sparse indices that are none": lambda: coo(tensor(4, (1, 4)), tensor(), (4,)),
     "a sparse size without end": lambda: coo(tensor(4, (1, 4), "Long"), tensor(), (1 << 62, 1 << 62)),
-    "compressed rows beyond": lambda: sparse("torch.sparse_csr", tensor(2, (2,), "Long"), _LONG, tensor(), a_tuple(1, 4)),
+    "compressed rows beyond": lambda: sparse(
+        "torch.sparse_csr", tensor(2, (2,), "Long"), _LONG, tensor(), a_tuple(1, 4)
+    ),
     "compressed columns beyond": lambda: sparse(
         "torch.sparse_csr", tensor(4, (2,), "Long"), tensor(4, (1,), "Long", offset=3), tensor(4, (1,)), a_tuple(1, 2)
     ),
@@ -398,8 +376,9 @@ FORGED: dict[str, Callable[[], Record]] = {
 @pytest.mark.parametrize("forged", FORGED)
 def test_tensors_that_cannot_be(tmp_path: Path, forged: str) -> None:
     root = layer(nn.Identity, _buffers=a_dict(x=FORGED[forged]()))
+    path = save(tmp_path / "model.pt", pickled(root))
     with attack.watched() as seen, pytest.raises(LoadError, match="holds a damaged network"):
-        load_model(save(tmp_path / "model.pt", pickled(root)))
+        load_model(path)
     assert seen == []
 
 
@@ -502,7 +481,7 @@ def test_containers_without_end(tmp_path: Path, huge: str) -> None:
 
 def test_layers_without_end(tmp_path: Path) -> None:
     before = time.process_time()
-    for record, reason in ((doubled_layers(30), "names"), (nested_layers(150), "deep")):
+    for record, reason in ((doubled_layers(30), "names"), (nested_layers(120), "deep")):
         with pytest.raises(LoadError, match=reason):
             load_model(save(tmp_path / "model.pt", pickled(record)))
     assert time.process_time() - before < 5
@@ -515,7 +494,7 @@ def test_layers_without_end(tmp_path: Path) -> None:
 
 
 def test_a_pickle_of_very_deep_lists(tmp_path: Path) -> None:
-    content = b"\x80\x02" + b"]" * 1_000_000 + b"a" * 999_999 + b"."
+    content = b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
     with pytest.raises(LoadError, match="nested more than 100 deep"):
         load_inputs(save(tmp_path / "inputs.pt", content))
 

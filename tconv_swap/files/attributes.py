@@ -6,6 +6,7 @@ What a layer needs is read off its class: the names in its `__constants__` and i
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -114,12 +115,8 @@ def _needed(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    own = vars(cls).get("__annotations__", {})
-    try:
-        hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):  # an annotation of a type that is not imported at run time
-        hints = {}
-    return {name: hints.get(name, Any) for name in own if name not in vars(cls)}
+    # As they are: nothing evaluates those that are text, which fit anything.
+    return {name: hint for name, hint in inspect.get_annotations(cls).items() if name not in vars(cls)}
 
 
 def _fits(value: object, hint: Any) -> bool:
