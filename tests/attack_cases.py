@@ -79,6 +79,13 @@ def parameter(data: Record) -> Call:
     return rebuilt("_rebuild_parameter", data, True, ordered())
 
 
+_MOST_BYTES = 1_000_000
+
+
+class UnwritableError(Exception):
+    """No pickle says so: a tuple or the arguments of a call contain what they make."""
+
+
 class _Writer:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
@@ -89,6 +96,8 @@ class _Writer:
         rest: list[Any] = [root]
         while rest:
             record = rest.pop()
+            if len(self.out) > _MOST_BYTES:
+                raise UnwritableError
             if isinstance(record, bytearray):
                 self.out += record
             elif isinstance(record, _Put):
@@ -173,7 +182,8 @@ _watching = False
 _NEVER = ("exec", "compile", "import", "marshal.", "code.", "function.__new__", "subprocess.", "socket.", "ctypes.",
           "shutil.", "pty.", "webbrowser.", "urllib.", "os.system", "os.exec", "os.spawn", "os.posix_spawn", "os.fork",
           "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.link", "os.symlink", "os.chmod", "os.kill", "os.putenv",
-          "os.truncate", "os.chdir", "tempfile.", "sys.settrace", "sys.setprofile", "builtins.input", "pickle.find_class")  # fmt: skip
+          "os.truncate", "os.chdir", "tempfile.", "sys.settrace", "sys.setprofile", "builtins.input",
+          "pickle.find_class")  # fmt: skip
 
 
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Union
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.weight_norm import WeightNorm
 
 from tconv_swap import layer as layers
 from tconv_swap.cuda.choice import check_backend
@@ -77,11 +78,28 @@ def check_layer(layer: nn.Module) -> None:
             raise RefusedError(f"{name} of a {cls.__name__} is a {type(getattr(layer, name)).__name__}")
     if isinstance(layer, _ConvTransposeNd):
         _check_geometry(layer)
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            _check_normed(layer, hook)
     if isinstance(layer, layers.SWAPPED):
         try:
             check_backend(layer.tconv_backend)
         except (TypeError, ValueError) as error:
             raise RefusedError(str(error)) from None
+
+
+def _check_normed(layer: nn.Module, hook: WeightNorm) -> None:
+    """The operator behind it reads a norm for each index of `dim`, and does not look whether there is one."""
+    norm, direction = (layer._parameters.get(f"{hook.name}_{end}") for end in ("g", "v"))
+    plain = isinstance(norm, Tensor) and isinstance(direction, Tensor) and norm.dtype == direction.dtype
+    if plain and norm is not None and direction is not None and -1 <= hook.dim < direction.dim():
+        sizes = [size if i == hook.dim else 1 for i, size in enumerate(direction.shape)]
+        if (
+            list(norm.shape) == (sizes if hook.dim >= 0 else [])
+            and norm.layout == direction.layout == torch.strided
+        ):
+            return
+    raise RefusedError(f"the norm of a {type(layer).__name__} does not fit its weight")
 
 
 def _check_geometry(layer: _ConvTransposeNd) -> None:
