@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
-import pickle
 import random
 import time
 import zipfile
@@ -44,12 +44,8 @@ def hook(cls: type, **state: Record) -> Call:
 
 def with_hook(made: Record, field: str = "_forward_pre_hooks", **state: Record) -> Call:
     weights = {f"weight_{end}": parameter(tensor()) for end in ("g", "v", "orig")}
-    return layer(
-        nn.Identity,
-        _parameters=a_dict(**weights),
-        _buffers=a_dict(weight_u=tensor(), weight_mask=tensor()),
-        **{field: ordered(0, made), **state},
-    )
+    holds = {"_parameters": a_dict(**weights), "_buffers": a_dict(weight_u=tensor(), weight_mask=tensor())}
+    return layer(nn.Identity, **{**holds, field: ordered(0, made), **state})
 
 
 def typed(function: Record, cls: Record = _TENSOR, args: Record = None, state: Record = None) -> Call:
@@ -154,7 +150,7 @@ CHAINS: dict[str, Callable[[], Record]] = {
 @pytest.fixture(autouse=True, scope="module")
 def _warm() -> None:
     """What PyTorch imports and compiles at its first use of anything is not the files' doing."""
-    pickle.loads(pickle.dumps("text", 0))
+    codecs.lookup("raw-unicode-escape")
     for model in (*honest(), generator(), nn.DataParallel(nn.Identity())):
         attack.use(model)
 
@@ -270,7 +266,7 @@ def test_networks_with_one_record_exchanged(tmp_path: Path, which: int) -> None:
             name.rpartition("data/")[2]: archive.read(name) for name in archive.namelist() if "/data/" in name
         }
     loaded = 0
-    for seed in range(500):
+    for seed in range(300):
         chance = random.Random(seed)
         root = read_content(examine(tmp_path / "honest.pt")).pickle.root
         attack.changed(chance, root)
@@ -279,7 +275,7 @@ def test_networks_with_one_record_exchanged(tmp_path: Path, which: int) -> None:
         except attack.UnwritableError:
             continue
         loaded += attempt(save(tmp_path / "model.pt", content, data))
-    assert 50 < loaded < 450
+    assert 10 < loaded < 290
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -294,7 +290,7 @@ def test_bytes_changed_at_random(tmp_path: Path, which: int, how: dict[str, Any]
             content = {name: archive.read(name) for name in archive.namelist()}
     path = tmp_path / "model.pt"
     loaded = 0
-    for seed in range(250):
+    for seed in range(200):
         chance = random.Random(seed)
         name = next((name for name in content if name.endswith("data.pkl")), "")
         changed = bytearray(content[name] if content else whole.getvalue())

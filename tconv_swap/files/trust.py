@@ -107,14 +107,14 @@ def meanings_of(
 def _meaning(path: Path, name: GlobalName, found: Any) -> Meaning:
     if name == BOX_IOU:
         return Meaning(Kind.FUNCTION, found)
-    if not isinstance(found, type):
-        raise UntrustedError(path, [name])
     # A harmless module may lead to a harmful one: some.module:os.system.
-    own = GlobalName(found.__module__, found.__qualname__)
+    own = GlobalName(str(getattr(found, "__module__", "")), str(getattr(found, "__qualname__", "")))
     if own in network_names():
         return network_names()[own]
     if _is_unrestrained(own):
         raise UntrustedError(path, [own])
+    if not isinstance(found, type):
+        raise UntrustedError(path, [name])
     if issubclass(found, nn.Module):
         return Meaning(Kind.LAYER, found, trusted=True)
     return Meaning(Kind.TENSOR if issubclass(found, Tensor) else Kind.OBJECT, found, trusted=True)
