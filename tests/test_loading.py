@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attack_cases import a_tuple, pickled, save
 from loading_cases import LEGACY, RunsCommand, generator, same
 from torch import nn
 
@@ -23,6 +24,7 @@ import tconv_swap
 from tconv_swap.files.content import read_content
 from tconv_swap.files.fileformat import examine
 from tconv_swap.files.loading import LoadError, UntrustedError, load_model, parse_trust
+from tconv_swap.files.records import Call, GlobalName
 from tconv_swap.surgery import swap_layers
 
 
@@ -388,6 +390,47 @@ class TestTrust:
         torch.save([functools.partial(print), RunsCommand(tmp_path / "x")], tmp_path / "model.pt")
         names = {name.dotted for name in read_content(examine(tmp_path / "model.pt")).pickle.names}
         assert names == {"functools.partial", "builtins.print", "posix.system"}
+
+    @pytest.mark.parametrize(
+        "option",
+        [
+            "cProfile:run",
+            "timeit:timeit",
+            "logging.config:dictConfig",
+            "torch.serialization:load",
+            "functools:partial",
+        ],
+    )
+    def test_what_executes_is_no_class_of_data(self, option: str) -> None:
+        with pytest.raises(ValueError, match="a file can do anything"):
+            parse_trust(option)
+
+    @pytest.mark.parametrize("what", ["build", "instance"])
+    def test_functions_and_objects_are_not_trusted(
+        self, tmp_path: Path, module_of_a_user: str, what: str
+    ) -> None:
+        source = tmp_path / f"{module_of_a_user}.py"
+        source.write_text(
+            source.read_text() + "def build(): return Net()\ninstance = Net\ninstance = Net()\n"
+        )
+        users = __import__(module_of_a_user)
+        root = Call(GlobalName(module_of_a_user, what), a_tuple())
+        save(tmp_path / "model.pt", pickled(root))
+        with pytest.raises(UntrustedError, match="--trust takes classes only") as caught:
+            load_model(tmp_path / "model.pt", trust=[f"{module_of_a_user}:{what}"])
+        assert "add: --trust" not in str(caught.value)
+        forget(module_of_a_user, tmp_path)
+        with pytest.raises(UntrustedError, match="--trust takes classes only"):
+            load_model(tmp_path / "model.pt")
+        assert not (tmp_path / "imported").exists()
+        assert users.Net
+
+    def test_a_trusted_class_is_called_only_where_its_pickles_do_so(
+        self, tmp_path: Path, module_of_a_user: str
+    ) -> None:
+        root = Call(GlobalName(module_of_a_user, "Net"), a_tuple())
+        with pytest.raises(LoadError, match=f"it calls {module_of_a_user}.Net"):
+            load_model(save(tmp_path / "model.pt", pickled(root)), trust=[f"{module_of_a_user}:Net"])
 
     def test_the_option_is_taken_apart(self) -> None:
         assert parse_trust("a.b:C.D") == ("a.b", "C.D")
