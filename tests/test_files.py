@@ -160,6 +160,8 @@ def test_a_module_that_lacks_the_class(network: nn.Module, source: Path) -> None
     source.write_text("class Other: pass")
     text = one_line(run(path, "--module", source), 3)
     assert text.endswith(f"{source} defines no class Block, Net, Up")
+    sys.modules.pop("users_net")
+    source.write_text(SOURCE)
     other = source.with_name("other_net.py")
     other.write_text(SOURCE)
     text = one_line(run(path, "--module", other), 3)

@@ -16,12 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from attack_cases import a_tuple, pickled, save
 from loading_cases import LEGACY, RunsCommand, generator, same
 from torch import nn
 
 import tconv_swap
+from tconv_swap.files.content import read_content
 from tconv_swap.files.fileformat import examine
 from tconv_swap.files.loading import LoadError, UntrustedError, load_model, parse_trust
+from tconv_swap.files.records import Call, GlobalName
 from tconv_swap.surgery import swap_layers
 
 
@@ -99,6 +102,15 @@ class TestOwnLayers:
         assert len(loaded._forward_hooks) == 1
         assert not loaded.training
         assert not loaded[0].weight.requires_grad
+
+    @pytest.mark.parametrize("protocol", [1, 2, 3, 4, 5])
+    def test_every_pickle_protocol(self, tmp_path: Path, protocol: int) -> None:
+        model = generator()
+        model.sizes = {"a": [1.5, None, b"bytes", bytearray(b"more"), {3}, frozenset([4]), 1j, -(2**70)]}
+        torch.save(model, tmp_path / "model.pt", pickle_protocol=protocol)
+        loaded: Any = load_model(tmp_path / "model.pt").model
+        assert same(loaded, model)
+        assert loaded.sizes == model.sizes
 
     def test_legacy_network_that_uses_the_word_of_its_own_format(self, tmp_path: Path) -> None:
         # Layer references of a legacy file start with "module", which DataParallel calls its network.
@@ -220,11 +232,6 @@ class TestRefusals:
             with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
                 archive.writestr(name, "3")
             self.refusal(tmp_path / "model.pt")
-
-    def test_newer_pickle_protocol(self, tmp_path: Path) -> None:
-        torch.save(generator(), tmp_path / "model.pt", pickle_protocol=4)
-        assert "pickle protocol" in self.refusal(tmp_path / "model.pt")
-        assert same(load_model(tmp_path / "model.pt", unsafe_pickle=True).model, generator())
 
     def test_missing_file_directory_and_pipe(self, tmp_path: Path) -> None:
         assert "no such file" in self.refusal(tmp_path / "nothing.pt")
@@ -379,10 +386,51 @@ class TestTrust:
         with pytest.raises(UntrustedError, match="defined in the script"):
             load_model(tmp_path / "model.pt")
 
-    def test_functions_of_a_pickle_are_not_called_by_examining_it(self, tmp_path: Path) -> None:
+    def test_functions_of_a_pickle_are_not_called_by_reading_it(self, tmp_path: Path) -> None:
         torch.save([functools.partial(print), RunsCommand(tmp_path / "x")], tmp_path / "model.pt")
-        names = {name.dotted for name in examine(tmp_path / "model.pt").globals}
+        names = {name.dotted for name in read_content(examine(tmp_path / "model.pt")).pickle.names}
         assert names == {"functools.partial", "builtins.print", "posix.system"}
+
+    @pytest.mark.parametrize(
+        "option",
+        [
+            "cProfile:run",
+            "timeit:timeit",
+            "logging.config:dictConfig",
+            "torch.serialization:load",
+            "functools:partial",
+        ],
+    )
+    def test_what_executes_is_no_class_of_data(self, option: str) -> None:
+        with pytest.raises(ValueError, match="a file can do anything"):
+            parse_trust(option)
+
+    @pytest.mark.parametrize("what", ["build", "instance"])
+    def test_functions_and_objects_are_not_trusted(
+        self, tmp_path: Path, module_of_a_user: str, what: str
+    ) -> None:
+        source = tmp_path / f"{module_of_a_user}.py"
+        source.write_text(
+            source.read_text() + "def build(): return Net()\ninstance = Net\ninstance = Net()\n"
+        )
+        users = __import__(module_of_a_user)
+        root = Call(GlobalName(module_of_a_user, what), a_tuple())
+        save(tmp_path / "model.pt", pickled(root))
+        with pytest.raises(UntrustedError, match="--trust takes classes only") as caught:
+            load_model(tmp_path / "model.pt", trust=[f"{module_of_a_user}:{what}"])
+        assert "add: --trust" not in str(caught.value)
+        forget(module_of_a_user, tmp_path)
+        with pytest.raises(UntrustedError, match="--trust takes classes only"):
+            load_model(tmp_path / "model.pt")
+        assert not (tmp_path / "imported").exists()
+        assert users.Net
+
+    def test_a_trusted_class_is_called_only_where_its_pickles_do_so(
+        self, tmp_path: Path, module_of_a_user: str
+    ) -> None:
+        root = Call(GlobalName(module_of_a_user, "Net"), a_tuple())
+        with pytest.raises(LoadError, match=f"it calls {module_of_a_user}.Net"):
+            load_model(save(tmp_path / "model.pt", pickled(root)), trust=[f"{module_of_a_user}:Net"])
 
     def test_the_option_is_taken_apart(self) -> None:
         assert parse_trust("a.b:C.D") == ("a.b", "C.D")

@@ -1,78 +1,90 @@
-"""Networks saved before PyTorch 1.6, rewritten so that PyTorch's safe loader reads them.
+"""Networks saved before PyTorch 1.6: pickles one after the other, then the storages.
 
-Such a pickle refers to the class of a layer by a persistent id, `("module", class, source file, source)`,
-which `torch.load(weights_only=True)` refuses. Here each of them becomes a call of `container_class` with
-these four: the class goes through the loader's allow-list as any other, and the source code is ignored.
+Such a pickle refers to the class of a layer by a persistent id, `("module", class, source file, source)`: here that is
+the class, under the name it has in the pickle, and the source code is ignored.
 """
 
 from __future__ import annotations
 
-from io import BytesIO
-from pickletools import genops
-from typing import IO, Any
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
-# The magic number, the protocol version, byte order and word sizes. After the object come its storages.
-PICKLES_BEFORE_OBJECT = 3
-_CLOSING_MARK = ("APPENDS", "DICT", "LIST", "SETITEMS", "TUPLE")
-_A_MARK = object()
+import torch
+
+from tconv_swap.files.containers import RefusedError
+from tconv_swap.files.records import Items, MalformedError, Pickle, Record, Reference, read_pickle
+from tconv_swap.files.storages import Placing, Storages, storage_of
+
+#: torch.serialization.MAGIC_NUMBER, the first object of such a file.
+MAGIC = 0x1950A86A20F9469CFC6C
+# The magic number, the protocol version, byte order and word sizes. After the object come the keys of its storages.
+_PICKLES_BEFORE_OBJECT = 3
+_HEADER_BYTES = 8
 
 
-def container_class(typename: str, cls: type, source_file: str, source: str) -> type:
-    """The second part of a legacy persistent id of a layer."""
-    return cls
+@dataclass(frozen=True)
+class LegacyContent:
+    """The object of a legacy file; the keys of its storages in the order in which they lie from `offset` on."""
+
+    pickle: Pickle
+    keys: tuple[str, ...]
+    offset: int
 
 
-def readable_by_safe_loader(stream: IO[bytes]) -> BytesIO:
-    """The whole legacy file in a form for the safe loader, which checks every name in it as in any file.
+def read_legacy(stream: IO[bytes]) -> LegacyContent:
+    """Raises MalformedError, ValueError, EOFError where the file is damaged."""
+    before = [read_pickle(stream) for _ in range(_PICKLES_BEFORE_OBJECT)]
+    pickle = read_pickle(stream, _class_of_layer)
+    last = read_pickle(stream)
+    keys = last.root.items if isinstance(last.root, Items) and last.root.kind is list else None
+    if keys is None or not all(isinstance(key, str) for key in keys):
+        raise MalformedError("it has no list of its storages")
+    names = pickle.names.union(last.names, *(other.names for other in before))
+    return LegacyContent(Pickle(pickle.root, names), tuple(map(str, keys)), stream.tell())
 
-    Raises:
-        ValueError, EOFError, IndexError: the file is damaged.
+
+def _class_of_layer(identity: Record) -> Record:
+    if isinstance(identity, Items) and len(identity.items) == 4 and identity.items[0] == "module":
+        return identity.items[1]
+    return Reference(identity)
+
+
+class LegacyStorages(Storages):
+    """Each is its number of elements in eight bytes, then these.
+
+    Args:
+        element_bytes: of each key, how large one element is.
     """
-    for _ in range(PICKLES_BEFORE_OBJECT):
-        _skip_pickle(stream)
-    start = stream.tell()
-    edits = _edits(stream)
-    stream.seek(0)
-    content = stream.read()
-    pieces, position = [], 0
-    for offset, removed, inserted in sorted(edits):
-        pieces += [content[position : start + offset], inserted]
-        position = start + offset + removed
-    return BytesIO(b"".join([*pieces, content[position:]]))
 
+    def __init__(
+        self, path: Path, content: LegacyContent, element_bytes: dict[str, int], place: Placing
+    ) -> None:
+        super().__init__(place)
+        self._path = path
+        self._places: dict[str, tuple[int, int]] = {}
+        offset, end = content.offset, os.stat(path).st_size
+        with open(path, "rb") as stream:
+            for key in content.keys:
+                if key not in element_bytes:
+                    raise RefusedError(f"a storage belongs to nothing ({key!r:.40})")
+                stream.seek(offset)
+                elements = int.from_bytes(stream.read(_HEADER_BYTES), "little", signed=True)
+                nbytes = elements * element_bytes[key]
+                offset += _HEADER_BYTES
+                if elements < 0 or offset + nbytes > end:
+                    raise RefusedError("a storage lies beyond the end of the file")
+                self._places[key] = (offset, nbytes)
+                offset += nbytes
 
-def _skip_pickle(stream: IO[bytes]) -> None:
-    for _ in genops(stream):
-        pass
-
-
-def _edits(stream: IO[bytes]) -> list[tuple[int, int, bytes]]:
-    """`(offset in the pickle, bytes removed, bytes inserted)` for every layer class in the object's pickle.
-
-    MARK "module" class file source TUPLE BINPERSID  becomes  GLOBAL MARK "module" ... TUPLE REDUCE.
-    """
-    call = f"c{container_class.__module__}\n{container_class.__qualname__}\n".encode()
-    start = stream.tell()
-    edits: list[tuple[int, int, bytes]] = []
-    memo: dict[int, Any] = {}
-    # Offset of each open mark, and the first string that was pushed after it.
-    marks: list[tuple[int, Any]] = []
-    last_tuple: tuple[int, Any] | None = None
-    previous: Any = None
-    for opcode, argument, position in genops(stream):
-        if opcode.name in ("BINPUT", "LONG_BINPUT"):
-            memo[int(argument or 0)] = previous
-            continue
-        offset = (position or 0) - start
-        pushed = memo.get(int(argument or 0)) if opcode.name in ("BINGET", "LONG_BINGET") else argument
-        if previous is _A_MARK and opcode.name != "MARK":
-            marks[-1] = (marks[-1][0], pushed)
-        if opcode.name == "BINPERSID" and last_tuple is not None and last_tuple[1] == "module":
-            edits += [(last_tuple[0], 0, call), (offset, 1, b"R")]
-        closed = marks.pop() if opcode.name in _CLOSING_MARK else None
-        last_tuple = closed if opcode.name == "TUPLE" else None
-        if opcode.name == "MARK":
-            marks.append((offset, None))
-            pushed = _A_MARK
-        previous = pushed
-    return edits
+    def read(self, key: str, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
+        offset, found = self._places.get(key, (0, -1))
+        if found != nbytes:
+            raise RefusedError("a storage is missing, or has another size than the file says")
+        with open(self._path, "rb") as stream:
+            stream.seek(offset)
+            content = stream.read(nbytes)
+        if len(content) != nbytes:
+            raise RefusedError("a storage lies beyond the end of the file")
+        return storage_of(content)

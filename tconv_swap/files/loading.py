@@ -1,23 +1,26 @@
 """Loads networks and inputs out of files without executing what the files say.
 
-A file is read by `torch.load(weights_only=True)`, which looks every name up in an allow-list (`trust`). What
-is executed: the modules of names that are trusted, and what the user names as code of his own.
+A file is read into records (`records`), these are checked (`trust`, `schema`), and then made objects of
+(`construct`). What is executed: the modules of names that are trusted, `__setstate__` and `__reduce__` of their
+classes, and what the user names as code of his own.
 """
 
 from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tconv_swap.files import exported, weights
+from tconv_swap.files.containers import RefusedError
+from tconv_swap.files.content import Content, make, read_content
 from tconv_swap.files.fileformat import (
     LoadError,
     TorchFile,
@@ -26,11 +29,14 @@ from tconv_swap.files.fileformat import (
     needs_more_memory,
     printable,
 )
-from tconv_swap.files.legacy import readable_by_safe_loader
-from tconv_swap.files.trust import Allowed, UntrustedError, allowed_names, parse_trust, torch_allows
+from tconv_swap.files.known import Meaning, plain_names
+from tconv_swap.files.records import GlobalName
+from tconv_swap.files.storages import Placing, is_device, on_cpu
+from tconv_swap.files.trust import UntrustedError, meanings_of, parse_trust, prepare_for_anything
 from tconv_swap.files.usercode import build_network
+from tconv_swap.files.wholeness import check_whole
 from tconv_swap.inputs import Inputs
-from tconv_swap.memory import CPU, LEAST_BYTES, free_bytes, is_out_of_memory, within_free_memory
+from tconv_swap.memory import is_out_of_memory, within_free_memory
 
 __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_model", "parse_trust"]
 
@@ -101,7 +107,7 @@ def load_model(
         return _fitted(file, content, devices, factory, key)
     if not isinstance(content, nn.Module):
         raise LoadError(f"{printable(path)} {_other_content(content)}")
-    _check_whole(path, content)
+    check_whole(path, content)
     return LoadedModel(content, tuple(sorted(devices.missing)))
 
 
@@ -109,7 +115,12 @@ def _read(file: TorchFile, trust: Iterable[str], unsafe: bool, module: Path | No
     devices = _Devices()
     if file.format == "safetensors":
         return weights.read_safetensors(file.path), devices
-    return _load(file, allowed_names(file, trust, unsafe, module), unsafe, devices), devices
+    if unsafe:
+        prepare_for_anything(module)
+        return _load_anything(file.path, devices), devices
+    content = read_content(file)
+    meanings = meanings_of(file.path, content.pickle.names, trust, module)
+    return _load(file.path, content, meanings, devices), devices
 
 
 def _fitted(
@@ -121,7 +132,7 @@ def _fitted(
     network = build_network(factory)
     built = weights.dtypes_of(network)
     prefix = weights.load_strictly(network, found.weights, file.path)
-    _check_whole(file.path, network)
+    check_whole(file.path, network)
     notes = [f"the weights of {printable(file.path)} are in the network that {printable(factory)}() builds"]
     notes += found.notes
     if prefix:
@@ -167,7 +178,7 @@ def load_weights(path: Path) -> dict[str, Tensor]:
     file = examine(path)
     if file.format == "safetensors":
         return weights.read_safetensors(path)
-    return weights.find_state_dict(file, _load(file, [], False, lambda storage, _: storage)).weights
+    return weights.find_state_dict(file, _load_plain(file, "tensors")).weights
 
 
 def load_inputs(path: Path | str) -> Inputs:
@@ -182,12 +193,7 @@ def load_inputs(path: Path | str) -> Inputs:
     file = examine(path)
     if file.format not in ("zip", "legacy"):
         raise LoadError(f"{printable(path)} was not written by torch.save")
-    if unknown := {name for name in file.globals if name.dotted not in torch_allows()}:
-        raise LoadError(
-            f"{printable(path)} holds more than tensors, tuples, lists and dicts: "
-            f"{printable(', '.join(name.dotted for name in sorted(unknown)))}"
-        )
-    loaded = _load(file, [], False, lambda storage, _: storage)
+    loaded = _load_plain(file, "tensors, tuples, lists and dicts")
     try:
         return Inputs.of(loaded)
     except TypeError as error:
@@ -209,6 +215,8 @@ class _Devices:
 
 @functools.cache
 def _exists(location: str) -> bool:
+    if not is_device(location):
+        return False
     try:
         torch.empty(0, device=location)
     except (RuntimeError, AssertionError, NotImplementedError):  # AssertionError: PyTorch built without CUDA
@@ -216,39 +224,50 @@ def _exists(location: str) -> bool:
     return True
 
 
-def _load(file: TorchFile, allowed: Allowed, unsafe: bool, map_location: Callable[[Any, str], Any]) -> Any:
-    path = file.path
-    if torch.cuda.is_available():
-        _exists("cuda")  # starts CUDA: what it maps does not count as the file's
+def _load_plain(file: TorchFile, what: str) -> Any:
+    """Out of a file that holds tensors and containers of Python's and nothing else; tensors land on the CPU."""
+    content = read_content(file)
+    if unknown := {name for name in content.pickle.names if name not in plain_names()}:
+        raise LoadError(
+            f"{printable(file.path)} holds more than {what}: "
+            f"{printable(', '.join(name.dotted for name in sorted(unknown)))}"
+        )
+    return _load(file.path, content, plain_names(), on_cpu)
+
+
+def _load(path: Path, content: Content, meanings: Mapping[GlobalName, Meaning], place: Placing) -> Any:
+    _start_cuda()
     try:
-        source: Path | IO[bytes] = path
-        if file.format == "legacy" and not unsafe:
-            with open(path, "rb") as stream:
-                source = readable_by_safe_loader(stream)
-        # Warnings about the pickle protocol, storages and changed sources say nothing the user can act on.
-        with warnings.catch_warnings(), torch.serialization.safe_globals(allowed), within_free_memory():
+        with warnings.catch_warnings(), within_free_memory():
             warnings.simplefilter("ignore")
-            return torch.load(source, map_location=map_location, weights_only=not unsafe)
-    except Exception as error:  # a damaged pickle may fail in any way; so may the code of a trusted class
-        reason = str(error)
-        # The restricted unpickler's own class of error quotes the allocator's.
-        if is_out_of_memory(error) or "can't allocate memory" in reason:
-            raise LoadError(needs_more_memory(path)) from error
-        if "Unsupported operand" in reason:
-            raise LoadError(
-                f"{printable(path)} is damaged, or was saved with another pickle protocol than torch.save's "
-                "default (2), the one that PyTorch's safe loader reads: save it again, or, if you trust it, "
-                "use --unsafe-pickle"
-            ) from error
-        raise LoadError(f"{printable(path)} cannot be loaded ({_inner_reason(error)})") from error
+            return make(content, meanings, place)
+    except RefusedError as error:
+        raise LoadError(f"{printable(path)} holds a damaged network ({printable(error)})") from error
+    except Exception as error:  # the code of a trusted class may raise anything
+        raise _cannot_be_loaded(path, error) from error
 
 
-def _inner_reason(error: Exception) -> str:
-    """One line; torch.load wraps the unpickler's own message in several paragraphs of advice."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    inner = [line for line in lines if "WeightsUnpickler error:" not in line and "documentation" not in line]
-    wrapped = "Weights only load failed" in str(error)
-    return printable(inner[-1]) if wrapped and inner else first_line(error)
+def _load_anything(path: Path, place: Placing) -> Any:
+    """Executes whatever the file says."""
+    _start_cuda()
+    try:
+        # Warnings about storages and changed sources say nothing the user can act on.
+        with warnings.catch_warnings(), within_free_memory():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location=place, weights_only=False)  # type: ignore[arg-type]
+    except Exception as error:  # a damaged pickle may fail in any way
+        raise _cannot_be_loaded(path, error) from error
+
+
+def _start_cuda() -> None:
+    if torch.cuda.is_available():
+        _exists("cuda")  # what starting it maps does not count as the file's
+
+
+def _cannot_be_loaded(path: Path, error: Exception) -> LoadError:
+    if is_out_of_memory(error) or "can't allocate memory" in str(error):
+        return LoadError(needs_more_memory(path))
+    return LoadError(f"{printable(path)} cannot be loaded ({first_line(error)})")
 
 
 def _other_content(loaded: Any) -> str:
@@ -262,33 +281,3 @@ def _other_content(loaded: Any) -> str:
         keys = ", ".join(printable(repr(key)) for key in list(loaded)[:5])
         return f"holds a checkpoint (a dict with {keys or 'no keys'}), not a network: {advice}"
     return f"holds a {type(loaded).__name__}, not a network (an nn.Module)"
-
-
-def _check_whole(path: Path, model: nn.Module) -> None:
-    """A pickle may give a module any attributes, or none: find out now and not in the middle of the work."""
-    try:
-        model.apply(lambda module: None)  # recurses as .to() does: finds a module that contains itself
-        for name, module in model.named_modules():
-            if not name.isprintable():
-                raise ValueError(f"a layer is called {name!r}")
-            if not isinstance(module.training, bool):
-                raise TypeError("training is not a bool")
-            list(module.named_parameters(recurse=False))
-            list(module.named_buffers(recurse=False))
-        _check_size(model)
-    except (AttributeError, TypeError, ValueError, RecursionError) as error:
-        raise LoadError(f"{printable(path)} holds a damaged network ({first_line(error)})") from None
-
-
-def _check_size(model: nn.Module) -> None:
-    # A tensor of stride 0 may have any size on a storage of a few bytes, until somebody copies it.
-    held = [
-        t for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t) and not t.is_meta
-    ]
-    expanded = [
-        t for t in held if 0 in t.stride() and t.numel() * t.element_size() > t.untyped_storage().nbytes()
-    ]
-    needed = sum(tensor.numel() * tensor.element_size() for tensor in expanded)
-    free = free_bytes(CPU)
-    if free is not None and needed > max(free, LEAST_BYTES):
-        raise ValueError(f"its tensors would need {needed / 2**30:.0f} GiB")

@@ -1,50 +1,44 @@
-"""Which names a file may import: PyTorch's own layers and ours, and what the user trusts.
+"""What the names in a file may stand for: PyTorch's own layers and ours, and classes that the user trusts.
 
-A pickle can call anything it can name. A trusted name is imported, and thereby the code of its module
-executed; nothing else is.
+A trusted class is imported, and thereby the code of its module executed; of a file nothing else is.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch.nn.functional as F
-from torch import _weights_only_unpickler, nn
-from torch.nn.parallel import DataParallel
-from torch.nn.utils import prune
-from torch.nn.utils.spectral_norm import (
-    SpectralNorm,
-    SpectralNormLoadStateDictPreHook,
-    SpectralNormStateDictHook,
+from torch import Tensor, nn
+
+from tconv_swap.files.fileformat import LoadError, printable
+from tconv_swap.files.known import BOX_IOU, Kind, Meaning, network_names
+from tconv_swap.files.records import GlobalName
+from tconv_swap.files.usercode import (
+    defined_classes,
+    defines_class,
+    find,
+    import_file,
+    let_working_directory_be_imported,
 )
-from torch.nn.utils.weight_norm import WeightNorm
-from torch.utils.hooks import RemovableHandle
 
-from tconv_swap import layer
-from tconv_swap.files.fileformat import GlobalName, LoadError, TorchFile, printable
-from tconv_swap.files.legacy import container_class
-from tconv_swap.files.usercode import defined_classes, find, import_file, let_working_directory_be_imported
-
-# Functions of a tensor alone, kept as attributes by PyTorch's own transformer layers and by many networks.
-_ACTIVATIONS = (
-    F.celu, F.elu, F.gelu, F.glu, F.hardsigmoid, F.hardswish, F.hardtanh, F.leaky_relu, F.logsigmoid, F.mish,
-    F.relu, F.relu6, F.selu, F.sigmoid, F.silu, F.softplus, F.softsign, F.tanh, F.tanhshrink,
+# Of Python itself only classes that hold data and do nothing; with one of the others a file can do anything.
+_OF_PYTHON = frozenset(
+    {
+        "argparse.Namespace", "collections.defaultdict", "collections.deque", "datetime.date", "datetime.datetime",
+        "datetime.time", "datetime.timedelta", "datetime.timezone", "decimal.Decimal", "fractions.Fraction",
+        "pathlib.Path", "pathlib.PosixPath", "pathlib.PurePath", "pathlib.PurePosixPath", "pathlib.PureWindowsPath",
+        "pathlib.WindowsPath", "types.SimpleNamespace", "uuid.UUID",
+    }
 )  # fmt: skip
-# With one of these a pickle can do anything: trusting it by name would be --unsafe-pickle in disguise.
+# Of PyTorch and of what comes with it: what loads, compiles or calls.
 _UNRESTRAINED_MODULES = (
-    "builtins", "code", "codeop", "ctypes", "importlib", "io", "_io", "marshal", "multiprocessing", "nt",
-    "operator", "os", "_pickle", "pickle", "posix", "pty", "runpy", "shutil", "socket", "subprocess", "sys",
-    "threading", "torch.hub", "torch.utils.cpp_extension", "webbrowser",
+    "cloudpickle", "dill", "joblib", "torch._C", "torch._dynamo", "torch._inductor", "torch.distributed", "torch.hub",
+    "torch.jit", "torch.multiprocessing", "torch.package", "torch.serialization", "torch.utils.cpp_extension",
 )  # fmt: skip
-_HARMLESS_BUILTINS = (bool, bytes, dict, float, frozenset, int, list, range, slice, str, tuple)
 _MOST_NAMES_SHOWN = 50
-
-Allowed: TypeAlias = list[Callable[..., Any] | tuple[Callable[..., Any], str]]
 
 
 class UntrustedError(LoadError):
@@ -62,8 +56,17 @@ def parse_trust(option: str) -> GlobalName:
     """`pkg.mod:Class` taken apart.
 
     Raises:
-        ValueError: it is not of that form.
+        ValueError: it is not of that form, or is of Python itself and more than data.
     """
+    name = _taken_apart(option)
+    if _is_unrestrained(name):
+        raise ValueError(
+            f"with {name.dotted} a file can do anything: only classes of data and layers can be trusted"
+        )
+    return name
+
+
+def _taken_apart(option: str) -> GlobalName:
     module, colon, name = option.partition(":")
     parts = (*module.split("."), *name.split("."))
     if not colon or not all(part.isidentifier() for part in parts):
@@ -71,97 +74,62 @@ def parse_trust(option: str) -> GlobalName:
     return GlobalName(module, name)
 
 
-def allowed_names(file: TorchFile, trust: Iterable[str], unsafe: bool, module: Path | None = None) -> Allowed:
-    """`(object, its name in the file)` for everything this file may import; `[]` where it may import anything.
-
-    Imports what is trusted (and `module`) if the file names it.
+def meanings_of(
+    path: Path, names: Iterable[GlobalName], trust: Iterable[str], module: Path | None = None
+) -> Mapping[GlobalName, Meaning]:
+    """What every name in a file stands for. Imports what is trusted (and `module`) if it is among the names.
 
     Raises:
         LoadError: something trusted cannot be imported.
-        UntrustedError: the file names something else.
+        UntrustedError: there is another name, or one that is not trusted in spite of the user: no class, or one of
+            Python's own with which a file can do anything.
     """
-    if unsafe:
-        let_working_directory_be_imported()
-        if module is not None:
-            _let_scripts_classes_be_found(import_file(module))
-        return []
-    known = _own_names()
-    foreign = {
-        name for name in file.globals if name.dotted not in known and name.dotted not in torch_allows()
-    }
-    trusted = {parse_trust(option) for option in trust}
-    trusted = {name for name in trusted if not _is_unrestrained(name)}
+    known = network_names()
+    foreign = {name for name in names if name not in known}
+    trusted = {name for name in map(_taken_apart, trust) if not _is_unrestrained(name)}
+    if BOX_IOU in foreign and any(name.module.startswith("torchvision.") for name in trusted & foreign):
+        trusted.add(BOX_IOU)
     theirs = {name for name in foreign - trusted if module is not None and _may_be_of(name, module)}
     if refused := foreign - trusted - theirs:
-        raise UntrustedError(file.path, refused, None if theirs else module)
+        raise UntrustedError(path, refused, None if theirs else module)
     classes = defined_classes(import_file(module)) if module is not None and theirs else {}
     if refused := {name for name in theirs if name.name not in classes}:
-        raise UntrustedError(file.path, refused, module)
-    allowed: Allowed = [(found, name) for name, found in known.items()]
-    for name in sorted(foreign):
-        found: Any = classes[name.name] if name in theirs else find(name.module, name.name)
-        # A harmless module may lead to a harmful one: some.module:os.system.
-        own = GlobalName(str(getattr(found, "__module__", "")), str(getattr(found, "__qualname__", "")))
-        if _is_unrestrained(own):
-            raise UntrustedError(file.path, [own])
-        allowed.append((found, name.dotted))
-        if _has_swapped_form(found):
-            # layer._new_swapped_layer makes the class of such a layer; the unpickler must know the result.
-            allowed.append((layer.swapped_class(found), f"{name.dotted} (swapped)"))
-    return allowed
+        raise UntrustedError(path, refused, module)
+    return {
+        **known,
+        **{
+            name: _meaning(path, name, classes[name.name] if name in theirs else find(name.module, name.name))
+            for name in sorted(foreign)
+        },
+    }
 
 
-def _has_swapped_form(found: Any) -> bool:
-    plain = (nn.ConvTranspose2d, nn.ConvTranspose1d)
-    return isinstance(found, type) and issubclass(found, plain) and not issubclass(found, layer.SWAPPED)
+def _meaning(path: Path, name: GlobalName, found: Any) -> Meaning:
+    if name == BOX_IOU:
+        return Meaning(Kind.FUNCTION, found)
+    # A harmless module may lead to a harmful one: some.module:os.system.
+    own = GlobalName(str(getattr(found, "__module__", "")), str(getattr(found, "__qualname__", "")))
+    if own in network_names():
+        return network_names()[own]
+    if _is_unrestrained(own):
+        raise UntrustedError(path, [own])
+    if not isinstance(found, type):
+        raise UntrustedError(path, [name])
+    if issubclass(found, nn.Module):
+        return Meaning(Kind.LAYER, found, trusted=True)
+    return Meaning(Kind.TENSOR if issubclass(found, Tensor) else Kind.OBJECT, found, trusted=True)
 
 
-@functools.cache
-def _own_names() -> dict[str, Any]:
-    """PyTorch's layers and ours: classes whose construction and `__setstate__` only fill in attributes."""
-    found: dict[str, Any] = {}
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("torch.nn.modules."):
-            for value in vars(module).values():
-                if (
-                    isinstance(value, type)
-                    and issubclass(value, nn.Module)
-                    and value.__module__ == module_name
-                ):
-                    found[f"{module_name}.{value.__qualname__}"] = value
-    pruning = [v for v in vars(prune).values() if isinstance(v, type) and v.__module__ == prune.__name__]
-    extra: tuple[Any, ...] = (
-        frozenset,
-        slice,
-        nn.modules.module._WrappedHook,
-        nn.parameter.UninitializedParameter,
-        nn.parameter.UninitializedBuffer,
-        RemovableHandle,
-        DataParallel,
-        WeightNorm,
-        SpectralNorm,
-        SpectralNormStateDictHook,
-        SpectralNormLoadStateDictPreHook,
-        *layer.SWAPPED,
-        layer._new_swapped_layer,
-        container_class,
-        *pruning,
-    )
-    found |= {f"{value.__module__}.{value.__qualname__}": value for value in extra}
-    # gelu, logsigmoid and softplus are C functions: they pickle under the name of torch._C._nn.
-    return found | {f"{f.__module__}.{f.__name__}": f for f in _ACTIVATIONS}
-
-
-@functools.cache
-def torch_allows() -> frozenset[str]:
-    """What weights_only loading allows by itself: tensors, dtypes, devices, OrderedDict and their like."""
-    # No public function tells it for a legacy file: get_unsafe_globals_in_checkpoint reads only zip archives.
-    return frozenset(_weights_only_unpickler._get_allowed_globals())
+def prepare_for_anything(module: Path | None) -> None:
+    """Lets an unrestricted unpickler find the user's own classes: `module` is executed."""
+    let_working_directory_be_imported()
+    if module is not None:
+        _let_scripts_classes_be_found(import_file(module))
 
 
 def _is_unrestrained(name: GlobalName) -> bool:
-    if name.module == "builtins":
-        return name.name not in [harmless.__name__ for harmless in _HARMLESS_BUILTINS]
+    if name.module.partition(".")[0] in sys.stdlib_module_names:
+        return name.dotted not in _OF_PYTHON
     return any(
         name.module == module or name.module.startswith(f"{module}.") for module in _UNRESTRAINED_MODULES
     )
@@ -184,7 +152,8 @@ def _refusal(path: Path, names: tuple[GlobalName, ...], module: Path | None) -> 
     if len(names) > _MOST_NAMES_SHOWN:
         shown.append(f"{len(names) - _MOST_NAMES_SHOWN} more")
     text = f"{printable(path)} would execute code that is not PyTorch's own: {', '.join(shown)}."
-    anything = [name for name in names if _is_unrestrained(name)]
+    # --module may make a class of a script known; that of Python's own named __main__ is none.
+    anything = [name for name in names if name.module != "__main__" and _is_unrestrained(name)]
     scripts = [name for name in names if name.module == "__main__"]
     if anything:
         return (
@@ -204,6 +173,13 @@ def _refusal(path: Path, names: tuple[GlobalName, ...], module: Path | None) -> 
             f"{text} {printable(scripts[0].name)} was defined in the script that saved the file and cannot "
             "be imported: give that script with --module, if importing it only defines things, or save the "
             "network again with its class imported from a module"
+        )
+    no_classes = [name for name in names if not defines_class(name.module, name.name)]
+    if no_classes:
+        return (
+            f"{text} --trust takes classes only, and {printable(no_classes[0].dotted)} is none that can be found; "
+            "--model builds a network and loads weights into it, and --unsafe-pickle executes whatever the file "
+            "contains: use it only on a file of your own"
         )
     options = " ".join(f"--trust {printable(name.option)}" for name in names[:_MOST_NAMES_SHOWN])
     return f"{text} If you trust it, add: {options}"

@@ -5,11 +5,14 @@ Importing a file executes it; so nothing here is called for a file that the user
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -132,6 +135,36 @@ def defined_classes(module: ModuleType) -> dict[str, type]:
     """The classes that ``module`` itself defines, by name; not those that it only imports."""
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     return {cls.__qualname__: cls for cls in classes if cls.__module__ == module.__name__}
+
+
+def defines_class(module: str, name: str) -> bool:
+    """Whether a module defines a class of this name, as far as can be told without importing it: in its source."""
+    if module in sys.modules:
+        found: Any = sys.modules[module]
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        return isinstance(found, type)
+    let_working_directory_be_imported()
+    place: Sequence[str] | None = None
+    spec = None
+    for part in itertools.accumulate(module.split("."), "{}.{}".format):
+        # Not importlib.util.find_spec, which imports the packages around a module.
+        spec = PathFinder.find_spec(part, place)
+        place = None if spec is None else spec.submodule_search_locations
+        if spec is None or (place is None and part != module):
+            return False
+    try:
+        source = Path(str(spec and spec.origin)).read_text(encoding="utf-8")
+        body: list[ast.stmt] = ast.parse(source).body
+    except (OSError, ValueError, SyntaxError):
+        return False
+    for part in name.split("."):
+        classes = [node for node in ast.walk(ast.Module(body, [])) if isinstance(node, ast.ClassDef)]
+        found = next((node for node in classes if node.name == part), None)
+        if found is None:
+            return False
+        body = found.body
+    return True
 
 
 def let_working_directory_be_imported() -> None:

@@ -1,0 +1,169 @@
+"""Which attributes an object of a class may be given, and which a layer of PyTorch's has to have.
+
+What a layer needs is read off its class: the names in its `__constants__` and in its annotations, with their types.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, Union
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.utils.weight_norm import WeightNorm
+
+from tconv_swap import layer as layers
+from tconv_swap.cuda.choice import check_backend
+from tconv_swap.files.containers import RefusedError
+
+_DATA = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    tuple,
+    list,
+    dict,
+    set,
+    frozenset,
+    torch.dtype,
+    torch.device,
+    Tensor,
+)
+#: Of data descriptors: what lies under their name in an object is never found. cached_property keeps its value there.
+_PROPERTIES = (property, functools.cached_property, types.MemberDescriptorType, types.GetSetDescriptorType)
+_ACTIVATION = frozenset({"activation"})
+#: Annotations of an argument, not of an attribute.
+_NO_ATTRIBUTES = frozenset({"freeze"})
+_MOST_IN_GEOMETRY = 1 << 31
+
+
+def may_set(cls: type, key: str, trusted: bool = False, swapped: bool = False) -> bool:
+    """Whether an object of `cls` may get an attribute `key` from a file: not where that replaces a part of the class.
+
+    Of a class that the user trusts, what is data may be replaced by data.
+    """
+    if key.startswith("__") and key.endswith("__"):
+        return False
+    if key == "tconv_backend" and (swapped or issubclass(cls, layers.SWAPPED)):
+        return True
+    found = next((vars(base)[key] for base in cls.__mro__ if key in vars(base)), cls)
+    if found is cls:
+        return True
+    # None is a type's default for many things, and for what Module.__call__ calls too.
+    plain = found is None and key not in vars(nn.Module)
+    return trusted and (plain or isinstance(found, (*_DATA, *_PROPERTIES, type)))
+
+
+def function_attributes(cls: type) -> frozenset[str]:
+    """Under which names an object of this very class keeps a function of tensors."""
+    keeps = cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+    return _ACTIVATION if keeps else frozenset()
+
+
+def check_layer(layer: nn.Module) -> None:
+    """Raises RefusedError where an attribute that the class of a layer needs is missing, or of another type."""
+    cls = type(layer)
+    for name, hint in _needed(cls).items():  # type: ignore[arg-type]  # mypy compares the hash of the instances
+        if not hasattr(layer, name):
+            raise RefusedError(f"a {cls.__name__} has no {name}")
+        if not _fits(getattr(layer, name), hint):
+            raise RefusedError(f"{name} of a {cls.__name__} is a {type(getattr(layer, name)).__name__}")
+    if isinstance(layer, _ConvTransposeNd):
+        _check_geometry(layer)
+    for hook in layer._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm):
+            _check_normed(layer, hook)
+    if isinstance(layer, layers.SWAPPED):
+        try:
+            check_backend(layer.tconv_backend)
+        except (TypeError, ValueError) as error:
+            raise RefusedError(str(error)) from None
+
+
+def _check_normed(layer: nn.Module, hook: WeightNorm) -> None:
+    """The operator behind it reads a norm for each index of `dim`, and does not look whether there is one."""
+    norm, direction = (layer._parameters.get(f"{hook.name}_{end}") for end in ("g", "v"))
+    plain = isinstance(norm, Tensor) and isinstance(direction, Tensor) and norm.dtype == direction.dtype
+    if plain and norm is not None and direction is not None and -1 <= hook.dim < direction.dim():
+        sizes = [size if i == hook.dim else 1 for i, size in enumerate(direction.shape)]
+        if (
+            list(norm.shape) == (sizes if hook.dim >= 0 else [])
+            and norm.layout == direction.layout == torch.strided
+        ):
+            return
+    raise RefusedError(f"the norm of a {type(layer).__name__} does not fit its weight")
+
+
+def _check_geometry(layer: _ConvTransposeNd) -> None:
+    """The numbers that planning goes by."""
+    dimensions = next((n for n in (1, 2, 3) if isinstance(layer, getattr(nn, f"ConvTranspose{n}d"))), None)
+    least = {"kernel_size": 1, "stride": 1, "dilation": 1, "padding": 0, "output_padding": 0}
+    for name, smallest in least.items():
+        value: Any = getattr(layer, name, None)
+        whole = isinstance(value, tuple) and all(type(number) is int for number in value)
+        if not whole or len(value) != dimensions or not all(smallest <= n < _MOST_IN_GEOMETRY for n in value):
+            raise RefusedError(f"{name} of a {type(layer).__name__} is {value!s:.40}")
+    for name in ("groups", "in_channels", "out_channels"):
+        number: Any = getattr(layer, name, None)
+        if type(number) is not int or not (name != "groups") <= number + 1 <= _MOST_IN_GEOMETRY:
+            raise RefusedError(f"{name} of a {type(layer).__name__} is {number!s:.40}")
+    for name in ("weight", "bias"):
+        tensor: Any = getattr(layer, name, None)
+        if not isinstance(tensor, Tensor) and (name == "weight" or tensor is not None):
+            raise RefusedError(f"{name} of a {type(layer).__name__} is a {type(tensor).__name__}")
+
+
+@functools.cache
+def _needed(cls: type[nn.Module]) -> dict[str, Any]:
+    """Attribute names and their annotations; `Any` where there is none."""
+    needed: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.startswith("torch.nn.modules.") and base is not nn.Module:
+            needed |= dict.fromkeys(vars(base).get("__constants__", ()), Any)
+            needed |= _hints(base)
+    return {name: hint for name, hint in needed.items() if name not in _NO_ATTRIBUTES}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    # As they are: nothing evaluates those that are text, which fit anything.
+    return {name: hint for name, hint in inspect.get_annotations(cls).items() if name not in vars(cls)}
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is one of the annotation's. Numbers stand for each other, and one for a tuple of equal ones."""
+    return any(_fits_one(value, alternative) for alternative in _alternatives(hint))
+
+
+def _alternatives(hint: Any) -> Iterator[Any]:
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        for alternative in typing.get_args(hint):
+            yield from _alternatives(alternative)
+    else:
+        yield hint
+
+
+def _fits_one(value: object, hint: Any) -> bool:
+    origin = typing.get_origin(hint) or hint
+    if origin is None or origin is type(None):
+        return value is None
+    if origin in (int, float, bool):
+        return isinstance(value, int | float)
+    if origin is str:
+        return isinstance(value, str)
+    if origin is Literal:
+        return isinstance(value, type(typing.get_args(hint)[0]))
+    if origin in (tuple, list, Sequence):
+        return isinstance(value, int | float | tuple | list)
+    if isinstance(origin, type) and issubclass(origin, Tensor):
+        return value is None or isinstance(value, Tensor)
+    if isinstance(origin, type) and issubclass(origin, nn.Module):
+        return value is None or isinstance(value, nn.Module)
+    return True

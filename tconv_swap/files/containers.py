@@ -1,0 +1,115 @@
+"""What the containers of a pickle hold, counted and sorted before any of them is made.
+
+Shared containers make small files large: a tuple of twice the same tuple, forty times over, has 2^40 items for
+whoever walks it. So each is counted as often as it is reached, and what contains itself is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from tconv_swap.files.records import Call, Items, Record
+
+#: Items of one object, each counted as often as it is reached.
+MOST_ITEMS = 10_000_000
+#: Containers within containers. Whoever walks an object calls himself for each.
+DEEPEST = 100
+
+
+class RefusedError(Exception):
+    """A file says what no honest file does; the message is the reason, in a few words."""
+
+
+class Sort(Enum):
+    """What a record becomes, as far as that matters where it may stand."""
+
+    ATOM = auto()
+    VALUE = auto()
+    CONTAINER = auto()
+    TENSOR = auto()
+    PARAMETER = auto()
+    LAYER = auto()
+    OBJECT = auto()
+    HANDLE = auto()
+    CLASS = auto()
+    FUNCTION = auto()
+    HOOK = auto()
+    STORAGE = auto()
+    NAME = auto()
+    """Of something that is only called."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Of a container: the sorts of all that it holds, at any depth, how many, and how deep."""
+
+    sorts: frozenset[Sort]
+    items: int
+    depth: int
+
+
+class Containers:
+    """Sums containers up, each once.
+
+    Args:
+        children: what a container holds; None for anything else.
+        sort: of anything else.
+    """
+
+    def __init__(
+        self,
+        children: Callable[[Record], Collection[Record] | None],
+        sort: Callable[[Record], Sort],
+    ) -> None:
+        self._children = children
+        self._sort = sort
+        self._held: dict[int, Held] = {}
+
+    def held(self, record: Record) -> Held:
+        """Raises RefusedError where it contains itself, or more than the limits."""
+        children = self._children(record)
+        if children is None:
+            return Held(frozenset([self._sort(record)]), 1, 0)
+        if id(record) in self._held:
+            return self._held[id(record)]
+        # Without recursion, which a file could make as deep as it likes.
+        open_records = {id(record)}
+        stack: list[tuple[Record, Collection[Record], Iterator[Record]]] = [
+            (record, children, iter(children))
+        ]
+        while stack:
+            current, content, rest = stack[-1]
+            for child in rest:
+                inner = self._children(child) if isinstance(child, Items | Call) else None
+                if inner is None or id(child) in self._held:
+                    continue
+                if id(child) in open_records:
+                    raise RefusedError("a container contains itself")
+                open_records.add(id(child))
+                stack.append((child, inner, iter(inner)))
+                break
+            else:
+                self._held[id(current)] = self._sum(content)
+                open_records.discard(id(current))
+                stack.pop()
+        return self._held[id(record)]
+
+    def _sum(self, content: Collection[Record]) -> Held:
+        sorts: set[Sort] = set()
+        items, depth = 1, 0
+        for child in content:
+            if isinstance(child, Items | Call) and id(child) in self._held:
+                held = self._held[id(child)]
+                sorts |= held.sorts
+                items += held.items
+                depth = max(depth, held.depth)
+            else:
+                sorts.add(self._sort(child))
+                items += 1
+        if items > MOST_ITEMS:
+            raise RefusedError(f"its containers hold more than {MOST_ITEMS} items")
+        if depth >= DEEPEST:
+            raise RefusedError(f"its containers are nested more than {DEEPEST} deep")
+        return Held(frozenset(sorts), items, depth + 1)

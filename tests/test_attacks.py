@@ -1,0 +1,512 @@
+"""A file executes nothing: each way to make one do so, thousands of random ones, and bytes changed at random."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import io
+import random
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attack_cases as attack
+import pytest
+import torch
+from attack_cases import a_dict, a_tuple, layer, name_of, ordered, parameter, pickled, rebuilt, save, tensor
+from loading_cases import LEGACY, RunsCommand, generator
+from torch import nn
+from torch.nn.modules.module import _WrappedHook
+from torch.nn.utils import prune
+from torch.nn.utils.spectral_norm import SpectralNorm, SpectralNormStateDictHook
+from torch.nn.utils.weight_norm import WeightNorm
+from torch.utils.hooks import RemovableHandle
+
+from tconv_swap.files.containers import MOST_ITEMS
+from tconv_swap.files.content import read_content
+from tconv_swap.files.fileformat import examine
+from tconv_swap.files.loading import LoadError, UntrustedError, load_inputs, load_model, load_weights
+from tconv_swap.files.records import Call, GlobalName, Items, Record
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+_TYPED = GlobalName("torch._tensor", "_rebuild_from_type_v2")
+_TENSOR = GlobalName("torch", "Tensor")
+_LINEAR = name_of(nn.Linear)
+_RELU = GlobalName("torch.nn.functional", "relu")
+
+
+def hook(cls: type, **state: Record) -> Call:
+    return Call(name_of(cls), a_tuple(), new=True, states=[a_dict(**state)])
+
+
+def with_hook(made: Record, field: str = "_forward_pre_hooks", **state: Record) -> Call:
+    weights = {f"weight_{end}": parameter(tensor()) for end in ("g", "v", "orig")}
+    holds = {"_parameters": a_dict(**weights), "_buffers": a_dict(weight_u=tensor(), weight_mask=tensor())}
+    return layer(nn.Identity, **{**holds, field: ordered(0, made), **state})
+
+
+def typed(function: Record, cls: Record = _TENSOR, args: Record = None, state: Record = None) -> Call:
+    return layer(nn.Identity, x=Call(_TYPED, a_tuple(function, cls, args or a_tuple(1), state)))
+
+
+def of_another_layer() -> Call:
+    other = layer(nn.Identity)
+    wrapped = hook(
+        _WrappedHook, hook=hook(SpectralNormStateDictHook, fn=None), with_module=True, module=other
+    )
+    return with_hook(wrapped, "_load_state_dict_pre_hooks")
+
+
+_NORM = {"name": "weight", "dim": 0}
+_SPECTRAL = {**_NORM, "n_power_iterations": 1, "eps": 1e-12}
+
+#: What a file may try with nothing but allowed names.
+CHAINS: dict[str, Callable[[], Record]] = {
+    "_rebuild_from_type_v2 calls a class": lambda: typed(_LINEAR, args=a_tuple(1, 1)),
+    "_rebuild_from_type_v2 calls a function": lambda: typed(_RELU, args=a_tuple(tensor())),
+    "_rebuild_from_type_v2 calls an object": lambda: typed(layer(nn.Identity), args=a_tuple(tensor())),
+    "_rebuild_from_type_v2 calls itself": lambda: typed(_TYPED, args=a_tuple(_LINEAR, _TENSOR, a_tuple(1, 1), None)),
+    "_rebuild_from_type_v2 makes another class": lambda: typed(
+        GlobalName("torch._utils", "_rebuild_tensor_v2"), name_of(nn.Identity), tensor().args
+    ),
+    "_rebuild_from_type_v2 replaces a method": lambda: typed(
+        GlobalName("torch._utils", "_rebuild_tensor_v2"), _TENSOR, tensor().args, a_dict(backward=_RELU)
+    ),
+    "_rebuild_from_type_v2 holds a function": lambda: typed(
+        GlobalName("torch._utils", "_rebuild_tensor_v2"), _TENSOR, tensor().args, a_dict(x=_RELU)
+    ),
+    "a parameter replaces a method": lambda: layer(
+        nn.Identity,
+        x=rebuilt("_rebuild_parameter_with_state", tensor(), True, ordered(), a_dict(__torch_function__=_RELU)),
+    ),
+    "Identity.forward": lambda: layer(nn.Identity, forward=_RELU),
+    "Identity.forward is a layer": lambda: layer(nn.Identity, forward=layer(nn.ReLU, inplace=True)),
+    "Identity.__class__": lambda: layer(nn.Identity, __class__=_LINEAR),
+    "Identity._call_impl": lambda: layer(nn.Identity, _call_impl=_RELU),
+    "Identity._compiled_call_impl": lambda: layer(nn.Identity, _compiled_call_impl=layer(nn.ReLU, inplace=True)),
+    "an activation where no layer keeps one": lambda: layer(nn.Identity, activation=_RELU),
+    "an activation in a list": lambda: layer(nn.Identity, x=Items(list, [a_tuple(_RELU)])),
+    "a class where only data may be": lambda: layer(nn.Identity, x=_LINEAR),
+    "a class as an activation": lambda: layer(nn.TransformerEncoderLayer, activation=_LINEAR),
+    "WeightNorm.compute_weight": lambda: with_hook(hook(WeightNorm, **_NORM, compute_weight=_RELU)),
+    "WeightNorm along what its weight has not": lambda: with_hook(hook(WeightNorm, name="weight", dim=3)),
+    "WeightNorm with too few norms": lambda: with_hook(
+        hook(WeightNorm, **_NORM),
+        _parameters=a_dict(weight_g=parameter(tensor(4, (2,))), weight_v=parameter(tensor())),
+    ),
+    "WeightNorm works on forward": lambda: with_hook(hook(WeightNorm, name="forward", dim=0)),
+    "WeightNorm works on what is not there": lambda: with_hook(hook(WeightNorm, name="x", dim=0)),
+    "SpectralNorm.compute_weight": lambda: with_hook(hook(SpectralNorm, **_SPECTRAL, compute_weight=_RELU)),
+    "SpectralNorm never ends": lambda: with_hook(
+        hook(SpectralNorm, **{**_SPECTRAL, "n_power_iterations": 1 << 40})
+    ),
+    "pruning with another mask": lambda: with_hook(
+        hook(prune.L1Unstructured, _tensor_name="weight", apply_mask=_RELU)
+    ),
+    "a hook that is a function": lambda: with_hook(_RELU),
+    "a hook that is a class": lambda: with_hook(_LINEAR, "_forward_hooks"),
+    "_WrappedHook of a class": lambda: with_hook(
+        hook(_WrappedHook, hook=_LINEAR, with_module=False), "_load_state_dict_pre_hooks"
+    ),
+    "_WrappedHook binds an argument": lambda: with_hook(
+        hook(_WrappedHook, hook=layer(nn.Identity), with_module=True, module=layer(nn.Identity))
+    ),
+    "_WrappedHook of another layer": of_another_layer,
+    "ParameterDict._key_to_attr": lambda: layer(nn.ParameterDict, _keys=Items(dict, []), _key_to_attr=_RELU),
+    "ParameterDict._key_to_attr is a dict": lambda: layer(
+        nn.ParameterDict, _keys=Items(dict, []), _key_to_attr=a_dict(x="__globals__")
+    ),
+    "OrderedDict.update": lambda: layer(
+        nn.Identity, x=Call(GlobalName("collections", "OrderedDict"), a_tuple(), states=[a_dict(update=_RELU)])
+    ),
+    "a layer called": lambda: Call(layer(nn.Identity), a_tuple(1)),
+    "a class of a layer called": lambda: Call(_LINEAR, a_tuple(1, 1)),
+    "a layer made with arguments": lambda: Call(_LINEAR, a_tuple(1, 1), new=True, states=[Items(dict, [])]),
+    "a state that is no dict": lambda: Call(_LINEAR, a_tuple(), new=True, states=[a_tuple(a_dict(), a_dict(x=1))]),
+    "two states": lambda: Call(_LINEAR, a_tuple(), new=True, states=layer(nn.Linear).states * 2),
+    "a codec that imports": lambda: layer(
+        nn.Identity, x=Call(GlobalName("_codecs", "encode"), a_tuple("x", "zlib_codec"))
+    ),
+    "a bytearray of a terabyte": lambda: layer(
+        nn.Identity, x=Call(GlobalName("builtins", "bytearray"), a_tuple(1 << 40))
+    ),
+    "a handle of something else": lambda: layer(
+        nn.Identity,
+        x=Call(name_of(RemovableHandle), a_tuple(), new=True, states=[a_tuple(layer(nn.Identity), 1)]),
+    ),
+    "our layer of another class": lambda: Call(
+        GlobalName("tconv_swap.layer", "_new_swapped_layer"), a_tuple(_LINEAR), states=layer(nn.Linear).states
+    ),
+    "a layer is a key": lambda: layer(nn.Identity, x=Items(dict, [layer(nn.Identity), 1])),
+    "a name of a layer that is a method": lambda: layer(nn.Identity, _modules=Items(dict, [1, layer(nn.Identity)])),
+    "a function among the layers": lambda: layer(nn.Sequential, _modules=Items(dict, ["0", _RELU])),
+    "a tensor among the parameters": lambda: layer(nn.Identity, _parameters=a_dict(weight=tensor())),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _warm() -> None:
+    """What PyTorch imports and compiles at its first use of anything is not the files' doing."""
+    codecs.lookup("raw-unicode-escape")
+    for model in (*honest(), generator(), nn.DataParallel(nn.Identity())):
+        attack.use(model)
+
+
+def honest() -> list[nn.Module]:
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoderLayer(4, 2, 8, activation="gelu", batch_first=True)
+    return [
+        nn.Sequential(
+            nn.utils.weight_norm(nn.ConvTranspose2d(4, 4, 2)),
+            nn.utils.spectral_norm(nn.Conv2d(4, 4, 1)),
+            prune.l1_unstructured(nn.Conv2d(4, 2, 1), "weight", 0.5),
+        ),
+        nn.ModuleDict({"a": nn.LSTM(4, 3), "b": nn.ParameterDict({"c": torch.ones(2)}), "d": encoder}),
+    ]
+
+
+def test_the_watch_sees_what_is_executed(tmp_path: Path) -> None:
+    torch.save([RunsCommand(tmp_path / "executed")], tmp_path / "model.pt")
+    with attack.watched() as seen, contextlib.suppress(LoadError):
+        load_model(tmp_path / "model.pt", unsafe_pickle=True)
+    assert any(event.startswith("os.system") for event in seen), seen
+    with attack.watched() as seen:
+        exec("x = 1")
+        (tmp_path / "written").write_text("x")
+    assert {event.split()[0] for event in seen} >= {"exec", "compile", "open"}
+
+
+@pytest.mark.parametrize("chain", CHAINS)
+def test_every_chain_of_allowed_names_is_refused(tmp_path: Path, chain: str) -> None:
+    path = save(tmp_path / "model.pt", pickled(CHAINS[chain]()))
+    inside = save_nested(tmp_path, CHAINS[chain]())
+    with attack.watched() as seen:
+        for file in (path, inside):
+            with pytest.raises(LoadError, match="holds a damaged network"):
+                load_model(file)
+    assert seen == []
+
+
+def save_nested(directory: Path, record: Record) -> Path:
+    """The same in the middle of a network."""
+    outer = layer(nn.Sequential, _modules=Items(dict, ["0", layer(nn.Identity, deep=Items(list, [record]))]))
+    return save(directory / "nested.pt", pickled(outer))
+
+
+def test_the_layers_of_the_chains_load_without_what_is_wrong_in_them(tmp_path: Path) -> None:
+    """The chains are refused for what they are, and not for how they are written."""
+    normed = with_hook(hook(WeightNorm, **_NORM), weight=tensor())
+    handle = Call(name_of(RemovableHandle), a_tuple(), new=True, states=[a_tuple(ordered(), 1, a_tuple())])
+    inner = [
+        layer(nn.Identity, x=Call(_TYPED, a_tuple(name, _TENSOR, tensor().args, a_dict(note=1))))
+        for name in [GlobalName("torch._utils", "_rebuild_tensor_v2")]
+    ]
+    metadata = Call(GlobalName("collections", "OrderedDict"), a_tuple(), states=[a_dict(_metadata=ordered())])
+    inner += [layer(nn.Identity, x=handle, y=metadata), normed, layer(nn.ParameterDict, _keys=a_dict(a=None))]
+    inner += [with_hook(hook(SpectralNorm, **_SPECTRAL)), with_hook(layer(nn.Identity))]
+    inner += [with_hook(hook(prune.L1Unstructured, _tensor_name="weight", amount=0.5))]
+    names = [part for i, one in enumerate(inner) for part in (str(i), one)]
+    path = save(tmp_path / "model.pt", pickled(layer(nn.Sequential, _modules=Items(dict, names))))
+    with attack.watched() as seen:
+        loaded: Any = load_model(path).model
+        attack.use(loaded)
+    assert seen == []
+    assert loaded[0].x.note == 1
+    assert len(loaded) == len(inner)
+
+
+def test_the_legacy_reader_has_no_function_to_change(tmp_path: Path) -> None:
+    call = GlobalName("tconv_swap.files.legacy", "container_class")
+    given = a_tuple(None, a_dict(__defaults__=a_tuple(1)))
+    for record in (Call(call, a_tuple(1), states=[given]), layer(nn.Identity, x=call)):
+        with pytest.raises(UntrustedError, match=r"legacy\.container_class"):
+            load_model(save(tmp_path / "model.pt", pickled(record)))
+    # A state for what is no object at all: BUILD on the name itself.
+    content = pickled(call)[:-1] + pickled(given)[2:-1] + b"b."
+    with pytest.raises(LoadError, match="a state to what is no object"):
+        load_model(save(tmp_path / "model.pt", content))
+
+
+def attempt(path: Path) -> bool:
+    """Whether a file loads. Anything else than that or a refusal, or anything that it does besides, fails."""
+    with attack.watched() as seen:
+        try:
+            model = load_model(path).model
+        except LoadError as error:
+            model, refusal = None, str(error)
+        else:
+            refusal = ""
+            attack.use(model)
+    assert seen == []
+    assert "\n" not in refusal
+    return model is not None
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_records_put_together_at_random(tmp_path: Path, part: int) -> None:
+    loaded = 0
+    for seed in range(part * 500, part * 500 + 500):
+        chance = random.Random(seed)
+        root = attack.anything(chance)
+        if chance.random() < 0.5:
+            root = layer(nn.Sequential, _modules=Items(dict, ["0", root]), x=attack.anything(chance))
+        loaded += attempt(save(tmp_path / "model.pt", pickled(root)))
+    assert 0 < loaded < 400
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_networks_with_one_record_exchanged(tmp_path: Path, which: int) -> None:
+    """What an honest file says, but for a part that is something else."""
+    torch.save(honest()[which], tmp_path / "honest.pt")
+    with zipfile.ZipFile(tmp_path / "honest.pt") as archive:
+        data = {
+            name.rpartition("data/")[2]: archive.read(name) for name in archive.namelist() if "/data/" in name
+        }
+    loaded = 0
+    for seed in range(300):
+        chance = random.Random(seed)
+        root = read_content(examine(tmp_path / "honest.pt")).pickle.root
+        attack.changed(chance, root)
+        try:
+            content = pickled(root)
+        except attack.UnwritableError:
+            continue
+        loaded += attempt(save(tmp_path / "model.pt", content, data))
+    assert 10 < loaded < 290
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+@pytest.mark.parametrize("how", [{}, LEGACY], ids=["zip", "legacy"])
+def test_bytes_changed_at_random(tmp_path: Path, which: int, how: dict[str, Any]) -> None:
+    model = [*honest(), generator()][which]
+    whole = io.BytesIO()
+    torch.save(model, whole, **how)
+    content = {}
+    if not how:
+        with zipfile.ZipFile(whole) as archive:
+            content = {name: archive.read(name) for name in archive.namelist()}
+    path = tmp_path / "model.pt"
+    loaded = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        name = next((name for name in content if name.endswith("data.pkl")), "")
+        changed = bytearray(content[name] if content else whole.getvalue())
+        for _ in range(chance.randrange(1, 4)):
+            changed[chance.randrange(len(changed))] = chance.randrange(256)
+        if content:
+            # In the pickle, and not in the archive, whose check sums would show it.
+            with zipfile.ZipFile(path, "w") as archive:
+                for other, data in content.items():
+                    archive.writestr(other, bytes(changed) if other == name else data)
+        else:
+            path.write_bytes(changed)
+        loaded += attempt(path)
+    assert loaded > 0
+
+
+# --- tensors that are none ----------------------------------------------------------------------------------
+
+_LONG = tensor(4, (4,), "Long")
+
+
+def coo(indices: Record, values: Record, size: tuple[int, ...], *coalesced: Record) -> Call:
+    return sparse("torch.sparse_coo", indices, values, a_tuple(*size), *coalesced)
+
+
+def sparse(name: str, *data: Record) -> Call:
+    layout = Call(GlobalName("torch.serialization", "_get_layout"), a_tuple(name))
+    return rebuilt("_rebuild_sparse_tensor", layout, a_tuple(*data))
+
+
+def quantized(*quantizer: Record, size: tuple[int, ...] = (4,), dtype: str = "QInt8") -> Call:
+    storage, offset, sizes, strides, *_ = tensor(4, size, dtype).args.items
+    return rebuilt("_rebuild_qtensor", storage, offset, sizes, strides, a_tuple(*quantizer), False, ordered())
+
+
+_AFFINE, _CHANNELS = GlobalName("torch", "per_tensor_affine"), GlobalName("torch", "per_channel_affine")
+_TWO = Items(list, [1.0, 1.0])
+
+FORGED: dict[str, Callable[[], Record]] = {
+    "beyond its storage": lambda: tensor(4, (5,)),
+    "an offset beyond": lambda: tensor(4, (4,), offset=1),
+    "a negative offset": lambda: tensor(4, (4,), offset=-1),
+    "a negative size": lambda: tensor(4, (-1,)),
+    "a negative stride": lambda: tensor(4, (4,), stride=a_tuple(-1)),
+    "strides beyond": lambda: tensor(4, (2, 2), stride=a_tuple(3, 1)),
+    "more strides than sizes": lambda: tensor(4, (4,), stride=a_tuple(1, 1)),
+    "a size without end": lambda: tensor(4, (1 << 62, 1 << 62), stride=a_tuple(0, 0)),
+    "a storage that is not there": lambda: tensor(3, (3,)),
+    "a storage of another size": lambda: tensor(
+        4, (4,), storage=attack.Reference(a_tuple("storage", GlobalName("torch", "DoubleStorage"), "Float4", "cpu", 4))
+    ),
+    "gradients of whole numbers": lambda: tensor(4, (4,), "Long", requires_grad=True),
+    "hooks": lambda: tensor(hooks=ordered(0, 1)),
+    "sparse indices beyond": lambda: coo(tensor(2, (1, 2), "Long"), tensor(4, (2,)), (4,)),
+    "sparse, said to be coalesced": lambda: coo(
+        tensor(4, (1, 4), "Long", stride=a_tuple(0, 0)), tensor(), (4,), True
+    ),
+    "sparse with fewer values": lambda: coo(tensor(4, (1, 4), "Long"), tensor(4, (3,)), (4,)),
+    "sparse indices that are none": lambda: coo(tensor(4, (1, 4)), tensor(), (4,)),
+    "a sparse size without end": lambda: coo(tensor(4, (1, 4), "Long"), tensor(), (1 << 62, 1 << 62)),
+    "compressed rows beyond": lambda: sparse(
+        "torch.sparse_csr", tensor(2, (2,), "Long"), _LONG, tensor(), a_tuple(1, 4)
+    ),
+    "compressed columns beyond": lambda: sparse(
+        "torch.sparse_csr", tensor(4, (2,), "Long"), tensor(4, (1,), "Long", offset=3), tensor(4, (1,)), a_tuple(1, 2)
+    ),
+    "a layout that is none": lambda: sparse("torch.strided", _LONG, tensor(), a_tuple(4)),
+    "a scale of nothing": lambda: quantized(_AFFINE, 0.0, 0),
+    "a scale that is no number": lambda: quantized(_AFFINE, float("nan"), 0),
+    "a zero point beyond": lambda: quantized(_AFFINE, 1.0, 1 << 40),
+    "a channel axis beyond": lambda: quantized(_CHANNELS, _TWO, Items(list, [0, 0]), 7, size=(2, 2)),
+    "fewer scales than channels": lambda: quantized(_CHANNELS, Items(list, [1.0]), Items(list, [0]), 0, size=(2, 2)),
+    "quantised and of no such dtype": lambda: quantized(_AFFINE, 1.0, 0, dtype="Float"),
+    "a quantised dtype without a scale": lambda: tensor(4, (4,), "QInt8"),
+    "a nested tensor beyond its buffer": lambda: rebuilt(
+        "_rebuild_nested_tensor",
+        tensor(),
+        tensor(4, (1, 1), "Long", offset=3),
+        tensor(4, (1, 1), "Long", offset=1),
+        tensor(4, (1,), "Long", offset=3),
+    ),
+    "a meta tensor without end": lambda: rebuilt(
+        "_rebuild_meta_tensor_no_storage", GlobalName("torch", "float32"), a_tuple(1 << 62, 8), a_tuple(8, 1), False
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("forged", FORGED)
+def test_tensors_that_cannot_be(tmp_path: Path, forged: str) -> None:
+    root = layer(nn.Identity, _buffers=a_dict(x=FORGED[forged]()))
+    path = save(tmp_path / "model.pt", pickled(root))
+    with attack.watched() as seen, pytest.raises(LoadError, match="holds a damaged network"):
+        load_model(path)
+    assert seen == []
+
+
+def test_tensors_of_every_kind(tmp_path: Path) -> None:
+    """The same as in the forged files, but true."""
+    kinds = {
+        "coo": torch.eye(3).to_sparse(),
+        "uncoalesced": torch.sparse_coo_tensor([[1, 1]], [1.0, 2.0], (3,)),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 3, torch.quint8),
+        "channels": torch.quantize_per_channel(torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8),
+        "nested": torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]),
+        "meta": torch.ones(3, device="meta"),
+        "conj": torch.ones(3, dtype=torch.complex64).conj(),
+        "uint16": torch.ones(3, dtype=torch.uint16),
+        "expanded": torch.ones(1).expand(5),
+        "empty": torch.ones(0, 3),
+        "transposed": torch.arange(6.0).view(2, 3).t(),
+        "buffer": nn.Buffer(torch.ones(2)),
+    }  # fmt: skip
+    model = nn.Identity()
+    for name, value in kinds.items():
+        model.register_buffer(name, value)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = dict(load_model(tmp_path / "model.pt").model.named_buffers())
+    for name, value in kinds.items():
+        found = loaded[name]
+        assert (found.layout, found.dtype, found.device) == (value.layout, value.dtype, value.device)
+        if name == "nested":
+            assert all(torch.equal(a, b) for a, b in zip(found.unbind(), value.unbind(), strict=True))
+            continue
+        assert found.shape == value.shape
+        if name != "meta":
+            assert torch.equal(_dense(found), _dense(value)), name
+
+
+def _dense(value: torch.Tensor) -> torch.Tensor:
+    value = value.to_dense() if value.layout is not torch.strided else value
+    return value.dequantize() if value.is_quantized else value
+
+
+# --- what would take for ever -------------------------------------------------------------------------------
+
+
+def doubled(times: int, kind: type = tuple) -> Record:
+    inner: Record = Items(kind, [1])
+    for _ in range(times):
+        inner = Items(kind, [inner, inner])
+    return inner
+
+
+def nested(depth: int, kind: type = list) -> Record:
+    inner: Record = Items(kind, [])
+    for _ in range(depth):
+        inner = Items(kind, [inner])
+    return inner
+
+
+def containing_itself() -> Record:
+    made = Items(list, [])
+    made.items.append(made)
+    return made
+
+
+def doubled_layers(times: int) -> Record:
+    inner = layer(nn.Identity)
+    for _ in range(times):
+        inner = layer(nn.Sequential, _modules=Items(dict, ["0", inner, "1", inner]))
+    return inner
+
+
+def nested_layers(depth: int) -> Record:
+    inner = layer(nn.Identity)
+    for _ in range(depth):
+        inner = layer(nn.Sequential, _modules=Items(dict, ["0", inner]))
+    return inner
+
+
+HUGE = {
+    "shared": (lambda: doubled(40), f"more than {MOST_ITEMS} items"),
+    "shared lists": (lambda: doubled(40, list), f"more than {MOST_ITEMS} items"),
+    "deep": (lambda: nested(200), "nested more than 100 deep"),
+    "itself": (containing_itself, "contains itself"),
+}
+
+
+@pytest.mark.parametrize("huge", HUGE)
+def test_containers_without_end(tmp_path: Path, huge: str) -> None:
+    make, reason = HUGE[huge]
+    before = time.process_time()
+    with pytest.raises(LoadError, match=reason):
+        load_inputs(save(tmp_path / "inputs.pt", pickled(Items(list, [tensor(), make()]))))
+    with pytest.raises(LoadError, match=reason):
+        load_weights(save(tmp_path / "inputs.pt", pickled(a_dict(weight=tensor(), x=make()))))
+    with pytest.raises(LoadError, match=reason):
+        load_model(save(tmp_path / "model.pt", pickled(layer(nn.Identity, x=make()))))
+    assert time.process_time() - before < 5
+
+
+def test_layers_without_end(tmp_path: Path) -> None:
+    before = time.process_time()
+    for record, reason in ((doubled_layers(30), "names"), (nested_layers(120), "deep")):
+        with pytest.raises(LoadError, match=reason):
+            load_model(save(tmp_path / "model.pt", pickled(record)))
+    assert time.process_time() - before < 5
+    assert (
+        len(list(load_model(save(tmp_path / "model.pt", pickled(doubled_layers(10)))).model.modules())) == 11
+    )
+    assert (
+        len(list(load_model(save(tmp_path / "model.pt", pickled(nested_layers(90)))).model.modules())) == 91
+    )
+
+
+def test_a_pickle_of_very_deep_lists(tmp_path: Path) -> None:
+    content = b"\x80\x02" + b"]" * 200_000 + b"a" * 199_999 + b"."
+    with pytest.raises(LoadError, match="nested more than 100 deep"):
+        load_inputs(save(tmp_path / "inputs.pt", content))
+
+
+def test_more_instructions_than_any_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tconv_swap.files.records.MOST_OPCODES", 1000)
+    with pytest.raises(LoadError, match="more than 1000 instructions"):
+        load_model(save(tmp_path / "model.pt", b"\x80\x02" + b"N0" * 1000 + b"N."))
+    with pytest.raises(LoadError, match="more than 4096 bits"):
+        load_model(save(tmp_path / "model.pt", pickled(1 << 5000)))
