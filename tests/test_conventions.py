@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import logging
 import re
 from pathlib import Path
@@ -15,6 +16,11 @@ from tconv_swap.cuda import cache
 PACKAGE = Path(tconv_swap.__file__).parent
 ROOT = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+
+
+def test_the_version_is_written_once() -> None:
+    assert importlib.metadata.version("tconv-swap") == tconv_swap.__version__
+    assert "\nversion =" not in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_environment_variable_is_in_the_readmes_table() -> None:
