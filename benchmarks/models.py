@@ -40,8 +40,11 @@ NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 all was measured, 1 something was not (it is listed), 2 usage."""
+    """Runs the command line; returns the exit code: 0 all was measured, 1 something was not (it is listed), 2 usage."""
     options = _parser().parse_args(arguments)
+    if options.show:
+        print(table(json.loads(options.json.read_text(encoding="utf-8"))))
+        return 0
     if options.render:
         document = json.loads(options.json.read_text(encoding="utf-8"))
         write_atomically(options.json.with_suffix(".svg"), chart(document).encode())
@@ -241,10 +244,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where the rows go (default: %(default)s)",
     )
+    parser.add_argument("--show", action="store_true", help="measure nothing: print every row of --json")
     parser.add_argument(
         "--render",
         action="store_true",
-        help="measure nothing: draw the chart of --json beside it, and put it and the table into the READMEs",
+        help="measure nothing: draw the chart of --json beside it, and put it and the means into the READMEs",
     )
     return parser
 
