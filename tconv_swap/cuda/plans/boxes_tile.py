@@ -114,8 +114,11 @@ def pitches(problem: StridedProblem, tile: BoxTile) -> dict[str, int]:
 
 
 def fetched_bytes(problem: StridedProblem) -> int:
-    """Returns how many bytes of grad_output the L2 fetches at a time (docs/kernels/grad_input_boxes.md): 256 only where the
-    rest of them is read at once: as the next chunk of a slice, or as the next column, whose phase has taps."""
+    """Returns how many bytes of grad_output the L2 fetches at a time (docs/kernels/grad_input_boxes.md).
+
+    256 only where the rest of them is read at once: as the next chunk of a slice, or as the next column, whose phase
+    has taps.
+    """
     all_columns = len(problem.phases_used[1]) == problem.step[1]
     return 256 if slices_first(problem) or (chunks(problem) == 1 and all_columns) else 128
 
