@@ -62,7 +62,7 @@ def _alternating(*ways: Callable[[], object], calls: int = CALLS) -> list[float]
 
 
 def _by_python(call: Callable[[], object]) -> Callable[[], object]:
-    """``call`` with the node in Python."""
+    """Returns ``call`` with the node in Python."""
 
     def called() -> object:
         told = route.Route.differentiable
