@@ -91,7 +91,7 @@ class _ErrorSum:
 
 
 def _ratio(difference: float, truth: float) -> float:
-    """Returns 0 where a truth of zeros was computed exactly, infinity where it was not."""
+    """Returns the quotient; of a truth of zeros 0 where it was computed exactly, infinity where it was not."""
     if truth == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / truth
