@@ -63,7 +63,7 @@ class Result:
 
 
 def layers() -> Iterator[Layer]:
-    """The baseline layers of the suite, their batches cut to fit."""
+    """Returns the baseline layers of the suite, with batches that a CPU computes in reasonable time."""
     for layer in load_suite().layers:
         cut = layer.for_cpu()
         if layer.baseline and cut is not None:
@@ -71,7 +71,7 @@ def layers() -> Iterator[Layer]:
 
 
 def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) -> Result:
-    """One layer, forward or backward (all gradients), float32."""
+    """Measures one layer, forward or backward (all gradients), in float32."""
     g = layer.geometry
     memory_format = torch.channels_last if channels_last else torch.contiguous_format
     generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ def measure(layer: Layer, backward: bool, channels_last: bool, budget_s: float) 
 
 
 def summary(results: list[Result]) -> dict[str, float]:
-    """Geometric mean and minimum of the speedups over the strided layers."""
+    """Returns the geometric mean and the minimum of the speedups over the strided layers."""
     speedups = [result.speedup for result in results if result.layer.strided]
     return {
         "geometric_mean": math.exp(math.fsum(map(math.log, speedups)) / len(speedups)),

@@ -1,4 +1,4 @@
-"""Every layer of the suite on a GPU, PyTorch's against ours, paired in one run: ``python -m benchmarks.layers``.
+"""Times every layer of the suite on a GPU, PyTorch's against ours, paired in one run: ``python -m benchmarks.layers``.
 
 Exit codes: 0 all was measured, 1 something could not be measured (it is listed), 2 usage, or no GPU.
 """
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.kernels import STAGE_MASKS, compile_ahead, steps_of
+from benchmarks.layers_report import render
 from benchmarks.measure import Effort, Machine, measure
-from benchmarks.render import markdown, progress_line, text
+from benchmarks.render import progress_line, text
 from benchmarks.results import Results
-from benchmarks.table import fill_places, places
 from tconv_swap.cuda import call, tuned
 from tconv_swap.cuda.program import Plan
 from tconv_swap.measurement.environment import environment
@@ -60,12 +60,19 @@ class Configuration(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     suite = load_suite()
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.markdown:
-        return regenerate(options.markdown, RESULTS, suite)
+    try:
+        if options.render:
+            render(RESULTS, README, suite.targets)
+            return 0
+        if options.show:
+            print(text(Results.load(options.show), suite.targets))
+            return 0
+    except (FileNotFoundError, ValueError) as error:
+        parser.error(str(error))
     try:
         layers = suite.select(options.only.split(",")) if options.only else suite.layers
     except ValueError as error:
@@ -91,8 +98,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     configurations: Sequence[Configuration], suite: Suite, device: torch.device, options: argparse.Namespace
 ) -> Results:
-    """Measure; what cannot be measured is noted and the rest goes on. The JSON is written after every layer, so
-    that an interrupted run leaves what it has."""
+    """Measures every configuration; notes one that cannot be measured and goes on. Writes the JSON after every layer,
+    so that an interrupted run keeps what it has."""
     torch.backends.cudnn.benchmark = True
     facts = call.device_facts(device.index)
     begin = time.monotonic()
@@ -122,20 +129,6 @@ def run(
             results.settings["seconds"] = round(time.monotonic() - begin, 1)
             results.save(options.json, suite.targets)
     return results
-
-
-def regenerate(readme: Path, directory: Path, suite: Suite) -> int:
-    """Put the tables of the results in ``directory`` into their places in ``readme``; returns the exit code."""
-    before = readme.read_text(encoding="utf-8")
-    tables = {}
-    for name in places(before):
-        path = directory / name
-        try:
-            tables[name] = markdown(Results.load(path), suite.targets)
-        except (FileNotFoundError, ValueError) as error:
-            _say(f"the place of {name} in {readme.name} stays as it is: {error}")
-    readme.write_text(fill_places(before, tables), encoding="utf-8")
-    return 0
 
 
 def _gpu() -> torch.device | None:
@@ -190,13 +183,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--iters", type=_positive(int), metavar="N", help="exactly so many samples instead")
     parser.add_argument(
-        "--markdown",
-        nargs="?",
-        type=Path,
-        const=README,
-        metavar="README",
-        help="measure nothing: put the tables of benchmarks/results/ into their places there (default: "
-        "benchmarks/README.md)",
+        "--render",
+        action="store_true",
+        help="measure nothing: draw benchmarks/results/h200-layers.svg, and put it and the means into "
+        "benchmarks/README.md",
+    )
+    parser.add_argument(
+        "--show", type=Path, metavar="FILE", help="measure nothing: print every row of the results in FILE"
     )
     return parser
 
@@ -225,7 +218,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _commit() -> str | None:
-    """What is measured, as git names it; None outside a checkout."""
+    """Returns git's name of the tree that is measured, None outside a checkout."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)

@@ -156,7 +156,7 @@ def _apply(
 
 
 def _gradients(function: Callable[..., Tensor], layer: Layer, data: Data, wanted: tuple[str, ...]) -> Call:
-    """The backward of a graph in which nothing but what is wanted needs a gradient."""
+    """Returns the backward pass of a graph in which nothing but what is wanted needs a gradient."""
     leaves = {
         name: None if tensor is None else tensor.detach().requires_grad_(name in wanted)
         for name, tensor in zip(GRADIENTS, data[:3], strict=True)

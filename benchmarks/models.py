@@ -40,8 +40,11 @@ NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error b
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code: 0 all was measured, 1 something was not (it is listed), 2 usage."""
+    """Runs the command line; returns the exit code: 0 all was measured, 1 something was not (it is listed), 2 usage."""
     options = _parser().parse_args(arguments)
+    if options.show:
+        print(table(json.loads(options.json.read_text(encoding="utf-8"))))
+        return 0
     if options.render:
         document = json.loads(options.json.read_text(encoding="utf-8"))
         write_atomically(options.json.with_suffix(".svg"), chart(document).encode())
@@ -59,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) -> dict[str, Any]:
-    """Measure; what cannot be measured is listed, and the rest goes on."""
+    """Measures every case; lists what cannot be measured and goes on."""
     begin = time.monotonic()
     document: dict[str, Any] = {
         "benchmark": BENCHMARK,
@@ -110,7 +113,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
 
 
 def _left(cases: Sequence[Case], document: dict[str, Any], failed: list[str], *, renew: bool) -> list[Case]:
-    """What is to be measured, what has no row at all first; last what failed before: it may take the GPU with it."""
+    """Returns the cases to measure: first those without a row, last those that failed, which may break the GPU."""
     commits = {_case(row): row.get("commit") for row in document["rows"]}
     commit = document["settings"]["commit"]
     left = [case for case in cases if case not in commits or (renew and commits[case] != commit)]
@@ -175,7 +178,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
-    """One row on a line, in the order of `_cases`, all at once or not at all."""
+    """Writes one row on a line, in the order of `_cases`, all at once or not at all."""
     every = list(_cases(_parser().parse_args([])))
     document["rows"].sort(key=lambda row: every.index(_case(row)))
     rows = ",\n".join("  " + json.dumps(row) for row in document["rows"])
@@ -241,10 +244,11 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="where the rows go (default: %(default)s)",
     )
+    parser.add_argument("--show", action="store_true", help="measure nothing: print every row of --json")
     parser.add_argument(
         "--render",
         action="store_true",
-        help="measure nothing: draw the chart of --json beside it, and put it and the table into the READMEs",
+        help="measure nothing: draw the chart of --json beside it, and put it and the means into the READMEs",
     )
     return parser
 

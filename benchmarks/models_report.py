@@ -1,4 +1,4 @@
-"""What benchmarks.models measured, for a reader: a table, a chart for the README."""
+"""What benchmarks.models measured, for a reader: a table for the terminal, a chart for the READMEs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ SHARE_ROOM = 0.35
 
 Row = Mapping[str, Any]
 _CHART = re.compile(r"(<!-- models chart -->\n).*?(<!-- end of models chart -->)", re.DOTALL)
-_TABLE = re.compile(r"(<!-- models table -->\n).*?(<!-- end of models table -->)", re.DOTALL)
 
 
-def table(document: Row, *, markdown: bool = False) -> str:
-    """One line for each row, and the geometric means."""
+def table(document: Row) -> str:
+    """Returns a line for each row, and the geometric means."""
     headings = [
         "network",
         "mode",
@@ -50,15 +49,14 @@ def table(document: Row, *, markdown: bool = False) -> str:
     if any(row.get("cuda_graph") for row in document["rows"]):
         headings.append("in a graph")
         cells = [[*one, _replayed(row)] for one, row in zip(cells, document["rows"], strict=True)]
-    drawn = Table(headings, cells, left=3)
-    lines = [drawn.markdown() if markdown else drawn.text(), *_means(document)]
+    lines = [Table(headings, cells, left=3).text(), *_means(document)]
     lines += [f"not measured: {line}" for line in document["not_measured"]]
-    text = "\n\n".join(line.strip("\n") for line in lines) if markdown else "\n".join(lines)
+    text = "\n".join(lines)
     return f"{machine_name(document['environment'])}, {_commits(document)}\n\n{text}\n"
 
 
 def _commits(document: Row) -> str:
-    """What was measured: one commit, or how many rows are of which."""
+    """Returns the commit that was measured, or how many rows are of which."""
     commit = document["settings"]["commit"]
     found = Counter(row.get("commit", commit) for row in document["rows"])
     if len(found) < 2:
@@ -83,7 +81,7 @@ def _cells(row: Row) -> list[str]:
 
 
 def _replayed(row: Row) -> str:
-    """Speedup of the forward pass replayed from a CUDA graph."""
+    """Returns the speedup of the forward pass replayed from a CUDA graph."""
     found = row.get("cuda_graph")
     return f"{found['speedup']:.2f}x" if found else ""
 
@@ -107,7 +105,7 @@ def _means(document: Row) -> Iterator[str]:
 
 
 def chart(document: Row) -> str:
-    """Speedups of the eager rows as SVG, light and dark; the label says what share Amdahl leaves to be gained."""
+    """Returns the speedups of the eager rows as SVG, light and dark, beside the share that bounds them (Amdahl)."""
     rows = [row for row in document["rows"] if row["runtime"] == "eager"]
     names = list(dict.fromkeys(row["network"] for row in rows))
     with settings():
@@ -168,12 +166,15 @@ def _share(rows: list[Row], name: str, stage: str) -> str:
 
 
 def fill_readmes(document: Row, name: str) -> None:
-    """The chart's place in README.md, the table's in benchmarks/README.md."""
+    """Puts the chart and the means into their place in README.md and in benchmarks/README.md."""
     means = " ".join(f"{line}." for line in _means(document))
-    image = f"![Speedup of whole networks](benchmarks/results/{Path(name).with_suffix('.svg')})"
-    origin = f"{machine_name(document['environment'])}."
-    _fill(ROOT / "README.md", _CHART, f"{image}\n\n{origin} {means}\n")
-    _fill(ROOT / "benchmarks" / "README.md", _TABLE, table(document, markdown=True))
+    image = f"results/{Path(name).with_suffix('.svg')}"
+    origin = f"{machine_name(document['environment'])}, {_commits(document)}."
+    for path, link in (
+        (ROOT / "README.md", f"benchmarks/{image}"),
+        (ROOT / "benchmarks" / "README.md", image),
+    ):
+        _fill(path, _CHART, f"![Speedup of whole networks]({link})\n\n{origin} {means}\n")
 
 
 def _fill(path: Path, place: re.Pattern[str], text: str) -> None:

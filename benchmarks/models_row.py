@@ -184,7 +184,7 @@ def _shares(timing: BenchmarkReport) -> dict[str, float | None]:
 
 @contextmanager
 def _switched(case: Case) -> Iterator[None]:
-    """TF32 allowed in every case, as where speed matters, and no chatter of torch.compile's."""
+    """Allows TF32 in every case and silences torch.compile's messages."""
     with MODES["tf32"].switched_on(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -234,7 +234,7 @@ def _difference(original: nn.Module, swapped: nn.Module, inputs: Inputs) -> floa
 
 
 def _apart(ours: Tensor, theirs: Tensor) -> float:
-    """Relative L2. A NaN is larger than any number."""
+    """Returns the relative L2 error; a NaN counts as larger than any number."""
     apart = float((ours.double() - theirs.double()).norm() / theirs.double().norm().clamp(min=1e-300))
     return apart if apart == apart else math.inf
 

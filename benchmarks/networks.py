@@ -80,7 +80,7 @@ def _cyclegan(tiny: bool) -> nn.Module:
 
 
 def _vae_decoder(tiny: bool) -> nn.Module:
-    """What samples: a code in, an image out."""
+    """The decoder: a code in, an image out."""
     decoder: nn.Module = _example("vae").Autoencoder(*((32, 4) if tiny else (64, 64))).decoder
     return decoder
 
@@ -180,7 +180,7 @@ def _prompts(batch: int, tiny: bool, device: torch.device) -> Arguments:
 
 
 class _First(nn.Module):
-    """The one tensor that counts, out of what transformers gives back."""
+    """Returns one tensor of the object that transformers returns."""
 
     def __init__(self, network: nn.Module, field: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Results for a reader: the rows by stage, mode and layout, and what is to be said of all of them together."""
+"""Results on a terminal: the rows by stage, mode and layout, their means, and what needs attention."""
 
 from __future__ import annotations
 
@@ -20,27 +20,12 @@ STAGES = {
 
 
 def text(results: Results, targets: Targets) -> str:
-    """For a terminal, at most 110 columns wide."""
+    """Returns the tables and findings, at most 110 columns wide."""
     parts = ["\n".join(_origin(results)) + "\n"]
     for (stage, mode, layout), rows in group_rows(results.rows).items():
         parts.append(f"{mode}, {layout}, {STAGES[stage]}\n{_rows_table(rows, targets).text()}")
     parts.append(f"Summary\n{_summary_table(summarise(results.rows, targets)).text()}")
     parts += [f"{heading}\n{found}" for heading, found in _findings(results, targets)]
-    return "\n".join(parts)
-
-
-def markdown(results: Results, targets: Targets) -> str:
-    """For the README: the summary in the open, the rows folded away."""
-    parts = [
-        "\n\n".join(_origin(results)) + "\n",
-        _summary_table(summarise(results.rows, targets)).markdown(),
-    ]
-    parts += [f"{heading}:\n\n{found}" for heading, found in _findings(results, targets)]
-    for (stage, mode, layout), rows in group_rows(results.rows).items():
-        summary = f"<summary>{mode}, {layout}, {STAGES[stage]}</summary>"
-        parts.append(
-            f"<details>{summary}\n\n{_rows_table(rows, targets, geometry=True).markdown()}\n</details>\n"
-        )
     return "\n".join(parts)
 
 
@@ -52,7 +37,7 @@ def progress_line(row: Row) -> str:
 
 
 def _origin(results: Results) -> list[str]:
-    """Where the numbers come from."""
+    """Returns the machine, its ceilings and the commit."""
     ceilings, settings = results.ceilings, results.settings
     rates = ", ".join(f"{mode} {rate:.0f}" for mode, rate in ceilings.tflops.items())
     return [
@@ -62,30 +47,28 @@ def _origin(results: Results) -> list[str]:
     ]
 
 
-def _rows_table(rows: Sequence[Row], targets: Targets, geometry: bool = False) -> Table:
-    """``geometry``: with a column for it, which a terminal has no room for."""
+def _rows_table(rows: Sequence[Row], targets: Targets) -> Table:
     headings = ["layer", "kernel", "flag", "PyTorch ms", "ours ms", "speedup"]
     headings += ["TFLOP/s", "GB/s", "roof", "L2 error", "of PyTorch's"]
     table = []
     for row in rows:
         flags = ("" if row.fast(targets) else "S") + ("" if row.accurate(targets) else "E")
-        cells = [
-            row.layer,
-            row.family,
-            flags,
-            _ms(row.pytorch.median_ms),
-            _ms(row.ours.median_ms),
-            f"{row.speedup:.2f}x",
-            f"{row.tflops:.1f}",
-            f"{row.gbps:.0f}",
-            f"{row.roof_fraction:.0%}",
-            f"{row.error:.1e}",
-            f"{row.error_ratio:.2f}",
-        ]
-        table.append([cells[0], row.geometry, *cells[1:]] if geometry else cells)
-    if geometry:
-        headings.insert(1, "geometry")
-    return Table(headings, table, left=4 if geometry else 3)
+        table.append(
+            [
+                row.layer,
+                row.family,
+                flags,
+                _ms(row.pytorch.median_ms),
+                _ms(row.ours.median_ms),
+                f"{row.speedup:.2f}x",
+                f"{row.tflops:.1f}",
+                f"{row.gbps:.0f}",
+                f"{row.roof_fraction:.0%}",
+                f"{row.error:.1e}",
+                f"{row.error_ratio:.2f}",
+            ]
+        )
+    return Table(headings, table, left=3)
 
 
 def _summary_table(summaries: Iterable[Summary]) -> Table:
@@ -116,7 +99,7 @@ def _summary_table(summaries: Iterable[Summary]) -> Table:
 
 
 def _findings(results: Results, targets: Targets) -> list[tuple[str, str]]:
-    """What somebody must know who reads only one screen: a heading and its lines each."""
+    """Returns what a reader of one screen must know: headings, and the lines below each."""
     rows = results.rows
     own = sum(row.own(targets) for row in rows)
     share = own / len(rows) if rows else 0.0
@@ -160,7 +143,7 @@ def _each(found: Iterable[tuple[Row, str]]) -> str:
 
 
 def _by_layer(rows: Iterable[Row]) -> str:
-    """A line for each stage and layer, with the modes and layouts."""
+    """Returns a line for each stage and layer, with the modes and layouts."""
     where: dict[str, list[str]] = {}
     for row in rows:
         where.setdefault(f"{row.stage} {row.layer}", []).append(f"{row.mode} {row.layout}")
@@ -168,5 +151,5 @@ def _by_layer(rows: Iterable[Row]) -> str:
 
 
 def _ms(value: float) -> str:
-    """Four digits, or as many as a microsecond needs."""
+    """Returns the time with four decimals below 10 ms, with three above."""
     return f"{value:.4f}" if value < 10 else f"{value:.3f}"

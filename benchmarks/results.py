@@ -1,4 +1,4 @@
-"""Measured rows: what one is, how it is held against the targets, summaries, and the JSON that keeps them."""
+"""Measured rows: what one is, how it is compared with the targets, summaries, and the JSON that keeps them."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Row:
         return ours / pytorch
 
     def accurate(self, targets: Targets) -> bool:
-        """No tensor further from float64 than PyTorch's, times a factor, or than rounding explains."""
+        """Whether no tensor is further from float64 than PyTorch's times a factor, or than rounding explains."""
         return all(
             ours.l2 <= max(targets.error_factor * self.errors_pytorch[name].l2, EXACT * self.roundoff)
             for name, ours in self.errors_ours.items()
@@ -150,7 +150,7 @@ def _or_infinity(value: float) -> float:
 
 @dataclass
 class Results:
-    """Everything one run found out. ``failures``: what could not be measured, one readable line each."""
+    """Everything that one run measured. ``failures``: what could not be measured, one readable line each."""
 
     environment: dict[str, Any]
     settings: dict[str, Any]
@@ -159,7 +159,7 @@ class Results:
     failures: list[str] = field(default_factory=list)
 
     def save(self, path: Path, targets: Targets) -> None:
-        """Write the JSON, one row on a line, all at once or not at all."""
+        """Writes the JSON, one row on a line, all at once or not at all."""
         head = {
             "benchmark": BENCHMARK,
             "environment": self.environment,
@@ -219,7 +219,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def group_rows(rows: Iterable[Row]) -> dict[tuple[str, str, str], list[Row]]:
-    """By stage, mode and layout, each in the order in which it first comes."""
+    """Returns the rows by stage, mode and layout, each group in the order in which it first comes."""
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in rows:
         groups.setdefault((row.stage, row.mode, row.layout), []).append(row)

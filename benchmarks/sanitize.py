@@ -96,14 +96,14 @@ Key = tuple[object, ...]
 def cases(
     geometries: Iterable[Geometry], device: plan.Device, each: int, modes: Sequence[Mode] = MODES
 ) -> list[Case]:
-    """For every dtype, layout and stage, each sequence of kernels that is planned, on ``each`` geometries."""
+    """Returns for every dtype, layout and stage each sequence of kernels that is planned, on ``each`` geometries."""
     return _first([_of_geometry(geometry, device, modes) for geometry in geometries], each)
 
 
 def _of_geometry(
     geometry: Geometry, device: plan.Device, modes: Sequence[Mode] = MODES
 ) -> list[tuple[Key, Case]]:
-    """Each sequence of kernels once, with the best plan that has it."""
+    """Returns each sequence of kernels once, with the best plan that has it."""
     found: dict[Key, Case] = {}
     for dtype, precision in modes:
         for channels_last in (False, True):
@@ -127,7 +127,7 @@ def _first(of_geometries: Iterable[list[tuple[Key, Case]]], each: int) -> list[C
 
 
 def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[Plan]:
-    """All that may compute a stage: what the families offer, and the general kernels."""
+    """Returns every plan that may compute a stage: what the families offer, and the general kernels."""
     mask = STAGES[stage]
     if mask == FORWARD:
         offered = plan.forward_candidates(problem, True, device, CANDIDATES)
@@ -163,7 +163,7 @@ def _of_parts(problem: plan.Problem, mask: Mask, parts: Sequence[Part]) -> Plan:
 
 
 def prepare(path: Path, device: plan.Device, each: int) -> int:
-    """Plan and compile on all cores, and keep the plans: a sanitizer slows down one process. How many kernels."""
+    """Plans and compiles on all cores, since a sanitizer slows down one process; returns the number of kernels."""
     # Spawned, because a forked process must not touch CUDA.
     with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("spawn")) as pool:
         found = _first(pool.map(_of_geometry, GEOMETRIES, repeat(device)), each)
@@ -172,13 +172,13 @@ def prepare(path: Path, device: plan.Device, each: int) -> int:
 
 
 def sources_without_case(found: Sequence[Case]) -> list[str]:
-    """The kernel files that nothing of this launches."""
+    """Returns the kernel files that no case launches."""
     launched = {one.kernel.source for case in found for one in case.made.launches}
     return sorted({path.name for path in (csrc_directory() / "kernels").glob("*.cu")} - launched)
 
 
 def run(case: Case, device: torch.device, architecture: str) -> str:
-    """Launch it once; what is wrong with the results, or nothing."""
+    """Launches the case once; returns what is wrong with the results, "" if nothing is."""
     problem, geometry = case.problem, case.problem.geometry
     torch.manual_seed(0)
     layout = torch.channels_last if problem.channels_last else torch.contiguous_format
@@ -222,7 +222,7 @@ def _share(text: str) -> tuple[int, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Runs the command line and returns its exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.sanitize", description=(__doc__ or "").splitlines()[0]
     )

@@ -1,10 +1,9 @@
-"""Tables, drawn as text of a fixed width or as Markdown, and the places in a README that they are put into."""
+"""Tables, drawn as text of a fixed width or as Markdown."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from rich import box
@@ -12,8 +11,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 WIDTH = 110
-
-_PLACE = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end of results -->)", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +22,7 @@ class Table:
     left: int = 1
 
     def text(self) -> str:
-        """At most ``WIDTH`` columns; what does not fit is cut with an ellipsis."""
+        """Returns lines of at most ``WIDTH`` columns; text that does not fit ends in an ellipsis."""
         return self._drawn(RichTable(box=box.SIMPLE_HEAD, padding=0, pad_edge=False, show_edge=False), WIDTH)
 
     def markdown(self) -> str:
@@ -46,25 +43,6 @@ class Table:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()).strip("\n") + "\n"
 
 
-def places(readme: str) -> list[str]:
-    """The names of the result files that a text has a place for:
-
-    ``<!-- results: h200-forward.json -->`` ... ``<!-- end of results -->``
-    """
-    return [match[2] for match in _PLACE.finditer(readme)]
-
-
-def fill_places(readme: str, tables: Mapping[str, str]) -> str:
-    """The text with every place filled for which there is a table, and the other places as they are."""
-
-    def filled(match: re.Match[str]) -> str:
-        if match[2] not in tables:
-            return match[0]
-        return f"{match[1]}\n{tables[match[2]].strip()}\n\n{match[3]}"
-
-    return _PLACE.sub(filled, readme)
-
-
 def bullets(items: Iterable[str], otherwise: str) -> str:
-    """One line for each item, or a line that says there is none."""
+    """Returns a line for each item, or ``otherwise`` where there is none."""
     return "".join(f"- {line}\n" for line in list(items) or [otherwise])

@@ -1,4 +1,4 @@
-"""What a layer should have computed: the definition as float64 matrix products, and how far results are from it.
+"""The correct result of a layer, by its definition as float64 matrix products, and the error of results against it.
 
 No convolution of any library takes part: every tap of every input pixel is one entry of a matrix product, and
 ``fold`` adds the entries up where they land (``unfold``, its transpose, collects them for the gradients). Images
@@ -91,7 +91,7 @@ class _ErrorSum:
 
 
 def _ratio(difference: float, truth: float) -> float:
-    """Nothing where a truth of zeros was hit exactly, infinite where it was missed."""
+    """Returns the quotient; of a truth of zeros 0 where it was computed exactly, infinity where it was not."""
     if truth == 0:
         return 0.0 if difference == 0 else float("inf")
     return difference / truth

@@ -144,9 +144,7 @@ def _cache() -> Finding:
 
 def _charts() -> Finding:
     if importlib.util.find_spec("matplotlib") is None:
-        return Finding(
-            "charts", "note", "no matplotlib: --report FILE.html needs pip install 'tconv-swap[report]'"
-        )
+        return Finding("charts", "note", "no matplotlib: --report FILE.html needs pip install matplotlib")
     return Finding("charts", "ok", "--report FILE.html works")
 
 

@@ -16,6 +16,14 @@ from tconv_swap.cuda import plan
 TOGETHER = ("test_foreign.py",)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all-architectures",
+        action="store_true",
+        help="Compile every planned kernel for every architecture that is named, not one of each for four of them.",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """With `pytest -n`, processes share the cores: torch takes its part in each, two threads at least, which wait
     asleep."""

@@ -14,7 +14,7 @@ import torch
 from benchmark_layers import H200, NOTES_CEILINGS, SUITE, TARGETS, small
 from torch import Tensor
 
-from benchmarks import layers, measure, render, table
+from benchmarks import layers, layers_report, measure, render, table
 from benchmarks.results import Results, Row, geometric_mean, group_rows, summarise
 from benchmarks.truth import Error
 from tconv_swap.measurement.modes import MODES
@@ -150,7 +150,7 @@ def test_json_gives_back_what_was_measured(tmp_path: Path) -> None:
         before.environment,
     )
     assert after.ceilings == before.ceilings
-    assert render.markdown(after, TARGETS) == render.markdown(before, TARGETS)
+    assert render.text(after, TARGETS) == render.text(before, TARGETS)
     document = json.loads(path.read_text())
     assert (document["rows"][0]["speedup"], document["rows"][0]["fast"]) == (2.0, True)
     path.write_text("{}")
@@ -207,37 +207,61 @@ def test_markdown_is_a_table() -> None:
         "| a_long_name |    1.0 |",
         "| b           | [20.5] |",
     ]
-    markdown = render.markdown(results(row(), row("dpt_k4s4")), TARGETS)
-    assert markdown.count("<details>") == markdown.count("</details>") == 1
-    assert "8x37x37, 256->256 k4 s4 bias" in markdown
 
 
-def test_places_are_filled_and_the_rest_is_left() -> None:
-    place = "<!-- results: {} -->\n{}\n<!-- end of results -->\n"
-    readme = f"a\n{place.format('x.json', 'old')}b\n{place.format('y.json', 'kept')}"
-    assert table.places(readme) == ["x.json", "y.json"]
-    once = table.fill_places(readme, {"x.json": "| new \\1 |\n"})
-    assert once == readme.replace("old", "\n| new \\1 |\n")
-    assert table.fill_places(once, {"x.json": "| new \\1 |\n"}) == once
+def test_the_table_of_means_and_the_chart() -> None:
+    forward = results(
+        row(), row("dpt_k4s4", 8.0), row(layout="channels_last"), row("unet4", 0.5, mode="fp16")
+    )
+    backward = results(row(stage="backward"), row(stage="grad_bias"))
+    lines = layers_report.table([forward, backward], TARGETS).splitlines()
+    assert [cell.strip() for cell in lines[0].strip("|").split("|")] == [
+        "dtype", "layout", "forward", "backward", "grad_bias",
+    ]  # fmt: skip
+    assert "4.00x, 2.00x, 100%" in lines[2]
+    assert lines[2].startswith("| tf32  | NCHW")
+    assert len(lines) == 2 + 3
+    svg = layers_report.chart([forward, backward])
+    assert svg == layers_report.chart([forward, backward])
+    assert "prefers-color-scheme: dark" in svg
+    for word in ("kb57", "dpt_k4s4", "backward, all gradients", "fp16 channels_last"):
+        assert f">{word}<" in svg
 
 
-def test_the_readme_shows_what_the_results_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """If this fails: python -m benchmarks.layers --markdown"""
+def test_the_readme_shows_what_the_results_say(tmp_path: Path) -> None:
+    """If this fails: python -m benchmarks.layers --render"""
     readme = tmp_path / "README.md"
     before = layers.README.read_text()
-    assert {"h200-forward.json", "h200-backward.json"} <= set(table.places(before))
     readme.write_text(before)
-    assert layers.main(["--markdown", str(readme)]) == 0
+    for path in layers.RESULTS.glob("h200-*ward.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    layers_report.render(tmp_path, readme, TARGETS)
     assert readme.read_text() == before
+    assert (tmp_path / "h200-layers.svg").read_text() == (layers.RESULTS / "h200-layers.svg").read_text()
 
 
 def test_the_readme_is_filled_from_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "RESULTS", tmp_path)
-    results(row()).save(tmp_path / "h200-forward.json", TARGETS)
-    readme = tmp_path / "README.md"
-    readme.write_text("<!-- results: h200-forward.json -->\n<!-- end of results -->\n")
-    assert layers.main(["--markdown", str(readme)]) == 0
-    assert "| kb57 " in readme.read_text()
+    monkeypatch.setattr(layers, "README", tmp_path / "README.md")
+    layers.README.write_text("before\n<!-- layers -->\nold\n<!-- end of layers -->\nafter\n")
+    results(row("kb65", 0.5)).save(tmp_path / "h200-forward.json", TARGETS)
+    with pytest.raises(SystemExit):
+        layers.main(["--render"])
+    results(row(stage="backward", error=3e-4)).save(tmp_path / "h200-backward.json", TARGETS)
+    assert layers.main(["--render"]) == 0
+    text = layers.README.read_text()
+    assert "slower than PyTorch: kb65 tf32 NCHW forward (0.50x); less accurate: none" in text
+    assert "less accurate: kb57 tf32 NCHW backward (2.00x)" in text
+    assert text.startswith("before\n<!-- layers -->\n")
+    assert "old" not in text
+    assert layers.main(["--render"]) == 0
+    assert layers.README.read_text() == text
+
+
+def test_results_are_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results(row()).save(tmp_path / "kept.json", TARGETS)
+    assert layers.main(["--show", str(tmp_path / "kept.json")]) == 0
+    assert capsys.readouterr().out == render.text(results(row()), TARGETS) + "\n"
 
 
 # The command line

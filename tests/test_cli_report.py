@@ -124,14 +124,6 @@ def test_two_results_in_one_file_are_refused(model: Path, options: tuple[str, ..
     assert files() == ["model.pt"]
 
 
-def test_no_charts_to_be_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written.importlib.util, "find_spec", lambda name: None)
-    result = swap(model, "--report", "r.html")
-    assert result.exit_code == 2
-    assert "pip install 'tconv-swap[report]'" in result.stderr
-    assert swap(model, "--report", "r.md").exit_code == 0
-
-
 def test_a_mismatch_is_reported_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = op.conv_transpose2d
     monkeypatch.setattr(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import logging
 import re
 from pathlib import Path
@@ -15,16 +16,23 @@ from tconv_swap.cuda import cache
 PACKAGE = Path(tconv_swap.__file__).parent
 ROOT = PACKAGE.parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))
+#: Where environment variables are documented.
+TABLE = ROOT / "docs" / "command-line.md"
 
 
-def test_every_environment_variable_is_in_the_readmes_table() -> None:
+def test_the_version_is_written_once() -> None:
+    assert importlib.metadata.version("tconv-swap") == tconv_swap.__version__
+    assert "\nversion =" not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_every_environment_variable_is_in_the_table() -> None:
     files = [*SOURCES, *(ROOT / "csrc").rglob("*.c*"), *(ROOT / "csrc").rglob("*.h")]
     used = {
         name
         for path in files
         for name in re.findall(r"\bTCONV_SWAP_[A-Z]+\b", path.read_text(encoding="utf-8"))
     }
-    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    table = re.findall(r"^\| `(\w+)` \|", TABLE.read_text(), flags=re.MULTILINE)
     ours = [name for name in table if name.startswith("TCONV_SWAP_")]
     assert used
     assert set(ours) == used
@@ -40,7 +48,7 @@ def test_the_table_names_the_foreign_variables_too() -> None:
         and ast.unparse(node.func) in ("os.environ.get", "os.getenv")
         and isinstance(node.args[0], ast.Constant)
     }
-    readme = (ROOT / "README.md").read_text()
+    readme = TABLE.read_text()
     assert {"CXX", "XDG_CACHE_HOME"} <= read
     for name in read:
         assert re.search(rf"^\| .*`{name}`.* \|", readme, flags=re.MULTILINE), name

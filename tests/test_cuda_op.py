@@ -81,7 +81,7 @@ def test_random_geometries(seed: int) -> None:
 def test_the_gradient_of_the_bias_is_hardly_rounded(
     out_channels: int, channels_last: bool, alone: bool
 ) -> None:
-    """131072 numbers a channel: with plain sums the weight tile's is 3e-7 to 5e-7 off (benchmarks/NOTES.md)."""
+    """131072 numbers a channel: with plain sums the weight tile's is 3e-7 to 5e-7 off (docs/kernels/grad_weight.md)."""
     torch.manual_seed(0)
     layout = torch.channels_last if channels_last else torch.contiguous_format
     x = torch.randn(8, 64, 64, 64, device="cuda").to(memory_format=layout)

@@ -28,7 +28,7 @@ from tconv_swap.verification import Check, VerifyReport
 
 RUNS = int(os.environ.get("TCONV_SWAP_FUZZ", "400"))
 LEGACY = {"_use_new_zipfile_serialization": False}
-#: Documented in the README.
+#: Documented in docs/testing.md.
 EXIT_CODES = {int(code) for code in cli.ExitCode}
 SPECIAL = [
     *(struct.pack("<I", n) for n in (0, 1, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF)),

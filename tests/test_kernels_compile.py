@@ -1,8 +1,9 @@
-"""Every kernel source compiles for every architecture we name, without a GPU, spilling only where it says so."""
+"""Every kernel source compiles for the architectures we name, without a GPU, and spills only where its plan says so."""
 
 from __future__ import annotations
 
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -33,6 +34,8 @@ MODES = (
 )
 #: Where every mode and layout is compiled; the other architectures compile two modes in NCHW.
 WHOLE = "sm_90a"
+#: Compiled for on each commit, one kernel of each variant; `pytest --all-architectures` compiles every kernel for all.
+EACH_COMMIT = ("sm_75", "sm_80", WHOLE, "sm_120")
 
 GEOMETRIES = {
     "dcgan": Geometry(2, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)),
@@ -52,52 +55,92 @@ GEOMETRIES = {
 }
 
 
-def plans(
-    geometry: Geometry, dtype: torch.dtype, precision: str, channels_last: bool, architecture: str
-) -> list[Kernel]:
+@cache
+def planned(architecture: str) -> dict[Kernel, int]:
+    """Every kernel that is planned for GEOMETRIES, and how much of a multiprocessor a block of it takes: threads times
+    bytes of shared memory."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
-    problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-    # Down strips of large images no bias comes along.
-    wanted = (True, True, geometry != GEOMETRIES["large"])
-    made = (plan.plan_forward(problem, True, device), plan.plan_backward(problem, wanted, device))
-    return [launch.kernel for one in made for launch in one.launches]
+    found: dict[Kernel, int] = {}
+    for geometry in GEOMETRIES.values():
+        for dtype, precision in MODES if architecture == WHOLE else MODES[1::2]:
+            for channels_last in (False, True) if architecture == WHOLE else (False,):
+                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+                # Down strips of large images no bias comes along.
+                wanted = (True, True, geometry != GEOMETRIES["large"])
+                made = (plan.plan_forward(problem, True, device), plan.plan_backward(problem, wanted, device))
+                for launch in (launch for one in made for launch in one.launches):
+                    taken = launch.block * max(launch.shared_bytes, 1)
+                    found[launch.kernel] = max(taken, found.get(launch.kernel, 0))
+    return found
 
 
-@pytest.mark.parametrize("architecture", SHARED_BYTES)
-@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES.keys())
-def test_planned_kernels_compile_without_unpromised_spills(geometry: Geometry, architecture: str) -> None:
-    for dtype, precision in MODES if architecture == WHOLE else MODES[1::2]:
-        for channels_last in (False, True) if architecture == WHOLE else (False,):
-            for kernel in plans(geometry, dtype, precision, channels_last, architecture):
-                _, log = jit.compile_with_log(kernel, architecture)
-                spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
-                assert spilled, f"no resource report for {kernel.entry}: {log}"
-                assert kernel.spills or not any(spilled), (
-                    f"{kernel.entry} {dtype} {architecture} spills: {log}"
-                )
+def variants(kernel: Kernel) -> set[tuple[object, ...]]:
+    """What of a source the kernel compiles: its types together with its precision, and each switch by itself."""
+    of_entry = (kernel.source, kernel.entry)
+    types = tuple(value for name, value in kernel.constants if isinstance(value, str) or name == "PRECISION")
+    switches = {(*of_entry, name, value) for name, value in kernel.constants if isinstance(value, bool)}
+    return {(*of_entry, types), *switches}
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", WHOLE])
-def test_a_kernel_of_many_taps_compiles(architecture: str) -> None:
-    """More taps than a compiler allows templates inside each other."""
+def one_of_each(kernels: dict[Kernel, int]) -> list[Kernel]:
+    """The fewest kernels, chosen greedily, that compile every variant of every source; of equals the one whose block
+    takes most."""
+    found: list[Kernel] = []
+    of = {kernel: variants(kernel) for kernel in sorted(kernels, key=lambda one: -kernels[one])}
+    left = set().union(*of.values())
+    while left:
+        found.append(max(of, key=lambda kernel: len(of[kernel] & left)))
+        left -= of[found[-1]]
+    return found
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "architecture" in metafunc.fixturenames:
+        every = metafunc.config.getoption("all_architectures")
+        metafunc.parametrize("architecture", SHARED_BYTES if every else EACH_COMMIT)
+
+
+@pytest.mark.timeout(1800)
+def test_planned_kernels_compile_without_unpromised_spills(
+    architecture: str, request: pytest.FixtureRequest
+) -> None:
+    every = request.config.getoption("all_architectures")
+    for kernel in planned(architecture) if every else one_of_each(planned(architecture)):
+        _, log = jit.compile_with_log(kernel, architecture)
+        spilled = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", log)]
+        assert spilled, f"no resource report for {kernel.entry}: {log}"
+        assert kernel.spills or not any(spilled), f"{kernel} spills on {architecture}: {log}"
+
+
+def test_one_of_each_kernel_holds_every_variant_and_the_most_demanding() -> None:
+    def kernel(element: str, switch: bool, tile: int, source: str = "a.cu") -> Kernel:
+        return Kernel(source, "a", (("Element", element), ("SWITCH", switch), ("TILE", tile)))
+
+    small, large = kernel("float", False, 8), kernel("float", False, 16)
+    half, other = kernel("Half", True, 8), kernel("float", False, 8, "b.cu")
+    assert one_of_each({small: 1, large: 2, half: 1, other: 1}) == [large, half, other]
+    chosen = one_of_each(planned("sm_80"))
+    assert set().union(*map(variants, chosen)) == set().union(*map(variants, planned("sm_80")))
+    assert len(chosen) < len(planned("sm_80")) / 2
+
+
+@pytest.mark.parametrize("chip", ["sm_80", WHOLE])
+def test_a_kernel_of_many_taps_compiles(chip: str, request: pytest.FixtureRequest) -> None:
+    """More taps than a compiler allows templates inside each other: forward_tile.cu and forward_wgmma.cu in float16,
+    forward_tile.cu again in float32."""
+    every = request.config.getoption("all_architectures")
     geometry = Geometry(1, 64, 9, 7, 40, (16, 16), (8, 8), (4, 4))
-    device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
-    for dtype in (torch.float16, torch.float32):
+    device = plan.Device(chip, 132, SHARED_BYTES[chip])
+    for dtype in (torch.float16, torch.float32) if every else (torch.float16,):
         made = plan.plan_forward(plan.Problem(geometry, dtype, "ieee", False, False), True, device)
         assert made.family != "general"
         for launch in made.launches:
-            jit.compile_kernel(launch.kernel, architecture)
+            jit.compile_kernel(launch.kernel, chip)
 
 
 def test_every_source_is_planned_somewhere() -> None:
     """A kernel file that no plan above uses would be compiled by nobody."""
-    used = {
-        kernel.source
-        for geometry in GEOMETRIES.values()
-        for dtype, precision in MODES
-        for channels_last in (False, True)
-        for kernel in plans(geometry, dtype, precision, channels_last, WHOLE)
-    }
+    used = {kernel.source for kernel in planned(WHOLE)}
     sources = {path.name for path in (csrc_directory() / "kernels").glob("*.cu")}
     assert sources == used
 

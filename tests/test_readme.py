@@ -31,7 +31,8 @@ TEXTS = {
         ROOT / "CONTRIBUTING.md",
         ROOT / "benchmarks" / "README.md",
         ROOT / "examples" / "README.md",
-        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "CHANGELOG.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
     )
 }
 #: Those that take long, or another network or machine than the one here: understood, but not carried out.
@@ -121,7 +122,8 @@ def test_the_report_is_that_of_the_committed_run(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_exit_codes_are_those_of_the_help() -> None:
-    table = README[README.index("| exit code |") :].partition("\n\n")[0]
+    text = TEXTS["docs/command-line.md"]
+    table = text[text.index("| exit code |") :].partition("\n\n")[0]
     documented = re.findall(r"^\| (\d+) \|", table, flags=re.MULTILINE)
     shown = re.findall(r"^\s*(\d+) = ", CliRunner().invoke(app, ["--help"]).output, flags=re.MULTILINE)
     assert documented == shown
@@ -137,3 +139,19 @@ def test_every_link_leads_somewhere(name: str) -> None:
 def test_every_document_is_linked() -> None:
     for path in (ROOT / "docs").glob("*.md"):
         assert f"docs/{path.name}" in README, path.name
+    for path in (ROOT / "docs" / "kernels").glob("*.md"):
+        assert path.name == "README.md" or f"]({path.name})" in TEXTS["docs/kernels/README.md"], path.name
+
+
+def test_every_family_has_a_page() -> None:
+    for path in (ROOT / "tconv_swap" / "cuda" / "plans").glob("plan_*.py"):
+        name = f"docs/kernels/{path.stem.removeprefix('plan_')}.md"
+        assert f"`{path.name}`" in TEXTS.get(name, ""), name
+
+
+def test_documents_are_short() -> None:
+    assert len(README.splitlines()) <= 150
+    assert len(TEXTS["benchmarks/README.md"].splitlines()) <= 120
+    for name, text in TEXTS.items():
+        if name.startswith("docs/kernels/"):
+            assert len(text.splitlines()) <= 90, name

@@ -279,9 +279,3 @@ class TestFiles:
     def test_another_name_is_refused(self) -> None:
         with pytest.raises(written.ReportError, match=r"r\.pdf: give a name that ends in \.md or \.html"):
             written.check(Path("r.pdf"))
-
-    def test_without_matplotlib_the_page_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(written.importlib.util, "find_spec", lambda name: None)
-        written.check(Path("r.md"))
-        with pytest.raises(written.ReportError, match=r"pip install 'tconv-swap\[report\]'"):
-            written.check(Path("r.html"))

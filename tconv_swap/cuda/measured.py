@@ -107,7 +107,7 @@ def _leaves_gaps(geometry: Geometry) -> bool:
 
 def _transformed(problem: Problem, family: str, device: Device) -> bool:
     """Whether cuDNN computes this output of float32 without TF32 by a transform, whose time does not depend on the
-    size of the kernel (benchmarks/NOTES.md has the table)."""
+    size of the kernel (docs/kernels/tile.md has the table)."""
     geometry = problem.geometry
     if device.compute_capability != 90 or family not in WIDE_FAMILIES or not problem.is_ieee:
         return False

@@ -87,7 +87,7 @@ class LayerComparison(Comparison):
 
     input_shape: tuple[int, ...] = ()
     dtype: str = ""
-    """Of the computation: that of autocast where the layer runs under it."""
+    """The dtype of the computation: that of autocast where the layer runs under it."""
     memory_format: str = ""
     """"contiguous", "channels_last" or "strided" (neither)."""
     calls: int = 1
@@ -142,7 +142,7 @@ class BenchmarkReport:
 
     @property
     def unsteady(self) -> list[Comparison]:
-        """Comparisons whose samples vary so much that something else must have used the machine meanwhile."""
+        """Returns comparisons whose samples vary so much that something else must have used the machine."""
         rows: list[Comparison] = [*self.network, *self.layers]
         return [c for c in rows if max(c.original.spread, c.swapped.spread) > UNSTEADY_SPREAD]
 
@@ -265,7 +265,7 @@ class _Run:
         }
 
     def layer_calls(self) -> list[LayerCall]:
-        """What reaches the swapped layers in one forward pass of the original."""
+        """Returns the calls that reach the swapped layers in one forward pass of the original."""
         names = [name for name, m in self.models["swapped"].named_modules() if isinstance(m, SWAPPED)]
         original = self.models["original"]
         for name in names:
@@ -337,7 +337,7 @@ class _Run:
     def _time(
         self, what: str, variants: Mapping[str, Callable[[], Variant]], launches: Launches
     ) -> tuple[Timing, Timing] | None:
-        """Both timings, or None and a note if the original cannot do it, or there is no memory for it."""
+        """Returns both timings; None and a note where the original cannot run the stage or memory does not suffice."""
         side = "original"
         try:
             # One run of the original first: what PyTorch cannot do is no fault of the swap, anything else is.
@@ -368,7 +368,7 @@ def _once(variant: Variant) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Class and first line of the message."""
+    """Returns the exception's class and the first line of its message."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

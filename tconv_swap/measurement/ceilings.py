@@ -11,7 +11,7 @@ from tconv_swap.measurement.roof import Ceilings
 
 @dataclass(frozen=True, slots=True)
 class KnownCeilings:
-    """Ceilings, and in a few words where they are from."""
+    """Two ceilings, and in a few words where they are from."""
 
     ceilings: Ceilings
     source: str
@@ -51,7 +51,7 @@ def known_ceilings(name: str | None, compute_capability: int) -> KnownCeilings |
 
 
 def mode_of(dtype: torch.dtype, precision: str) -> str | None:
-    """Which of the rates bounds products of ``dtype``, float32 with TF32 allowed or not; None: none of them."""
+    """Returns which rate bounds products of ``dtype``, float32 with TF32 allowed or not; None if none does."""
     if dtype == torch.float32:
         return "tf32" if precision == "tf32" else "fp32"
     return {torch.float16: "fp16", torch.bfloat16: "bf16"}.get(dtype)

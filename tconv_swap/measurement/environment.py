@@ -41,7 +41,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def machine_name(facts: dict[str, Any]) -> str:
-    """One line for a reader, out of what `environment` gave: the chip that did the work, what drives it."""
+    """Returns one line of what `environment` gave: the chip that did the work, the driver and the libraries."""
     if "gpu" in facts:
         parts = [f"{facts['gpu']} (sm_{str(facts['compute_capability']).replace('.', '')})"]
         if facts["driver"]:
@@ -54,7 +54,7 @@ def machine_name(facts: dict[str, Any]) -> str:
 
 
 def cpu_name() -> str:
-    """The CPU's marketing name where the system tells it, else its architecture."""
+    """Returns the CPU's marketing name where the system tells it, else its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.lower().startswith("model name"):
@@ -69,7 +69,7 @@ def cpu_name() -> str:
 
 
 def _usable_cores() -> int | None:
-    """Cores this process may run on: in a container fewer than the machine has."""
+    """Returns how many cores this process may run on: in a container fewer than the machine has."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count()
@@ -115,7 +115,7 @@ def _cudnn_version() -> str | None:
 
 
 def _driver_version() -> str | None:
-    """The driver's own version ("580.65.06"), which the CUDA runtime does not tell."""
+    """Returns the driver's own version ("580.65.06"), which the CUDA runtime does not tell."""
     # Containers often hide /proc/driver, and slim ones have no nvidia-smi: neither is an error.
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
@@ -129,7 +129,7 @@ def _driver_version() -> str | None:
 
 
 def _output_of(*command: str) -> str:
-    """Standard output, or "" if the program is not there, fails or hangs."""
+    """Returns the program's standard output, "" if it is not there, fails or hangs."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -24,7 +24,7 @@ class Mode:
 
     @contextmanager
     def switched_on(self) -> Iterator[None]:
-        """PyTorch's switches set for this mode, for convolutions and matrix products, and set back."""
+        """Sets PyTorch's switches for this mode, for convolutions and matrix products, and restores them."""
         switches = (torch.backends.cudnn.conv, torch.backends.cuda.matmul)  # type: ignore[attr-defined]
         before = [switch.fp32_precision for switch in switches]
         try:
@@ -51,7 +51,7 @@ LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last
 
 @contextmanager
 def cudnn_benchmark() -> Iterator[None]:
-    """PyTorch at its best: cuDNN tries its algorithms and keeps the fastest."""
+    """Lets cuDNN try its algorithms and keep the fastest, which is PyTorch at its best."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:

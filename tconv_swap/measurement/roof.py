@@ -23,7 +23,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What must be done at least: floating-point operations, and bytes through device memory."""
+    """The least that must be done: floating-point operations, and bytes through device memory."""
 
     flops: int
     bytes: int
@@ -51,13 +51,13 @@ def work_of(geometry: Geometry, stage: str, item_bytes: int) -> Work:
 
 
 def useful_macs(geometry: Geometry) -> int:
-    """Multiply-adds whose result lies inside the output."""
+    """Returns the number of multiply-adds whose result lies inside the output."""
     pairs = geometry.in_channels * geometry.out_channels_per_group
     return geometry.batch * pairs * _landing(geometry, 0) * _landing(geometry, 1)
 
 
 def _landing(geometry: Geometry, axis: int) -> int:
-    """How often a tap of an input position of one axis lands inside the output."""
+    """Returns how often a tap of an input position of one axis lands inside the output."""
     size, out_size = ((geometry.height, geometry.out_height), (geometry.width, geometry.out_width))[axis]
     stride, padding = geometry.stride[axis], geometry.padding[axis]
     return sum(

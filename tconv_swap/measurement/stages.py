@@ -216,7 +216,7 @@ def layer_variant(layer: nn.Module, call: LayerCall, stage: Stage) -> Variant:
 
 
 def autocast_of(call: LayerCall) -> torch.autocast:
-    """The autocast state of the call. Without its cache: a network casts a weight once per forward pass."""
+    """Restores the call's autocast state without its cache, since a network casts a weight once per forward pass."""
     device = call.input.device.type
     if call.autocast is None:
         return torch.autocast(device, enabled=False)

@@ -34,7 +34,7 @@ class Layer:
     baseline: bool
 
     def for_cpu(self) -> Layer | None:
-        """The layer with a batch that a CPU gets through; None where even one image is too much."""
+        """Returns the layer with a batch small enough for a CPU; None where even one image is too much."""
         image = self.geometry.with_batch(1)
         if image.stride == (1, 1) and image.macs > MOST_CPU_MACS_OF_AN_IMAGE:
             return None
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the results are held against; layers.toml says what each number is."""
+    """What the results are compared with; layers.toml says what each number is."""
 
     least_speedup: float
     error_factor: float

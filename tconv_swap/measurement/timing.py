@@ -42,12 +42,12 @@ class Timing:
 
     @property
     def spread(self) -> float:
-        """Half of the interquartile range, as a fraction of the median."""
+        """Returns half of the interquartile range, as a fraction of the median."""
         return (self.q3_ms - self.q1_ms) / 2 / self.median_ms if self.median_ms > 0 else 0.0
 
     @classmethod
     def of(cls, samples_ms: Sequence[float]) -> Timing:
-        """Statistics of at least one sample. Quartiles are interpolated between samples."""
+        """Returns the statistics of at least one sample. Quartiles are interpolated between samples."""
         if len(samples_ms) == 1:
             only = samples_ms[0]
             return cls(only, only, only, 1, tuple(samples_ms))
@@ -79,16 +79,16 @@ class Clock(Protocol):
     """Times single calls; `time_interleaved` decides which and when."""
 
     def now(self) -> float:
-        """Seconds of wall time, for budgets."""
+        """Returns seconds of wall time, for budgets."""
 
     def calibrate(self, variants: Sequence[Variant]) -> None:
-        """Called once between the warm-up and the first sample."""
+        """Prepares the clock once, between the warm-up and the first sample."""
 
     def measure(self, variant: Variant) -> Callable[[], float]:
-        """Run `variant` once; the answer gives the milliseconds it took, after the next `synchronize`."""
+        """Runs `variant` once; the result gives the milliseconds it took, after the next `synchronize`."""
 
     def synchronize(self) -> None:
-        """Wait until everything measured so far has been done."""
+        """Waits until everything measured so far has been done."""
 
 
 class WallClock:
@@ -180,7 +180,7 @@ class CudaClock:
         return torch.cuda.Event(enable_timing=True)
 
     def _launch_ms(self, variant: Variant) -> float:
-        """How long the CPU takes to enqueue one run, on an empty queue."""
+        """Returns how long the CPU takes to enqueue one run, on an empty queue."""
         shortest = math.inf
         for _ in range(3):
             state = variant.prepare()
@@ -193,7 +193,7 @@ class CudaClock:
         return shortest
 
     def _flush_ms(self) -> float:
-        """How long the GPU takes for one flush, back to back."""
+        """Returns how long the GPU takes for one flush, back to back."""
         repeats = 10
         begin, end = self._event(), self._event()
         stream = torch.cuda.current_stream(self._device)
@@ -265,7 +265,7 @@ def time_interleaved(
 
 
 def balanced_order(names: Sequence[str], round_index: int) -> list[str]:
-    """The order of one round: every other round is reversed, every second pair begins one name later."""
+    """Returns the order of one round: every other round is reversed, every second pair begins one name later."""
     start = round_index // 2 % len(names)
     order = [*names[start:], *names[:start]]
     return order[::-1] if round_index % 2 else order
@@ -297,7 +297,7 @@ def _ignoring_state(run: Callable[[], object]) -> Callable[[Any], object]:
 
 @contextmanager
 def _current(device: torch.device | str) -> Iterator[None]:
-    """Make a CUDA device the current one: plain `torch.cuda` calls in a variant go where it is timed."""
+    """Makes a CUDA device the current one, so that plain `torch.cuda` calls in a variant go where it is timed."""
     if torch.device(device).type != "cuda":
         yield
         return

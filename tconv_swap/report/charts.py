@@ -18,7 +18,7 @@ LABEL = 34
 
 
 def bars(summary: Summary) -> str | None:
-    """Milliseconds of every layer, PyTorch's above ours, a panel for each stage; None where nothing was timed."""
+    """Draws milliseconds of every layer, PyTorch's above ours, a panel for each stage; None where nothing was timed."""
     layers = [layer for layer in summary.layers if layer.stages]
     stages = [name for name in STAGES if any(layer.stage(name) for layer in layers)]
     if not stages:
@@ -48,7 +48,7 @@ def _label(number: int, layer: LayerRow) -> str:
 
 
 def _literal(text: str) -> str:
-    """Without the mathematics that matplotlib would read between dollars."""
+    """Returns the text with dollars escaped, between which matplotlib would read mathematics."""
     return text.replace("$", r"\$")
 
 
@@ -161,14 +161,14 @@ def _stage_roofline(axes: Axes, stage: str, layers: Sequence[tuple[int, LayerRow
 
 
 def _point(row: StageRow) -> tuple[float, float, float]:
-    """FLOP/byte, and TFLOP/s before and after."""
+    """Returns FLOP/byte, and TFLOP/s before and after."""
     assert row.work is not None
     rate = row.work.flops * 1e-9
     return row.work.flops / row.work.bytes, rate / row.times.original_ms, rate / row.times.swapped_ms
 
 
 def _roofs(axes: Axes, ceilings: Ceilings, modes: Sequence[str]) -> None:
-    """The memory's slope up to each mode's plateau."""
+    """Draws the memory's slope up to each mode's plateau."""
     left, right = axes.get_xlim()
     bottom, _ = axes.get_ylim()
     slope = ceilings.copy_gbps * 1e-3

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from tconv_swap.verification.report import VerifyReport
 
 SCHEMA_VERSION = 1
-"""Of the JSON. Grows by one when a field is removed or changes its meaning; new fields do not count."""
+"""The version of the JSON. It grows by one when a field is removed or changes its meaning; new fields do not count."""
 
 MODEL_ITSELF = "(the model itself)"
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What was swapped, on what, and what came of it, where the other reports do not know."""
+    """What the other reports do not know: which file was swapped, on which inputs and device, and what was written."""
 
     model: str
     """The file, or a name."""
@@ -89,13 +89,13 @@ def to_json_dict(
 
 @lru_cache(maxsize=1)
 def json_schema() -> dict[str, Any]:
-    """The JSON Schema (draft 2020-12) of the document, each field with a description."""
+    """Returns the JSON Schema (draft 2020-12) of the document, each field with a description."""
     schema: dict[str, Any] = json.loads(Path(__file__).with_name("schema.json").read_text(encoding="utf-8"))
     return schema
 
 
 def plain(value: Any) -> Any:
-    """`value` out of dicts, lists and JSON's own scalars."""
+    """Returns `value` as dicts, lists and JSON's own scalars."""
     if isinstance(value, dict):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | set | frozenset):

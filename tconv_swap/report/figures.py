@@ -57,7 +57,7 @@ FONT = "ui-sans-serif, system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans
 
 
 def settings() -> Any:
-    """matplotlib's settings for a figure of ours, as a context: nothing global is touched."""
+    """Returns matplotlib's settings for a figure of ours, as a context: nothing global changes."""
     ink, muted, line = COLOURS["ink"], COLOURS["muted"], COLOURS["line"]
     return rc_context(
         {
@@ -98,7 +98,7 @@ def inline_svg(figure: Figure, title: str) -> str:
 
 
 def standalone_svg(figure: Figure, title: str) -> str:
-    """The same as a file of its own, for an `<img>`: it looks itself whether light or dark is preferred."""
+    """Returns the same as a file of its own, for an `<img>`: it chooses light or dark as the reader prefers."""
     style = f"<style>\n{VARIABLES}\nsvg {{ background: var(--page); }}\n</style>\n"
     return f'<?xml version="1.0" encoding="utf-8"?>\n{_svg(figure, title, style)}'
 

@@ -16,7 +16,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~&])")
 
 
 def markdown(document: Mapping[str, Any]) -> str:
-    """The report of a document that `to_json_dict` made, or that was read back from its JSON."""
+    """Returns the report of a document that `to_json_dict` made, or that was read back from its JSON."""
     summary = summarise(document)
     parts = [part for section in (_head, _layers, _details) for part in section(summary)]
     return "\n".join(parts).rstrip("\n") + "\n"
@@ -119,5 +119,5 @@ def _bullets(title: str, lines: Sequence[str]) -> Iterator[str]:
 
 
 def _escaped(foreign: str) -> str:
-    """Names come out of files that anybody may have written: no markup, no control characters."""
+    """Returns a name without markup or control characters, since anybody may have written the file that it is from."""
     return _SPECIAL.sub(r"\\\1", printable(foreign))

@@ -17,7 +17,7 @@ from tconv_swap.report.words import error_text, milliseconds
 
 
 def page(document: Mapping[str, Any]) -> str:
-    """The report of a document that `to_json_dict` made, or that was read back from its JSON."""
+    """Returns the report of a document that `to_json_dict` made, or that was read back from its JSON."""
     summary = summarise(document)
     # Whatever comes out of a foreign file is escaped by the template.
     templates = Environment(

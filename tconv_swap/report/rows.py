@@ -47,18 +47,18 @@ class StageRow:
 
     @property
     def of_roof(self) -> float | None:
-        """The share of the chip's limit that ours reaches, 0 to 1."""
+        """The fraction of the chip's limit that ours reaches, 0 to 1."""
         return None if self.roof_ms is None else self.roof_ms / self.times.swapped_ms
 
     @property
     def of_roof_before(self) -> float | None:
-        """The same of PyTorch's."""
+        """The fraction of the chip's limit that PyTorch's reaches, 0 to 1."""
         return None if self.roof_ms is None else self.roof_ms / self.times.original_ms
 
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """The comparison nearest to its limit among some: errors against the reference, and the limit of ours."""
+    """Of some comparisons, the one nearest to its limit: errors against the reference, and the limit of ours."""
 
     what: str
     mode: str
@@ -140,5 +140,5 @@ class Summary:
 
 
 def speedup_text(row: StageRow) -> str:
-    """As `words.times_as_fast`."""
+    """Returns the speedup as `words.times_as_fast` writes it."""
     return times_as_fast(row.speedup, row.verdict)

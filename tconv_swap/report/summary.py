@@ -115,7 +115,7 @@ def _names(layer: Json) -> str:
 
 
 def _number(value: Any) -> float:
-    """Infinities and NaN are strings in JSON."""
+    """Returns the number of a JSON value, in which infinities and NaN are strings."""
     return float(value)
 
 
@@ -160,7 +160,7 @@ def _stage(row: Json, **known: Any) -> StageRow:
 def _layer_rows(
     layer: Json, document: Json, checks: Sequence[ErrorRow], ceilings: Ceilings | None
 ) -> Iterator[LayerRow]:
-    """One for each form of its inputs that was timed; one without times where none was."""
+    """Returns a row for each form of the layer's inputs that was timed; one without times where none was."""
     own = [check for check in checks if check.what.startswith("layer_") and check.name in layer["names"]]
     same = {
         "name": _names(layer),
@@ -193,7 +193,7 @@ def _key(layer: Json) -> tuple[Any, ...]:
 
 
 def _explained(timed: Json, document: Json) -> Json | None:
-    """The explanation of the layer as it was timed."""
+    """Returns the explanation of the layer as it was timed."""
     explanation = document.get("explanation")
     found = [layer for layer in explanation["layers"] if _key(layer) == _key(timed)] if explanation else []
     # The layout breaks the tie: a layer's may differ from its input's, by its weight's.
@@ -238,7 +238,7 @@ def _family(part: Json) -> str:
 
 
 def _both(stages: Sequence[StageRow]) -> Iterator[StageRow]:
-    """Forward and backward together: what a layer contributes to a training step."""
+    """Returns the times of forward and backward together: what a layer contributes to a training step."""
     if [row.stage for row in stages] != ["forward", "backward"]:
         return
     forward, backward = (row.times for row in stages)

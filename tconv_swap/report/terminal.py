@@ -60,7 +60,7 @@ def print_report(
     *,
     verbose: bool = False,
 ) -> None:
-    """Write the report to `console`; what was not done (None) is said to be so.
+    """Writes the report to `console`; says of what is None that it was not done.
 
     Args:
         console: as `make_console` gives it.
@@ -72,7 +72,7 @@ def print_report(
 
 
 def print_summary(console: Console, summary: Summary, *, verbose: bool = False) -> None:
-    """The same of a summary."""
+    """Writes the report of a summary to `console`."""
     sections: list[Iterable[RenderableType]] = [
         _heading(summary),
         _layers(summary, console.width),
@@ -99,7 +99,7 @@ def print_summary(console: Console, summary: Summary, *, verbose: bool = False) 
 
 
 def _text(foreign: str, style: str = "") -> Text:
-    """Names come out of files that anybody may have written: nothing in them may steer the terminal."""
+    """Returns a name in which nothing can steer the terminal: anybody may have written the file that it is from."""
     return Text(printable(foreign), style=style)
 
 
@@ -112,7 +112,7 @@ def _table(padding: tuple[int, ...] = (0, 1)) -> Table:
 
 
 class _Whole(Padding):
-    """A table that is never narrower than LEAST_WIDTH."""
+    """Returns a table that is never narrower than LEAST_WIDTH."""
 
 
 def _whole(table: Table) -> RenderableType:
@@ -145,7 +145,7 @@ def _speedup(row: StageRow) -> Text:
 
 
 def _layers(summary: Summary, width: int) -> Iterator[RenderableType]:
-    """The one look: for every layer and the whole network what it took, what it takes, who computes it."""
+    """Prints for every layer and the whole network its time before, its time after, and what computes it."""
     if not summary.layers:
         yield _title("Nothing to swap")
         if not summary.left:
@@ -241,7 +241,7 @@ def _error_cells(row: ErrorRow, what: str) -> list[Text]:
 
 
 def _network_errors(summary: Summary) -> list[ErrorRow]:
-    """The worst output and the worst gradient of the network as a whole."""
+    """Returns the worst output and the worst gradient of the network as a whole."""
     found: dict[str, ErrorRow] = {}
     for row in summary.errors:
         if row.what.startswith("layer_"):

@@ -9,7 +9,7 @@ EQUAL_WITHIN = 0.05
 
 
 def verdict_of(speedup: float, interval: Sequence[float]) -> str:
-    """`faster`, `slower`, `same` or `noisy`, by the speedup and its 95 % confidence interval."""
+    """Returns `faster`, `slower`, `same` or `noisy`, by the speedup and its 95 % confidence interval."""
     noise_explains_it = interval[0] <= 1 <= interval[1]
     if f"{speedup:.2f}" == "1.00" or (noise_explains_it and abs(speedup - 1) <= EQUAL_WITHIN):
         return "same"
@@ -25,7 +25,7 @@ def times_as_fast(speedup: float, verdict: str) -> str:
 
 
 def milliseconds(value: float) -> str:
-    """Three significant digits, four places at most: `0.0412`, `12.3`."""
+    """Returns three significant digits, four places at most: `0.0412`, `12.3`."""
     digits = max(0, 2 - math.floor(math.log10(value))) if value > 0 else 2
     return f"{value:.{min(digits, 4)}f}"
 
@@ -36,5 +36,5 @@ def error_text(value: float) -> str:
 
 
 def size_text(count: int) -> str:
-    """Bytes in MiB or GiB."""
+    """Returns the bytes in MiB or GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -1,8 +1,7 @@
-"""The report as a file: which form a name asks for, whether it can be made here, and its text."""
+"""The report as a file: which form a name asks for, and its text."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,21 +12,17 @@ class ReportError(Exception):
 
 
 def check(target: Path) -> None:
-    """Find out before any work is done whether a report of this name can be made.
+    """Finds out before any work is done whether a report of this name can be made.
 
     Raises:
-        ReportError: the name ends in nothing that is known, or what draws the charts is not installed.
+        ReportError: the name ends in nothing that is known.
     """
     if target.suffix.lower() not in RENDERERS:
         raise ReportError(f"{target}: give a name that ends in {' or '.join(RENDERERS)}")
-    if target.suffix.lower() in PAGES and importlib.util.find_spec("matplotlib") is None:
-        raise ReportError(
-            f"{target}: the charts need matplotlib: pip install 'tconv-swap[report]' (FILE.md needs nothing)"
-        )
 
 
 def render(target: Path, document: Mapping[str, Any]) -> str:
-    """The text of the report, in the form that the name of `target` asks for.
+    """Returns the text of the report, in the form that the name of `target` asks for.
 
     Raises:
         ReportError: as in `check`.
@@ -43,12 +38,11 @@ def _markdown(document: Mapping[str, Any]) -> str:
 
 
 def _page(document: Mapping[str, Any]) -> str:
-    from tconv_swap.report.page import page  # imports matplotlib, which takes a while and may be missing
+    from tconv_swap.report.page import page  # here, because importing matplotlib takes more than a second
 
     return page(document)
 
 
-PAGES = (".html", ".htm")
 RENDERERS: dict[str, Callable[[Mapping[str, Any]], str]] = {
     ".md": _markdown,
     ".html": _page,

@@ -21,7 +21,7 @@ MOST_WEIGHT_STAGES = 12
 #: Of a block, beside those that multiply.
 ASKING_THREADS = 64
 #: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk; bytes a clock from the L2 to each
-#: multiprocessor (measured, benchmarks/NOTES.md), and of its outputs to the memory (fitted).
+#: multiprocessor (measured, docs/kernels/grad_input_boxes.md), and of its outputs to the memory (fitted).
 MULTIPLY_CLOCKS = 512
 FILL_BYTES = 38
 STORE_BYTES = 14
@@ -114,8 +114,11 @@ def pitches(problem: StridedProblem, tile: BoxTile) -> dict[str, int]:
 
 
 def fetched_bytes(problem: StridedProblem) -> int:
-    """What the L2 should be brought at a time of grad_output (measured, benchmarks/NOTES.md): 256 bytes only where the
-    rest of them is read at once: as the next chunk of a slice, or as the next column, whose phase has taps."""
+    """Returns how many bytes of grad_output the L2 fetches at a time (docs/kernels/grad_input_boxes.md).
+
+    256 only where the rest of them is read at once: as the next chunk of a slice, or as the next column, whose phase
+    has taps.
+    """
     all_columns = len(problem.phases_used[1]) == problem.step[1]
     return 256 if slices_first(problem) or (chunks(problem) == 1 and all_columns) else 128
 

@@ -1,6 +1,6 @@
 """What a tile of csrc/kernels/forward_cells.cu is expected to take: a sum of its parts, fitted to measurements.
 
-540 tiles of 6 layers on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 14 % for 16 bits and 12 % for
+540 tiles of 6 layers on an H200 (docs/kernels/cells.md); mean error 14 % for 16 bits and 12 % for
 float32 in NCHW, 7 % and 6 % in channels_last.
 """
 

@@ -37,8 +37,8 @@ def slice_bytes(problem: Problem, tile: Tile) -> int:
 
 
 def expected_clocks(problem: Problem, tile: Tile, device: Device) -> float:
-    """Roughly, of the whole launch (benchmarks/NOTES.md): what takes longest of what works side by side, and a part of
-    the rest."""
+    """Returns an estimate for the whole launch (docs/kernels/grad_weight.md): what takes longest of what works side by
+    side, and a part of the rest."""
     multiplies = _wgmma_clocks(problem, tile) if tile.wgmma else _mma_clocks(problem, tile)
     parts = (*multiplies, _fill_clocks(problem, tile))
     clocks = 0.7 * max(parts) + 0.3 * sum(parts)

@@ -1,6 +1,6 @@
 """What a tile of csrc/kernels/forward_narrow.cu is expected to take: a sum of its parts, fitted to measurements.
 
-1,300 tiles of 21 layers on an H200 (benchmarks/NOTES.md, "forward: narrow"); mean error 12 %.
+1,300 tiles of 21 layers on an H200 (docs/kernels/narrow.md); mean error 12 %.
 """
 
 from __future__ import annotations

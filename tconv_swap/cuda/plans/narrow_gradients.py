@@ -36,7 +36,8 @@ AHEAD_BYTES = 64
 #: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
 MOST_SUMS = {False: 24, True: 12}
 #: Units of 16 pixels that a warp of grad_weight adds up one after the other, in TF32 or 16 bits (there the multiplier
-#: cuts off) and in IEEE: rounding errors grow with the root of it, 2e-8 of the result for one (benchmarks/NOTES.md).
+#: cuts off) and in IEEE: rounding errors grow with the root of it, 2e-8 of the result for one
+#: (docs/kernels/narrow_grad_weight.md).
 LONGEST_CHAIN = {False: 2048, True: 256}
 #: What a thread of grad_weight may keep of the input that it asked for ahead.
 INPUT_REGISTERS = 32

@@ -1,6 +1,6 @@
 """What a tile of the narrow gradients is expected to take: a sum of its parts, fitted to measurements.
 
-1,600 tiles of 7 layers on an H200 (benchmarks/NOTES.md, "narrow gradients"). Of the 29 tiles or so of a problem, the
+1,600 tiles of 7 layers on an H200 (docs/kernels/narrow_grad_input.md). Of the 29 tiles or so of a problem, the
 one expected to be the fastest took on average 1.08 (grad_input) and 1.10 (grad_weight) times as long as the fastest.
 """
 

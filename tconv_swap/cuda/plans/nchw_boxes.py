@@ -1,5 +1,5 @@
 """Which tiles of csrc/kernels/forward_boxes.cu are worth trying for NCHW, the best first, and where they are expected
-to be faster than the kernels whose threads bring NCHW (benchmarks/NOTES.md). Pure functions of data."""
+to be faster than the kernels whose threads bring NCHW (docs/kernels/tile_nchw.md). Pure functions of data."""
 
 from __future__ import annotations
 

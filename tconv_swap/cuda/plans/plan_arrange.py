@@ -67,7 +67,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 
 def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
-    """Whether arranging was measured to be the faster way (benchmarks/NOTES.md)."""
+    """Whether arranging was measured to be the faster way (docs/kernels/arrange.md)."""
     g = problem.geometry
     if device.architecture != "sm_90a" or problem.channels_last or max(g.stride) == 1 or g.batch == 0:
         return False

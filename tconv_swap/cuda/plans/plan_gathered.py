@@ -211,8 +211,8 @@ def tiles(problem: Problem, device: Device) -> Iterator[Tile]:
 def rank(problem: Problem, device: Device) -> list[Tile]:
     """The tiles worth measuring, the one that is expected to be the fastest first; empty where none fits.
 
-    As measured (benchmarks/NOTES.md): float32 by four warps of each kind, which hold many sums. 16 bits, which memory
-    bounds, by more of them, in large tiles or, where many taps make many sums, in small ones.
+    As measured (docs/kernels/gathered.md): float32 by four warps of each kind, which hold many sums. 16 bits, which
+    memory bounds, by more of them, in large tiles or, where many taps make many sums, in small ones.
     """
     geometry = problem.geometry
     c16 = 4 if geometry.in_channels <= 64 else 8

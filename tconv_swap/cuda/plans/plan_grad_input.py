@@ -157,7 +157,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
 
 
 def candidates(problem: StridedProblem, device: Device) -> Iterator[Tile]:
-    """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
+    """Tiles worth trying, the one expected to be fastest first (docs/kernels/grad_input.md says what was measured)."""
 
     geometry, (cells_h, cells_w) = problem.geometry, problem.cells
     image_bytes = geometry.in_channels * geometry.height * geometry.width * problem.item

@@ -32,7 +32,7 @@ WARP_TAPS = {2: 64, 4: 32}
 #: Steps of 16 pixels that a warp adds up one after the other.
 LONGEST_CHAIN = 256
 #: In float32 smaller kernels are faster too, but have more pixels to add up in one chain: 32 x 32 and 16 x 16 taps were
-#: less accurate than PyTorch (benchmarks/NOTES.md).
+#: less accurate than PyTorch (docs/kernels/large.md).
 MANY_TAPS_FLOAT32 = 2048
 #: Of a split.
 FEWEST_STEPS = 8
@@ -68,7 +68,7 @@ def claims(problem: Problem, device: Device) -> bool:
 
 
 def pays(problem: Problem) -> bool:
-    """Whether it is faster than two passes of gathers, as measured (benchmarks/NOTES.md): float32's three products
+    """Whether it is faster than two passes of gathers, as measured (docs/kernels/large.md): float32's three products
     leave little to win but in channels_last, where those read one channel of a pixel at a time."""
     taps = problem.geometry.taps
     if problem.dtype == torch.float32:

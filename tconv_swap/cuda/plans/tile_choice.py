@@ -1,5 +1,5 @@
 """Which tiles of csrc/kernels/forward_boxes.cu, forward_wgmma.cu and forward_tile.cu are worth trying, the best
-first: a short rule out of what was measured (benchmarks/NOTES.md). Pure functions of data."""
+first: a short rule out of what was measured (docs/kernels/tile.md). Pure functions of data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOX_REGISTERS = 56
 
 
 def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Tiles worth trying, the one expected to be fastest first (benchmarks/NOTES.md says what was measured)."""
+    """Tiles worth trying, the one expected to be fastest first (docs/kernels/tile.md says what was measured)."""
 
     def fits(posed: TileProblem, tile: Tile) -> bool:
         return fits_device(posed, tile, device)
@@ -251,7 +251,7 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
 
 
 def _turned_tiles(problem: TileProblem) -> Iterator[Tile]:
-    """Tiles of forward_turned.cu, where it was the faster of the two (benchmarks/NOTES.md)."""
+    """Tiles of forward_turned.cu, where it was the faster of the two (docs/kernels/tile_turned.md)."""
     geometry = problem.geometry
     channels, phases = geometry.out_channels_per_group * problem.stack, problem.phases[0] * problem.phases[1]
     narrow, wide_kernel = problem.item == 2, geometry.kernel[1] > 3

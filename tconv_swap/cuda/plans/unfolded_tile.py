@@ -30,7 +30,7 @@ MOST_OFFSETS_256 = 20
 #: Warpgroups, multiplies of 64 cells of each, channels: of 128 sums a thread, or 64.
 SHAPES = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
 #: Bytes a clock from the L2 to each multiprocessor, multiply-adds a clock for each element of a word, clocks that a row
-#: of a box takes however short (fitted to what was measured, benchmarks/NOTES.md), bytes a clock of its outputs and of
+#: of a box takes however short (fitted, docs/kernels/grad_input_unfolded.md), bytes a clock of its outputs and of
 #: the memory, clocks that a tile takes beside its multiplies, and a launch.
 FILL_BYTES = 36
 MULTIPLY_MACS = 1024
