@@ -32,6 +32,7 @@ from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.memory import free_bytes, is_out_of_memory
+from tconv_swap.places import PlaceError, check_not_imported
 from tconv_swap.report import Facts
 from tconv_swap.request import Explained, Progress, Request, RequestError, Result
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
@@ -54,7 +55,7 @@ def run(request: Request, progress: Progress) -> Result:
     device = device_of(request.device)
     out = request.out
     if out is not None:
-        _checked(lambda: check_target(out, request.model))
+        _checked(lambda: check_target(out))
     progress(f"loading {request.model}")
     loaded = _load(request)
     if out is not None:
@@ -181,6 +182,11 @@ def _load(request: Request) -> LoadedModel:
         factory=request.factory,
         key=request.key,
     )
+    out = () if request.out is None else (("--out", request.out),)
+    try:
+        check_not_imported([*out, *request.written])
+    except PlaceError as error:
+        raise RequestError(str(error)) from None
     if loaded.program is not None and request.out_format != "module":
         raise RequestError("--out-format state_dict: a torch.export archive is written as one")
     return loaded
