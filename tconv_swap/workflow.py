@@ -18,15 +18,8 @@ from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
 from tconv_swap.functional import find_functional_calls
-from tconv_swap.inputs import (
-    InferredInputs,
-    Inputs,
-    InputShapeError,
-    infer_inputs,
-    model_device,
-    random_inputs,
-    try_modes,
-)
+from tconv_swap.input_search import InferredInputs, InputShapeError, advice, infer_inputs, try_modes
+from tconv_swap.inputs import Inputs, model_device, random_inputs
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
@@ -38,6 +31,7 @@ from tconv_swap.request import Explained, Progress, Request, RequestError, Resul
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import verify
+from tconv_swap.verification.tree import flatten, lack_of_numbers
 
 
 def run(request: Request, progress: Progress) -> Result:
@@ -168,7 +162,9 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
                 continue
             if isinstance(error, RequestError) or is_out_of_memory(error):
                 raise
-            raise RequestError(f"the network does not run ({first_line(error)})") from error
+            raise RequestError(
+                f"the network does not run ({first_line(error)}): {advice(loaded.model)}"
+            ) from error
         break
     return Explained(plan, found.inputs.describe(), found.how, made, tuple(notes))
 
@@ -304,12 +300,14 @@ def _inputs_that_run(
 ) -> InferredInputs:
     progress("finding inputs")
     found = _inputs(request, model, exported)
-    trials = try_modes(model, found.inputs)
+    trials = try_modes(model, found.inputs, lambda output: lack_of_numbers(flatten(output)))
     if all(trial.error for trial in trials):
         raise RequestError(
-            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): "
-            "give --input-shape or --inputs FILE"
+            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): {advice(model)}"
         )
+    for trial in trials:
+        if trial.remark:
+            raise RequestError(f"nothing to compare in {trial.mode} mode: the network {trial.remark}")
     return found
 
 

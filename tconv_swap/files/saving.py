@@ -133,8 +133,8 @@ def _interrupts_held() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for waiting in came:
+            signal.raise_signal(waiting)
 
 
 def _destination(target: Path) -> Path:

@@ -56,6 +56,19 @@ def flatten(value: Any) -> Tree:
     return tree
 
 
+def lack_of_numbers(tree: Tree) -> str:
+    """What a network returns that returns nothing to be compared, and what to do about it; empty if it does."""
+    if any(bool(tensor.isfinite().any()) for tensor in tree.tensors.values()):
+        return ""
+    if any(tensor.numel() for tensor in tree.tensors.values()):
+        return "returns no finite number: give other inputs, or another --dtype"
+    if tree.tensors:
+        return "returns empty tensors: give inputs of at least one sample, for which it finds something"
+    kinds = dict.fromkeys(type(leaf).__name__ for leaf in tree.leaves.values() if not isinstance(leaf, str))
+    what = ", ".join(kinds) or "no tensor"
+    return f"returns {what}: let its forward return tensors, or a list, tuple or dict of them"
+
+
 def dense(tensor: Tensor) -> Tensor:
     """The values of a sparse or quantized tensor as a dense one; any other as it is."""
     if tensor.is_quantized:

@@ -94,14 +94,14 @@ def verify(
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
         Exception: that memory ran out, as whatever raised it says.
-        ValueError: an unknown mode or reference, no mode at all, or a tolerance that is negative or NaN.
+        ValueError: an unknown mode or reference, no mode at all, or a tolerance that is negative, infinite or NaN.
     """
     if not modes or (unknown := [mode for mode in modes if mode not in ("eval", "train")]):
         raise ValueError(f"modes must be some of 'eval' and 'train', not {unknown if modes else modes!r}")
     if reference not in (None, "float64", "original"):
         raise ValueError(f"reference must be 'float64', 'original' or None, not {reference!r}")
-    if not ((atol or 0) >= 0 and (rtol or 0) >= 0):
-        raise ValueError(f"atol and rtol must be numbers and not negative, but are {atol} and {rtol}")
+    if not all(0 <= tolerance < math.inf for tolerance in (atol or 0, rtol or 0)):
+        raise ValueError(f"atol and rtol must be finite and not negative, but are {atol} and {rtol}")
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     inputs = Inputs.of(inputs)
     report = VerifyReport()
