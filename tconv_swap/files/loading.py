@@ -285,8 +285,10 @@ def _check_size(model: nn.Module) -> None:
     held = [
         t for t in (*model.parameters(), *model.buffers()) if not nn.parameter.is_lazy(t) and not t.is_meta
     ]
+    # Sparse and nested tensors have no strides.
+    plain = [t for t in held if t.layout == torch.strided and not t.is_nested]
     expanded = [
-        t for t in held if 0 in t.stride() and t.numel() * t.element_size() > t.untyped_storage().nbytes()
+        t for t in plain if 0 in t.stride() and t.numel() * t.element_size() > t.untyped_storage().nbytes()
     ]
     needed = sum(tensor.numel() * tensor.element_size() for tensor in expanded)
     free = free_bytes(CPU)

@@ -70,9 +70,12 @@ def lack_of_numbers(tree: Tree) -> str:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """The values of a sparse or quantized tensor as a dense one; any other as it is."""
+    """The values of a sparse, quantized or nested tensor as a dense one, with zeros where a part of a nested one is
+    shorter than another; any other as it is."""
     if tensor.is_quantized:
         tensor = tensor.dequantize()
+    if tensor.is_nested:
+        return torch.nested.to_padded_tensor(tensor, 0.0)
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
