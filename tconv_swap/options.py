@@ -56,7 +56,7 @@ InputsFile = Annotated[
         "--inputs",
         metavar="FILE",
         help="Inputs saved with torch.save: a tensor, a tuple or list (positional arguments) or a dict "
-        "(keyword arguments).",
+        "(keyword arguments); an argument that is a list or dict itself goes into a tuple, ([a, b],).",
     ),
 ]
 Device = Annotated[

@@ -117,6 +117,11 @@ def verify(
         report.failures.append(
             "one of the networks is compiled, and its parameters have other names: verify before torch.compile"
         )
+    if any(_is_shared_by_processes(network) for network in (original, swapped)):
+        report.failures.append(
+            "a network is in DistributedDataParallel, whose backward pass waits for other processes: verify before it "
+            "is wrapped"
+        )
     if report.failures:
         return report
     report.failures += differing_weights(original, swapped)
@@ -126,6 +131,10 @@ def verify(
     with untouched([before, after], devices):
         _Verification(report, before, after, runner, tolerance, reference, backward).run(modes)
     return report
+
+
+def _is_shared_by_processes(network: nn.Module) -> bool:
+    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in network.modules())
 
 
 class _Verification:
