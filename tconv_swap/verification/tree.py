@@ -75,7 +75,8 @@ def dense(tensor: Tensor) -> Tensor:
     if tensor.is_quantized:
         tensor = tensor.dequantize()
     if tensor.is_nested:
-        return torch.nested.to_padded_tensor(tensor, 0.0)
+        padded: Tensor = torch.nested.to_padded_tensor(tensor, 0.0)
+        return padded
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 
