@@ -49,8 +49,8 @@ class ExitCode(enum.IntEnum):
 
 
 #: For the help of every command that works for a while.
-SIGNAL_CODES = """130 = interrupted (Ctrl-C, SIGINT); 143 = terminated (SIGTERM): the message names the files that were
-written, each of them whole."""
+SIGNAL_CODES = """130 = interrupted (Ctrl-C, SIGINT), the message names the files that were written, each of them whole;
+ 143 = terminated (SIGTERM), the same."""
 
 # Typer keeps these line breaks or, in older versions, puts a space: readable both ways.
 EXIT_CODES = f"""Exit codes:
