@@ -37,7 +37,7 @@ from benchmarks.ablation_rows import Row, summary
 from benchmarks.layers import _commit, _positive
 from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
-from tconv_swap.cuda import call, launch
+from tconv_swap.cuda import call, host
 from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS
@@ -269,7 +269,7 @@ def _measuring(device: torch.device, architecture: str, seconds: float) -> Work[
     """In the measuring process, once: the launcher built and PyTorch at its best."""
     torch.cuda.set_device(device)
     torch.backends.cudnn.benchmark = True
-    launch.build()
+    host.library()
 
     def work(prepared: Prepared, announce: Announce) -> list[Row]:
         rows = measure(prepared, device, architecture, seconds, announce)

@@ -191,11 +191,11 @@ def _calls(
     for family, made in planned.plans.items():
         announce(f"{stage}/{family}")
         try:
-            handle = launch.add_plan(made, planned.problem.dtype, device, architecture, tensors)
+            handle = launch.add_plan(made, planned.problem.dtype, device, architecture)
         except RuntimeError as error:
             failures[family] = first_line(error)
         else:
-            calls[family] = partial(torch.ops.tconv_swap.launch.default, handle, *tensors)
+            calls[family] = partial(torch.ops.tconv_swap.launch.default, handle, list(tensors))
     return calls, failures
 
 

@@ -5,6 +5,11 @@ report = tconv_swap.verify(original, model, inputs)         # the same outputs a
 timing = tconv_swap.benchmark(original, model, inputs)      # how much faster?
 """
 
+# Before the seconds that importing torch takes: Ctrl-C in them would print a traceback.
+from tconv_swap.interruption import end_while_importing
+
+end_while_importing()
+
 from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.exported import swap_program, unswap_program
 from tconv_swap.freezing import freeze, unfreeze

@@ -11,16 +11,35 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether shapes, dtypes and bits agree: a NaN is the same as itself, and 0 is not the same as -0.
 
-    Where no bits can be looked at (sparse tensors, those on the meta device) the answer is no.
+    Sparse and nested tensors agree where all that they are made of does: indices, values, parts. Where no bits can be
+    looked at (tensors on the meta device) the answer is no.
     """
-    if (first.shape, first.dtype, first.layout) != (second.shape, second.dtype, second.layout):
+    if (first.dtype, first.layout, first.is_nested) != (second.dtype, second.layout, second.is_nested):
         return False
-    if first.layout != torch.strided or first.is_meta or second.is_meta:
+    if first.is_meta or second.is_meta:
+        return False
+    if first.is_nested or first.layout != torch.strided:
+        ours, theirs = _parts(first), _parts(second)
+        same_shape = first.is_nested or first.shape == second.shape
+        return same_shape and len(ours) == len(theirs) and all(map(same_bits, ours, theirs))
+    if first.shape != second.shape:
         return False
     if first.device != second.device:
         first, second = first.cpu(), second.cpu()
     # A quantized tensor is more than its integers.
     return torch.equal(first, second) if first.is_quantized else torch.equal(_bits(first), _bits(second))
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The strided tensors that a sparse or nested one is made of."""
+    tensor = tensor.detach()
+    if tensor.is_nested:
+        return list(tensor.unbind())
+    if tensor.layout == torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
 
 
 def _bits(tensor: Tensor) -> Tensor:

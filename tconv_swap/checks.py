@@ -59,6 +59,11 @@ def check_backward(grad_output: Tensor, input: Tensor, weight: Tensor, arguments
 
 def _geometry(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any]) -> Geometry:
     stride, padding, output_padding, groups, dilation = arguments
+    # PyTorch's operator gives an empty output on CUDA, and none on the CPU.
+    if input.device.type == "cpu" and weight.dim() == 4 and weight.shape[1] == 0:
+        raise RuntimeError(
+            f"expected weight to have at least one output channel, but got weight of size {list(weight.shape)}"
+        )
     sizes = (
         tuple(input.shape),
         tuple(weight.shape),

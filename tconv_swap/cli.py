@@ -25,19 +25,20 @@ from tconv_swap.commands import bench, cache, doctor, explain, tune
 from tconv_swap.console import prepare_streams, print_error
 from tconv_swap.files import saving
 from tconv_swap.files.fileformat import first_line
-from tconv_swap.interruption import obey_signals
+from tconv_swap.interruption import end_at_signals, ignore_signals, is_obeyed, obey_signals, received
 from tconv_swap.outcome import (
     EXIT_CODES,
     ExitCode,
     Failure,
+    Interrupted,
     Output,
     attempt,
     check_targets,
     finish,
-    interrupted,
     leave,
     unwritable,
 )
+from tconv_swap.places import files_read
 from tconv_swap.request import Request
 
 DEFAULT_COMMAND = "swap"
@@ -56,12 +57,16 @@ class SwapByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Says what was written wherever Ctrl-C strikes: typer would leave without a word."""
+        """Says what was written wherever a signal strikes: typer would leave without a word."""
         saving.finished.clear()
+        if is_obeyed():
+            obey_signals()
         try:
             return super().invoke(ctx)
-        except KeyboardInterrupt:
-            failure = interrupted()
+        except (KeyboardInterrupt, SystemExit) as error:
+            if isinstance(error, SystemExit) and received() is None:
+                raise
+            failure = Interrupted(written=saving.finished)
             print_error(str(failure))
             raise typer.Exit(int(failure.code)) from None
 
@@ -79,7 +84,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `tconv-swap` script."""
-    obey_signals()
+    end_at_signals()
     prepare_streams()
     try:
         app(prog_name="tconv-swap")
@@ -87,6 +92,8 @@ def main() -> None:
         failure = unwritable(error)
         print_error(str(failure))
         sys.exit(int(failure.code))
+    finally:
+        ignore_signals()
 
 
 def _print_version(wanted: bool) -> None:
@@ -197,18 +204,19 @@ def demo(
     where = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device is not None:
         where = options.parsed("--device", torch.device, device)
+    output = Output(json_target, tuple(reports or ()), verbose, quiet)
     try:
         if directory is None:
             directory = Path(tempfile.mkdtemp(prefix="tconv-swap-demo-"))
         directory.mkdir(parents=True, exist_ok=True)
-        model = directory / "dcgan.pt"
+        model, out = directory / "dcgan.pt", directory / "dcgan-fast.pt"
+        check_targets(output, [("--dir", model)], ("--dir", out))
         demo_network.write_generator(model, seed)
     except (OSError, saving.SaveError) as error:
-        failure = Failure(ExitCode.CANNOT_WRITE, f"{directory}: {first_line(error)}")
-        finish(failure, Output(json_target, (), verbose, quiet))
+        finish(Failure(ExitCode.CANNOT_WRITE, f"{directory}: {first_line(error)}"), output)
     request = Request(
         model=model,
-        out=directory / "dcgan-fast.pt",
+        out=out,
         input_shapes=(demo_network.input_shape(where),),
         device=where,
         backward=not no_backward,
@@ -217,12 +225,13 @@ def demo(
         warmup=warmup,
         iters=iters,
     )
-    _carry_out(request, Output(json_target, tuple(reports or ()), verbose, quiet))
+    _carry_out(request, output)
 
 
 def _carry_out(request: Request, output: Output) -> NoReturn:
     """Run a request, print what came of it, and leave with its exit code."""
-    check_targets(output, (request.model, request.inputs), request.out)
+    check_targets(output, files_read(request), None if request.out is None else ("--out", request.out))
+    request = replace(request, written=tuple(output.places))
     outcome = attempt(
         lambda progress: workflow.run(request, progress),
         quiet=output.quiet,

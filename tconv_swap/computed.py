@@ -25,7 +25,8 @@ def computed_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def deep_copy(model: _M, memo: dict[int, Any] | None = None, dtype: torch.dtype | None = None) -> _M:
-    """`copy.deepcopy` that also copies computed tensors: as numbers, until the hooks compute them anew.
+    """`copy.deepcopy` that also copies sparse and nested tensors, and computed ones: as numbers, until the hooks
+    compute them anew.
 
     Args:
         model: the network.
@@ -40,7 +41,22 @@ def deep_copy(model: _M, memo: dict[int, Any] | None = None, dtype: torch.dtype 
                 memo[id(value)] = value.detach().to(dtype, copy=True)
             elif not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
+        for tensor in (*module._parameters.values(), *module._buffers.values(), *vars(module).values()):
+            if isinstance(tensor, Tensor) and tensor.is_leaf and _has_no_storage(tensor):
+                memo.setdefault(id(tensor), _copy(tensor))
     return copy.deepcopy(model, memo)
+
+
+def _has_no_storage(tensor: Tensor) -> bool:
+    """Sparse and nested tensors, of which `copy.deepcopy` knows some only."""
+    return tensor.layout != torch.strided or tensor.is_nested
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 class ComputedState:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import io
 import logging
 import os
 import sys
 import warnings
 from collections.abc import Iterator
+from typing import Any, TextIO
 
 from rich import progress
 from rich.console import Console
@@ -121,23 +123,93 @@ def print_error(text: str) -> None:
 
 
 def prepare_streams() -> None:
-    """See to it that what is printed cannot fail for want of a letter, nor of a stream."""
-    # A name that the terminal's encoding lacks is escaped: Python would raise in the middle of the output.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    """See to it that what is printed cannot fail for want of a letter, nor of a reader, nor of a width."""
     # Started with it closed (`>&-`), Python has None there, and the next file to be opened gets its number. What is
     # printed to a file that can only be read fails as it would have; of stderr nobody is left to be told.
     if sys.stdout is None:
-        sys.stdout = open(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")  # noqa: SIM115
+        sys.stdout = _open(os.O_RDONLY)
     if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+        sys.stderr = _open(os.O_WRONLY)
+    # Nobody reads any more (`| head`): what was found out stays true. An error that stderr does not take changes no
+    # exit code.
+    sys.stdout = _losing(sys.stdout, BrokenPipeError)
+    sys.stderr = _losing(sys.stderr, OSError)
+    # 0 is what a terminal says that does not know; rich would print nothing at all.
+    columns = os.environ.get("COLUMNS", "1")
+    if not (columns.isdecimal() and int(columns) > 0):
+        del os.environ["COLUMNS"]
 
 
 def silence_stdout() -> None:
     """Let what stdout does not take be lost: Python would try again at exit, and fail with an exit code of its own."""
     with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _lose(sys.stdout.fileno())
+
+
+@contextlib.contextmanager
+def stdout_kept() -> Iterator[None]:
+    """Inside, what anybody prints to stdout goes to stderr: a foreign forward must not get into the report or the JSON.
+
+    Also what native code and subprocesses print.
+    """
+    with contextlib.redirect_stdout(sys.stderr), _descriptor_redirected(1, 2):
+        yield
+
+
+@contextlib.contextmanager
+def _descriptor_redirected(descriptor: int, to: int) -> Iterator[None]:
+    try:
+        before = os.dup(descriptor)
+        os.dup2(to, descriptor)
+    except OSError:  # one of them is closed
+        yield
+        return
+    try:
+        yield
+    finally:
+        # What C code has printed may still wait in its buffer.
+        with contextlib.suppress(OSError, TypeError, AttributeError):
+            ctypes.CDLL(None).fflush(None)
+        os.dup2(before, descriptor)
+        os.close(before)
+
+
+def _open(flags: int) -> TextIO:
+    """The null device as a stream, whose descriptor stays open to the end of the process."""
+    return open(os.open(os.devnull, flags), "w", encoding="utf-8", closefd=False)
+
+
+def _losing(stream: TextIO, what: type[OSError]) -> TextIO:
+    """The same stream, where errors of this class lose what is printed and everything after it; names that the
+    terminal's encoding lacks are escaped, where Python would raise in the middle of the output."""
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.flush()
+    raw = _LosingFile(stream.fileno(), what)
+    # Of stderr every line is seen at once.
+    lines = raw.isatty() or stream is sys.stderr
+    return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=lines)
+
+
+class _LosingFile(io.FileIO):
+    def __init__(self, descriptor: int, what: type[OSError]) -> None:
+        # Python's own stream closes it.
+        super().__init__(descriptor, "w", closefd=False)
+        self._what = what
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except self._what:
+            _lose(self.fileno())
+            return len(data)
+
+
+def _lose(descriptor: int) -> None:
+    """From now on what is written there goes nowhere."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 class _LogLines(logging.Handler):

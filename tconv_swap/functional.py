@@ -17,7 +17,8 @@ import torch
 from torch import fx, nn
 from torch.overrides import TorchFunctionMode
 
-from tconv_swap.inputs import Inputs, try_modes
+from tconv_swap.input_search import try_modes
+from tconv_swap.inputs import Inputs
 from tconv_swap.layer import SWAPPED
 from tconv_swap.measurement.state import preserved
 

@@ -206,7 +206,7 @@ def check_geometry(
 ) -> Geometry:
     """Check the arguments of a batched transposed convolution and describe it.
 
-    Sizes may be symbolic. Raises:
+    Sizes may be symbolic; there may be no sample, and no output channel. Raises:
         RuntimeError: as PyTorch does, naming the argument, its value and what was expected.
     """
     if len(input_shape) != 4:
@@ -239,10 +239,9 @@ def check_geometry(
             f"Given groups={groups}, expected weight to be divisible by {groups} at dimension 0 "
             f"(in_channels), but got weight of size {list(weight_shape)} instead"
         )
-    if weight_shape[1] < 1 or weight_shape[2] < 1 or weight_shape[3] < 1:
+    if weight_shape[2] < 1 or weight_shape[3] < 1:
         raise RuntimeError(
-            f"expected weight to have at least one output channel and a kernel of at least 1x1, "
-            f"but got weight of size {list(weight_shape)}"
+            f"expected weight to have a kernel of at least 1x1, but got weight of size {list(weight_shape)}"
         )
     if in_channels != weight_shape[0]:
         raise RuntimeError(

@@ -1,18 +1,70 @@
-"""Signals that end a command: whoever swallows the exception that they raise does not swallow them."""
+"""Signals that end a command, from its first import to the end of its process.
+
+SIGINT (Ctrl-C) has exit code 130 and SIGTERM 143, always with one line that says so. While the package is imported, the
+process ends at once: nothing has been begun. While a command works, both raise, so that a half-written file is removed,
+and whoever swallows the exception does not swallow the signal. Once the exit code stands, both are ignored: all is
+written, and what is left of the process takes a second.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
+from pathlib import Path
 from types import FrameType
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
+#: How the script that pip makes is called, and `python -m` while it imports the package of `-m`.
+_SCRIPTS = ("tconv-swap", "tconv-swap.exe", "tconv-swap-script.py")
+_MODULE = "tconv_swap"
+
 _received: list[int] = []
+_obeyed: set[int] = set()
+
+
+def end_while_importing() -> None:
+    """`end_at_signals` if this package is being imported by its own command; nothing in a program that uses it."""
+    if _is_own_command():
+        end_at_signals()
+
+
+def end_at_signals() -> None:
+    """From now on a signal ends the process at once, without a traceback: nothing has been begun.
+
+    One that is ignored stays so, as SIGINT is in a script's background.
+    """
+    _handle(_leave_at_once)
 
 
 def obey_signals() -> None:
-    """From now on SIGTERM raises too, so that a half-written file is removed; SIGINT does unless it is ignored."""
-    signal.signal(signal.SIGTERM, _on_signal)
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _on_signal)
+    """From now on SIGINT and SIGTERM raise, unless they are ignored."""
+    _handle(_on_signal)
+
+
+def ignore_signals() -> None:
+    """The exit code stands: from now on neither signal changes it. Nothing if they were not obeyed before.
+
+    A handler of Python's would not do: the interpreter takes it away before it has ended.
+    """
+    for number in _obeyed:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def received() -> int | None:
+    """The signal that has come since `obey_signals`, the graver if both have; None if none has."""
+    return max(_received, default=None)
+
+
+def is_obeyed() -> bool:
+    """Whether signals are watched, so that a KeyboardInterrupt without one is somebody's own."""
+    return signal.SIGINT in _obeyed
+
+
+def describe(number: int) -> str:
+    """`interrupted` or `terminated`."""
+    return _NAMES[signal.Signals(number)]
 
 
 def raise_again() -> None:
@@ -21,12 +73,33 @@ def raise_again() -> None:
     Raises:
         KeyboardInterrupt, SystemExit: a signal has come.
     """
-    if signal.SIGTERM in _received:
-        raise SystemExit(128 + signal.SIGTERM)
-    if _received:
+    number = received()
+    if number == signal.SIGTERM:
+        raise SystemExit(128 + number)
+    if number is not None:
         raise KeyboardInterrupt
+
+
+def _handle(handler: object) -> None:
+    for number in _SIGNALS:
+        before = signal.getsignal(number)
+        if number in _obeyed or before in (signal.SIG_DFL, signal.default_int_handler):
+            signal.signal(number, handler)  # type: ignore[arg-type]
+            _obeyed.add(number)
 
 
 def _on_signal(number: int, _: FrameType | None) -> None:
     _received.append(number)
     raise_again()
+
+
+def _leave_at_once(number: int, _: FrameType | None) -> None:
+    os.write(2, f"tconv-swap: error: {describe(number)}; no file was written\n".encode())
+    os._exit(128 + number)
+
+
+def _is_own_command() -> bool:
+    if sys.argv[:1] == ["-m"]:
+        words = sys.orig_argv
+        return f"-m{_MODULE}" in words or ("-m" in words and words[words.index("-m") + 1] == _MODULE)
+    return bool(sys.argv) and Path(sys.argv[0]).name in _SCRIPTS

@@ -107,10 +107,9 @@ def _unchanged(tensor: Tensor, value: Tensor) -> bool:
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
     try:
-        address = tensor.data_ptr()
-    except RuntimeError:  # sparse tensors and some subclasses have no memory of their own
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+    except RuntimeError:  # sparse and nested tensors and some subclasses have no memory of their own
         return ()
-    return address, tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _saved(tensors: list[Tensor]) -> list[_Saved]:
@@ -139,8 +138,12 @@ def _is_crowded(device: torch.device, size: int) -> bool:
 
 def _writable(tensor: Tensor) -> bool:
     """Expanded tensors share elements: PyTorch refuses to write to them, so they cannot have changed."""
-    return tensor.layout != torch.strided or not any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    return (
+        tensor.layout != torch.strided
+        or tensor.is_nested
+        or not any(
+            stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
     )
 
 

@@ -56,7 +56,7 @@ InputsFile = Annotated[
         "--inputs",
         metavar="FILE",
         help="Inputs saved with torch.save: a tensor, a tuple or list (positional arguments) or a dict "
-        "(keyword arguments).",
+        "(keyword arguments); an argument that is a list or dict itself goes into a tuple, ([a, b],).",
     ),
 ]
 Device = Annotated[
@@ -100,7 +100,12 @@ NoBackward = Annotated[bool, typer.Option("--no-backward", help="Neither verify 
 NoBenchmark = Annotated[bool, typer.Option("--no-benchmark", help="Verify, but do not time.")]
 Tolerance = Annotated[
     float | None,
-    typer.Option(min=0, help="Instead of the limit that follows from the dtype.", show_default=False),
+    typer.Option(
+        min=0,
+        help="Instead of the limit that follows from the dtype.",
+        show_default=False,
+        callback=lambda number: check_finite(number),
+    ),
 ]
 Seed = Annotated[
     int,
@@ -220,6 +225,17 @@ def check_seed(seed: int) -> int:
     if not -(2**63) <= seed < 2**63:
         raise typer.BadParameter(f"{seed} is not a whole number of 64 bits")
     return seed
+
+
+def check_finite(number: float | None) -> float | None:
+    """`number` itself. A tolerance without a bound would let everything pass, and NaN is no number.
+
+    Raises:
+        typer.BadParameter: it is infinite or NaN.
+    """
+    if number is not None and not math.isfinite(number):
+        raise typer.BadParameter(f"{number} is not a finite number")
+    return number
 
 
 def parsed(option: str, parse: Callable[[str], _T], text: str) -> _T:

@@ -5,21 +5,24 @@ from __future__ import annotations
 import enum
 import json
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
 
-from tconv_swap.console import Progress, print_error, progress_shown, silence_stdout
+from tconv_swap.console import Progress, print_error, progress_shown, silence_stdout, stdout_kept
 from tconv_swap.files import saving
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
+from tconv_swap.interruption import describe, ignore_signals, is_obeyed, received
 from tconv_swap.memory import is_out_of_memory
+from tconv_swap.places import Place, PlaceError, check_apart, check_not_imported
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
 from tconv_swap.report.terminal import print_summary
@@ -42,18 +45,23 @@ class ExitCode(enum.IntEnum):
     CANNOT_WRITE = 5
     INTERNAL = 70
     INTERRUPTED = 130
+    TERMINATED = 143
 
+
+#: For the help of every command that works for a while.
+SIGNAL_CODES = """130 = interrupted (Ctrl-C, SIGINT), the message names the files that were written, each of them whole;
+ 143 = terminated (SIGTERM), the same."""
 
 # Typer keeps these line breaks or, in older versions, puts a space: readable both ways.
-EXIT_CODES = """Exit codes:
+EXIT_CODES = f"""Exit codes:
  0 = verified (with --dry-run: there is something to swap);
  1 = mismatch, nothing was written;
- 2 = wrong usage, or the network does not run on the inputs;
+ 2 = wrong usage, or the network does not run on the inputs, or gives nothing that can be compared;
  3 = the file cannot be loaded or is not trusted;
  4 = nothing to swap;
  5 = verified, but the output could not be written;
  70 = an error in tconv-swap itself (TCONV_SWAP_DEBUG=1 shows where);
- 130 = interrupted, nothing was written but what the message names."""
+ {SIGNAL_CODES}"""
 
 
 class Failure(Exception):
@@ -62,6 +70,28 @@ class Failure(Exception):
     def __init__(self, code: ExitCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class Interrupted(Failure):
+    """A signal ended the work: SIGINT, or SIGTERM where that has come.
+
+    `kept`: what remains of the work beside files, if anything does.
+    """
+
+    def __init__(self, kept: str = "", *, written: Sequence[Path] = ()) -> None:
+        number = received() or signal.SIGINT
+        parts = [describe(number), kept]
+        if written:
+            parts.append(f"written: {', '.join(printable(path) for path in written)}")
+        elif not kept:
+            parts.append("no file was written")
+        super().__init__(ExitCode(128 + number), "; ".join(part for part in parts if part))
+        self.kept = kept
+
+    def with_files(self, output: Output) -> Interrupted:
+        """The same once it is told: it names what is in its place by now, and the JSON that says so itself."""
+        told = [] if output.json_file is None else [output.json_file]
+        return Interrupted(self.kept, written=[*saving.finished, *told])
 
 
 @dataclass(frozen=True)
@@ -73,6 +103,17 @@ class Output:
     verbose: bool = False
     quiet: bool = False
 
+    @property
+    def json_file(self) -> Path | None:
+        """Where the JSON goes if that is not stdout."""
+        return None if self.json_target == STDOUT else self.json_target
+
+    @property
+    def places(self) -> list[Place]:
+        """All files that it goes to."""
+        reports = [("--report", path) for path in self.reports]
+        return reports if self.json_file is None else [*reports, ("--json", self.json_file)]
+
 
 def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _T | Failure:
     """Do `work`, with its progress shown; whatever it raises becomes a failure with its exit code.
@@ -82,8 +123,14 @@ def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _
         quiet: show no progress.
         hint: put behind the message where a file cannot be loaded.
     """
+    outcome = _attempt(work, quiet, hint)
+    # Foreign code may have swallowed the exception, or made another of it.
+    return outcome if received() is None else Interrupted()
+
+
+def _attempt(work: Callable[[Progress], _T], quiet: bool, hint: str) -> _T | Failure:
     try:
-        with progress_shown(quiet=quiet) as progress:
+        with progress_shown(quiet=quiet) as progress, stdout_kept():
             return work(progress)
     except Failure as failure:
         return failure
@@ -93,20 +140,19 @@ def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _
         return Failure(ExitCode.USAGE, str(error))
     except SaveError as error:
         return Failure(ExitCode.CANNOT_WRITE, str(error))
-    except KeyboardInterrupt:
-        return interrupted()
     except Exception as error:  # the last resort, so that a user never meets a bare traceback
         if is_out_of_memory(error):
             advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
             return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
         return _internal(error)
-
-
-def interrupted() -> Failure:
-    """What Ctrl-C comes to: files that were in their place by then stay there, and are named."""
-    names = ", ".join(map(str, saving.finished))
-    before = f"; written before that: {names}" if names else ", nothing was written"
-    return Failure(ExitCode.INTERRUPTED, f"interrupted{before}")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt) and not is_obeyed():
+            return Interrupted()
+        # Nothing of ours raises one without a signal: it is the network's code that calls sys.exit, say.
+        return Failure(
+            ExitCode.USAGE,
+            f"the network's code ends the program ({first_line(error)}) instead of returning something",
+        )
 
 
 def _internal(error: Exception) -> Failure:
@@ -117,50 +163,52 @@ def _internal(error: Exception) -> Failure:
     )
 
 
-def check_targets(output: Output, sources: Iterable[Path | None] = (), out: Path | None = None) -> None:
-    """Find out before any work is done whether the JSON and the reports can be written; leave if not.
+def check_targets(output: Output, read: Sequence[Place] = (), out: Place | None = None) -> None:
+    """Find out before any work is done whether all outputs can be written, over nothing else; leave if not.
 
     Args:
-        output: where they go.
-        sources: files that must not be written over.
+        output: where the JSON and the reports go.
+        read: files that the command reads.
         out: the network's own target.
     """
-    others = [source for source in (*sources, out) if source is not None]
+    network = [] if out is None else [out]
     try:
-        _check_targets(output, others, out)
+        _check_targets(output, read, network)
     except RequestError as error:
+        # The JSON says what is wrong, unless that is the JSON: it may well be the network itself.
+        others = [*read, *network, *replace(output, json_target=None).places]
         told = replace(output, reports=())
-        places = [os.path.realpath(path) for path in output.reports]
         try:
-            # The JSON says what is wrong, unless that is the JSON: it may well be the network itself.
-            _check_targets(told, others, out)
-            usable = output.json_target is not None and os.path.realpath(output.json_target) not in places
+            _check_targets(told, others, [])
         except RequestError:
-            usable = False
-        finish(Failure(ExitCode.USAGE, str(error)), told if usable else replace(told, json_target=None))
+            told = Output()
+        finish(Failure(ExitCode.USAGE, str(error)), told)
 
 
-def _check_targets(output: Output, others: Sequence[Path], out: Path | None) -> None:
-    targets = [("--report", path) for path in output.reports]
-    if output.json_target not in (None, STDOUT):
-        targets.append(("--json", output.json_target))
-    taken = {} if out is None else {os.path.realpath(out): "--out"}
-    for option, target in targets:
+def _check_targets(output: Output, read: Sequence[Place], others: Sequence[Place]) -> None:
+    for option, target in output.places:
         try:
             if option == "--report":
                 written.check(target)
-            for other in others or (None,):
-                check_target(target, other, text=True)
+            check_target(target, text=True)
         except (SaveError, written.ReportError) as error:
             raise RequestError(f"{option}: {error}") from None
-        place = os.path.realpath(target)
-        if place in taken:
-            raise RequestError(f"{option} and {taken[place]} name the same file")
-        taken[place] = option
+    try:
+        check_apart(read, [*others, *output.places])
+    except PlaceError as error:
+        raise RequestError(str(error)) from None
 
 
 def finish(outcome: Result | Failure, output: Output) -> NoReturn:
     """Write what was asked for and leave with the exit code."""
+    try:
+        check_not_imported(output.places)
+    except PlaceError as error:
+        output = Output()
+        if not isinstance(outcome, Failure):
+            outcome = Failure(ExitCode.USAGE, str(error))
+    if isinstance(outcome, Interrupted):
+        outcome = outcome.with_files(output)
     code = outcome.code if isinstance(outcome, Failure) else exit_code(outcome)
 
     def write() -> None:
@@ -171,7 +219,7 @@ def finish(outcome: Result | Failure, output: Output) -> NoReturn:
             print_error(str(outcome))
             return
         for path in output.reports:
-            save_text(written.render(path, outcome.document()), path)
+            _save_text("--report", written.render(path, outcome.document()), path)
         if not output.quiet and target != STDOUT:
             _print_result(outcome, output)
         elif code == ExitCode.MISMATCH and outcome.verification is not None:
@@ -186,42 +234,48 @@ def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoRe
     try:
         write()
         sys.stdout.flush()
-    except BrokenPipeError:
-        # Nobody reads any more (`| head`): what was found out stays true.
-        silence_stdout()
+        ignore_signals()
     except (SaveError, written.ReportError) as error:
         failure = Failure(ExitCode.CANNOT_WRITE, str(error))
     except OSError as error:
         failure = unwritable(error)
-    except KeyboardInterrupt:
-        failure = interrupted()
+    except (KeyboardInterrupt, SystemExit):
+        failure = Interrupted(written=saving.finished)
     except Exception as error:  # as in `attempt`
         failure = _internal(error)
     if failure is not None:
         print_error(str(failure))
         code = failure.code
+        ignore_signals()
     raise typer.Exit(int(code))
 
 
 def unwritable(error: OSError) -> Failure:
-    """What an output that cannot be written comes to, a file or stdout."""
+    """What it comes to that stdout cannot be written."""
     silence_stdout()
-    return Failure(
-        ExitCode.CANNOT_WRITE, f"{error.filename or 'stdout'} cannot be written ({error.strerror or error})"
-    )
+    return Failure(ExitCode.CANNOT_WRITE, f"stdout cannot be written ({error.strerror or error})")
 
 
 def write_json(document: dict[str, Any], target: Path) -> None:
     """To a file, whole or not at all, or to stdout.
 
     Raises:
-        OSError, SaveError: it cannot be written.
+        OSError: stdout cannot be written.
+        SaveError: the file cannot.
     """
     text = json.dumps(document, indent=2, allow_nan=False)
     if target == STDOUT:
         typer.echo(text)
     else:
-        save_text(text + "\n", target)
+        _save_text("--json", text + "\n", target)
+
+
+def _save_text(option: str, text: str, target: Path) -> None:
+    try:
+        save_text(text, target)
+    except OSError as error:  # of a pipe or a device, which says nothing of its name
+        reason = error.strerror or error
+        raise SaveError(f"{option}: {printable(target)} cannot be written ({reason})") from error
 
 
 def exit_code(result: Result) -> ExitCode:

@@ -165,4 +165,9 @@ def _is_safetensors(path: Path) -> bool:
 def _structure(model: nn.Module) -> list[tuple[str, object]]:
     layers: list[tuple[str, object]] = [(name, type(m).__name__) for name, m in model.named_modules()]
     tensors = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
-    return layers + [(name, (tensor.shape, tensor.dtype)) for name, tensor in tensors.items()]
+    return layers + [(name, (_shape(tensor), tensor.dtype)) for name, tensor in tensors.items()]
+
+
+def _shape(tensor: Tensor) -> object:
+    # A nested tensor's shape is equal to its own only.
+    return [part.shape for part in tensor.unbind()] if tensor.is_nested else tensor.shape

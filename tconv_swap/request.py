@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tconv_swap.explanation import Explanation
     from tconv_swap.measurement.bench import BenchmarkReport
     from tconv_swap.measurement.roof import Ceilings
+    from tconv_swap.places import Place
     from tconv_swap.surgery import SwapPlan
     from tconv_swap.verification import VerifyReport
 
@@ -34,7 +35,8 @@ class Request:
     """Everything a user can ask of one swap.
 
     `device`, `dtype` and `channels_last` say how the network runs while it is verified and timed. They do not
-    touch what is saved: `out` has the devices, dtypes and memory formats of the file.
+    touch what is saved: `out` has the devices, dtypes and memory formats of the file. `written` are files that
+    are written beside it: loading must not have read them.
     """
 
     model: Path
@@ -63,6 +65,7 @@ class Request:
     factory: str | None = None
     key: str | None = None
     out_format: Literal["module", "state_dict"] = "module"
+    written: tuple[Place, ...] = ()
 
 
 @dataclass(frozen=True)

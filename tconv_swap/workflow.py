@@ -18,25 +18,20 @@ from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
 from tconv_swap.functional import find_functional_calls
-from tconv_swap.inputs import (
-    InferredInputs,
-    Inputs,
-    InputShapeError,
-    infer_inputs,
-    model_device,
-    random_inputs,
-    try_modes,
-)
+from tconv_swap.input_search import InferredInputs, InputShapeError, advice, infer_inputs, try_modes
+from tconv_swap.inputs import Inputs, model_device, random_inputs
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.memory import free_bytes, is_out_of_memory
+from tconv_swap.places import PlaceError, check_not_imported
 from tconv_swap.report import Facts
 from tconv_swap.request import Explained, Progress, Request, RequestError, Result
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import verify
+from tconv_swap.verification.tree import flatten, lack_of_numbers
 
 
 def run(request: Request, progress: Progress) -> Result:
@@ -54,7 +49,7 @@ def run(request: Request, progress: Progress) -> Result:
     device = device_of(request.device)
     out = request.out
     if out is not None:
-        _checked(lambda: check_target(out, request.model))
+        _checked(lambda: check_target(out))
     progress(f"loading {request.model}")
     loaded = _load(request)
     if out is not None:
@@ -168,7 +163,9 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
                 continue
             if isinstance(error, RequestError) or is_out_of_memory(error):
                 raise
-            raise RequestError(f"the network does not run ({first_line(error)})") from error
+            raise RequestError(
+                f"the network does not run ({first_line(error)}): {advice(loaded.model)}"
+            ) from error
         break
     return Explained(plan, found.inputs.describe(), found.how, made, tuple(notes))
 
@@ -182,6 +179,11 @@ def _load(request: Request) -> LoadedModel:
         factory=request.factory,
         key=request.key,
     )
+    out = () if request.out is None else (("--out", request.out),)
+    try:
+        check_not_imported([*out, *request.written])
+    except PlaceError as error:
+        raise RequestError(str(error)) from None
     if loaded.program is not None and request.out_format != "module":
         raise RequestError("--out-format state_dict: a torch.export archive is written as one")
     return loaded
@@ -299,12 +301,14 @@ def _inputs_that_run(
 ) -> InferredInputs:
     progress("finding inputs")
     found = _inputs(request, model, exported)
-    trials = try_modes(model, found.inputs)
+    trials = try_modes(model, found.inputs, lambda output: lack_of_numbers(flatten(output)))
     if all(trial.error for trial in trials):
         raise RequestError(
-            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): "
-            "give --input-shape or --inputs FILE"
+            f"the network does not run on {found.inputs.describe()} ({trials[0].error}): {advice(model)}"
         )
+    for trial in trials:
+        if trial.remark:
+            raise RequestError(f"nothing to compare in {trial.mode} mode: the network {trial.remark}")
     return found
 
 

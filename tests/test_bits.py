@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from tconv_swap.bits import same_bits
 
@@ -37,11 +36,19 @@ def test_numbers_that_compare_otherwise() -> None:
     assert not same_bits(z.conj(), z)
 
 
-@pytest.mark.parametrize(
-    "x", [torch.eye(2).to_sparse(), torch.empty(2, device="meta")], ids=["sparse", "meta"]
-)
-def test_where_there_are_no_bits_to_look_at(x: Tensor) -> None:
+def test_where_there_are_no_bits_to_look_at() -> None:
+    x = torch.empty(2, device="meta")
     assert not same_bits(x, x)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_are_what_they_are_made_of(layout: torch.layout) -> None:
+    x = torch.eye(3).to_sparse(layout=layout)
+    assert same_bits(x, x.clone())
+    assert not same_bits(x, x * 2)
+    assert not same_bits(x, torch.eye(3).flip(0).to_sparse(layout=layout))
+    assert not same_bits(x, torch.eye(3))
+    assert not same_bits(x, torch.eye(4)[:, :3].to_sparse(layout=layout))
 
 
 def test_quantized_tensors_differ_in_their_scale() -> None:

@@ -154,7 +154,7 @@ class TestInterruptedWhileWriting:
         monkeypatch.setattr(written, "render", interrupt)
         result = swap(model, "--out", "fast.pt", "--json", "r.json", "--report", "r.md")
         assert result.exit_code == ExitCode.INTERRUPTED
-        assert result.stderr.endswith("interrupted; written before that: fast.pt, r.json\n")
+        assert result.stderr.endswith("interrupted; written: fast.pt, r.json\n")
         assert files() == ["fast.pt", "model.pt", "r.json"]
 
     def test_a_file_takes_its_place_and_is_named_or_does_neither(
@@ -175,7 +175,7 @@ class TestInterruptedWhileWriting:
         finally:
             signal.signal(signal.SIGINT, before)
         assert result.exit_code == ExitCode.INTERRUPTED
-        assert result.stderr.endswith("interrupted; written before that: fast.pt\n")
+        assert result.stderr.endswith("interrupted; written: fast.pt\n")
         assert files() == ["fast.pt", "model.pt"]
 
     def test_outside_of_any_work(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +185,7 @@ class TestInterruptedWhileWriting:
         monkeypatch.setattr("tconv_swap.commands.doctor.diagnose", interrupt)
         result = run("doctor")
         assert result.exit_code == ExitCode.INTERRUPTED
-        assert result.stderr == "tconv-swap: error: interrupted, nothing was written\n"
+        assert result.stderr == "tconv-swap: error: interrupted; no file was written\n"
 
     def test_an_error_in_the_report_is_no_mismatch(
         self, model: Path, monkeypatch: pytest.MonkeyPatch

@@ -115,11 +115,12 @@ class TestBench:
                 if "measuring" in line:
                     break
             running.send_signal(signal.SIGINT)
-            assert "interrupted, nothing was written" in running.stderr.read()
+            assert f"interrupted; written: {target}\n" in running.stderr.read()
         assert running.returncode == 130
         assert [path.name for path in tmp_path.iterdir()] == ["r.json"]
         found = json.loads(target.read_text())
         assert (found["outcome"], found["exit_code"]) == ("error", 130)
+        assert found["error"] == f"interrupted; written: {target}"
 
 
 class TestExplain:

@@ -11,14 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.inputs import (
-    Inputs,
-    InputShapeError,
-    infer_input_shape,
-    infer_inputs,
-    random_inputs,
-    try_modes,
-)
+from tconv_swap.input_search import InputShapeError, infer_input_shape, infer_inputs, try_modes
+from tconv_swap.inputs import Inputs, random_inputs
 
 Pair = namedtuple("Pair", "first second")
 
@@ -154,6 +148,54 @@ class OneSample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.up(x.view(4, 1, 1))
+
+
+class Resting(nn.Module):
+    """Registers a layer for latent vectors first, which reads nothing of the input; `depth` halvings of an image."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.late = nn.ConvTranspose2d(4, 4, 1)
+        self.first = nn.Conv2d(4, 4, 3, padding=1)
+        self.depth = depth
+        self.up = up(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        for _ in range(self.depth):
+            y = nn.functional.avg_pool2d(y, 2, ceil_mode=True)
+        return self.late(y).mean() + self.up(y)
+
+
+class TestSizes:
+    """Images of 64 to 256 before one pixel."""
+
+    @pytest.mark.parametrize(
+        ("model", "shape"),
+        [
+            (Resting(0), (2, 4, 64, 64)),
+            # In its middle, 64 pixels would be one.
+            (Resting(6), (2, 4, 128, 128)),
+            (Resting(7), (2, 4, 256, 256)),
+            # One pixel whatever the image: nothing larger than 256 is worth it.
+            (Resting(9), (2, 4, 64, 64)),
+            # Grey and colours are images even where a stride of 1 is for latent vectors.
+            (nn.Sequential(nn.ConvTranspose2d(3, 4, 4)), (2, 3, 64, 64)),
+            (nn.Sequential(nn.ConvTranspose2d(1, 4, 4, 2, 1)), (2, 1, 64, 64)),
+            # And so is whatever a generator is made for.
+            (nn.Sequential(nn.ConvTranspose2d(100, 4, 4)), (2, 100, 1, 1)),
+        ],
+    )
+    def test_the_first_that_is_no_pixel(self, model: nn.Module, shape: tuple[int, ...]) -> None:
+        assert infer_input_shape(model)[0] == shape
+
+    def test_what_was_tried_before_is_said(self) -> None:
+        found = infer_inputs(nn.Sequential(nn.Conv2d(1, 4, 2, 2), *head(784)))
+        assert found.inputs.args[0].shape == (2, 1, 28, 28)
+        assert found.how == "inferred from 0 (Conv2d); 2x1x64x64 and 4 more did not run"
+
+    def test_the_layer_that_reads_the_input_is_named(self) -> None:
+        assert infer_inputs(Resting(0)).how == "inferred from first (Conv2d)"
 
 
 class TestInference:

@@ -21,7 +21,7 @@ import tconv_swap
 from tconv_swap import ConvTranspose1d, op, plan_swap, swap_layers, unswap_layers
 from tconv_swap.cli import app
 from tconv_swap.files.loading import load_model
-from tconv_swap.inputs import infer_inputs
+from tconv_swap.input_search import infer_inputs
 
 pytestmark = pytest.mark.filterwarnings("error::tconv_swap.surgery.SwapWarning")
 

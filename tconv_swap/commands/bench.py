@@ -11,12 +11,12 @@ from tconv_swap import options, workflow
 from tconv_swap.cuda.choice import check_backend
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import load_suite
-from tconv_swap.outcome import Output, attempt, check_targets, finish, leave
+from tconv_swap.outcome import SIGNAL_CODES, Output, attempt, check_targets, finish, leave
 from tconv_swap.request import Progress, RequestError, Result
 from tconv_swap.suite_run import SuiteRequest, run_suite
 
-EPILOG = """Exit codes: 0 = every layer was verified; 1 = a mismatch; 2 = wrong usage; 70 = an error in tconv-swap
-itself; 130 = interrupted, nothing was written but what the message names."""
+EPILOG = f"""Exit codes: 0 = every layer was verified; 1 = a mismatch; 2 = wrong usage; 70 = an error in tconv-swap
+itself; {SIGNAL_CODES}"""
 
 
 def bench(
@@ -41,7 +41,10 @@ def bench(
     backend: options.BackendOption = None,
     no_backward: options.NoBackward = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Time, but do not check.")] = False,
-    seconds: Annotated[float, typer.Option(min=0.01, help="Of timing for each layer and stage.")] = 0.5,
+    seconds: Annotated[
+        float,
+        typer.Option(min=0.01, help="Of timing for each layer and stage.", callback=options.check_finite),
+    ] = 0.5,
     iters: options.Iters = None,
     json_target: options.JsonTarget = None,
     reports: options.ReportFiles = None,

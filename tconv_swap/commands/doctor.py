@@ -11,11 +11,11 @@ from rich.text import Text
 from tconv_swap import options
 from tconv_swap.diagnosis import Finding, diagnose, lines
 from tconv_swap.files.fileformat import printable
-from tconv_swap.outcome import ExitCode, leave, write_json
+from tconv_swap.outcome import SIGNAL_CODES, ExitCode, Output, check_targets, leave, write_json
 from tconv_swap.report import make_console
 
-EPILOG = """Exit codes: 0 = all that this machine can have works; 1 = there is a GPU, and something that its kernels
-need is missing."""
+EPILOG = f"""Exit codes: 0 = all that this machine can have works; 1 = there is a GPU, and something that its kernels
+need is missing; {SIGNAL_CODES}"""
 
 STYLES = {"ok": "green", "--": "yellow", "NO": "bold red"}
 
@@ -25,6 +25,7 @@ def doctor(json_target: options.JsonTarget = None) -> None:
 
     Compiles one empty kernel; builds and launches nothing. Paste it into a bug report.
     """
+    check_targets(Output(json_target))
     findings = diagnose()
     missing = any(finding.verdict == "missing" for finding in findings)
 

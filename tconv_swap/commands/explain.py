@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,11 +11,22 @@ import typer
 from tconv_swap import options, workflow
 from tconv_swap.explanation import DEVICES
 from tconv_swap.files.fileformat import printable
-from tconv_swap.outcome import ExitCode, Failure, Output, attempt, check_targets, finish, leave, write_json
+from tconv_swap.outcome import (
+    SIGNAL_CODES,
+    ExitCode,
+    Failure,
+    Output,
+    attempt,
+    check_targets,
+    finish,
+    leave,
+    write_json,
+)
+from tconv_swap.places import files_read
 from tconv_swap.request import Explained, Progress, RequestError
 
-EPILOG = """Exit codes: 0 = explained; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
-be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself."""
+EPILOG = f"""Exit codes: 0 = explained; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
+be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap itself; {SIGNAL_CODES}"""
 
 
 def explain(
@@ -69,7 +81,8 @@ def explain(
     )
 
     output = Output(json_target)
-    check_targets(output, (model, inputs))
+    check_targets(output, files_read(request))
+    request = replace(request, written=tuple(output.places))
 
     def work(progress: Progress) -> Explained:
         if architecture is not None and architecture not in DEVICES:

@@ -8,11 +8,14 @@ import typer
 
 from tconv_swap import options, workflow
 from tconv_swap.console import print_error
+from tconv_swap.cuda.cache import cache_problem
 from tconv_swap.files.fileformat import printable
 from tconv_swap.outcome import (
+    SIGNAL_CODES,
     STDOUT,
     ExitCode,
     Failure,
+    Interrupted,
     Output,
     attempt,
     check_targets,
@@ -20,12 +23,13 @@ from tconv_swap.outcome import (
     leave,
     write_json,
 )
+from tconv_swap.places import files_read
 from tconv_swap.report import SCHEMA_VERSION
 from tconv_swap.tuning import TuneReport
 
-EPILOG = """Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
+EPILOG = f"""Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
 be loaded or is not trusted; 4 = nothing to swap; 5 = measured, but it could not be kept or written; 70 = an error in
-tconv-swap itself; 130 = interrupted, what was measured until then is kept."""
+tconv-swap itself; {SIGNAL_CODES} What was measured until then is kept."""
 
 
 def tune(
@@ -66,15 +70,15 @@ def tune(
         no_backward=no_backward,
         unsafe_pickle=unsafe_pickle,
     )
-    request = replace(request, seed=seed)
     output = Output(json_target, quiet=quiet)
-    check_targets(output, (model, inputs))
+    check_targets(output, files_read(request))
+    request = replace(request, seed=seed, written=tuple(output.places))
     outcome = attempt(lambda progress: workflow.tune_layers(request, progress), quiet=quiet)
     if outcome is None:
         outcome = Failure(ExitCode.NOTHING_TO_SWAP, "nothing to swap, and so nothing to tune")
     if isinstance(outcome, Failure):
-        if outcome.code == ExitCode.INTERRUPTED:
-            outcome = Failure(outcome.code, "interrupted; what was measured until then is kept")
+        if isinstance(outcome, Interrupted) and not cache_problem():
+            outcome = Interrupted("what was measured until then is kept")
         finish(outcome, output)
     found = outcome
     code = ExitCode.CANNOT_WRITE if found.not_kept else ExitCode.VERIFIED

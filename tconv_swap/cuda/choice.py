@@ -25,6 +25,7 @@ CANDIDATES = 8
 NATIVE = "native"
 KERNEL = "kernel"
 GENERAL = "general"
+WHY_NOTHING = "without an output channel there is nothing to compute"
 WHY_NOT_GENERAL = "of ours only the general kernels claim it: 0.06 to 0.95 of PyTorch's speed on an H200"
 
 
@@ -59,6 +60,8 @@ def choose_forward(
     """The one step of a forward pass."""
     if backend == NATIVE:
         return Step(FORWARD, None, "the backend is native")
+    if problem.geometry.out_channels == 0:
+        return Step(FORWARD, None, WHY_NOTHING)
     winner = winners.get(problem_key(problem, FORWARD, has_bias))
     if winner is None:
         made = plan.plan_forward(problem, has_bias, device)
@@ -78,6 +81,8 @@ def choose_backward(
     """The steps of a backward pass: those of ours, then one of PyTorch's at most."""
     if backend == NATIVE:
         return (Step(mask, None, "the backend is native"),)
+    if problem.geometry.out_channels == 0:
+        return (Step(mask, None, WHY_NOTHING),)
     ours: list[Step] = []
     native: list[Step] = []
     for unit in backward_units(mask):

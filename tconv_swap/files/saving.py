@@ -119,19 +119,22 @@ def save_text(text: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Inside, Ctrl-C waits for the end: a file must not take its place without anybody knowing."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is None or threading.current_thread() is not threading.main_thread():
+    """Inside, SIGINT and SIGTERM wait for the end: a file must not take its place without anybody knowing."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if None in before.values() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = []
-    signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    came: list[int] = []
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, lambda number, _: came.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for waiting in came:
+            signal.raise_signal(waiting)
 
 
 def _destination(target: Path) -> Path:

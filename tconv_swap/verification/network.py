@@ -14,7 +14,7 @@ from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Norms, Tolerance, layout_mismatch, mismatch
 from tconv_swap.verification.report import Check, Kind
 from tconv_swap.verification.runs import Outcome, Pass
-from tconv_swap.verification.tree import dense, equal
+from tconv_swap.verification.tree import dense, equal, lack_of_numbers
 
 # How often what rounding in the swapped layers does to the original the swapped network may be off.
 NOISE_FACTOR = 2.0
@@ -93,8 +93,8 @@ class Standard:
                 failures.append(f"{_called(path)} is {now!r:.80}, expected {value!r:.80}")
         extra = [path for path in after.leaves if path not in before.leaves]
         failures += [f"{_called(path)} is one that the original does not have" for path in extra]
-        if not self.original.has_numbers():
-            failures.append("nothing compared: the original's output holds no tensor with a finite element")
+        if lack := lack_of_numbers(before):
+            failures.append(f"nothing compared: the original {lack}")
         return [f"{self.mode}: {failure}" for failure in failures]
 
     def not_compared(self, outcome: Outcome) -> list[str]:

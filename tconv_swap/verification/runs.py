@@ -161,6 +161,9 @@ def _equal(a: Tensor | None, b: Tensor | None) -> bool:
 
 def same_numbers(a: Tensor, b: Tensor) -> bool:
     """Of one shape and dtype; NaN is the same as NaN."""
+    if a.is_nested and b.is_nested:
+        ours, theirs = a.unbind(), b.unbind()
+        return len(ours) == len(theirs) and all(map(same_numbers, ours, theirs))
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     a, b = dense(a), dense(b)

@@ -56,10 +56,27 @@ def flatten(value: Any) -> Tree:
     return tree
 
 
+def lack_of_numbers(tree: Tree) -> str:
+    """What a network returns that returns nothing to be compared, and what to do about it; empty if it does."""
+    if any(bool(tensor.isfinite().any()) for tensor in tree.tensors.values()):
+        return ""
+    if any(tensor.numel() for tensor in tree.tensors.values()):
+        return "returns no finite number: give other inputs, or another --dtype"
+    if tree.tensors:
+        return "returns empty tensors: give inputs of at least one sample, for which it finds something"
+    kinds = dict.fromkeys(type(leaf).__name__ for leaf in tree.leaves.values() if not isinstance(leaf, str))
+    what = ", ".join(kinds) or "no tensor"
+    return f"returns {what}: let its forward return tensors, or a list, tuple or dict of them"
+
+
 def dense(tensor: Tensor) -> Tensor:
-    """The values of a sparse or quantized tensor as a dense one; any other as it is."""
+    """The values of a sparse, quantized or nested tensor as a dense one, with zeros where a part of a nested one is
+    shorter than another; any other as it is."""
     if tensor.is_quantized:
         tensor = tensor.dequantize()
+    if tensor.is_nested:
+        padded: Tensor = torch.nested.to_padded_tensor(tensor, 0.0)
+        return padded
     return tensor if tensor.layout == torch.strided else tensor.to_dense()
 
 

@@ -9,6 +9,7 @@ original that happens to be exact, or a gradient that is zero but for rounding, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
@@ -66,8 +67,8 @@ def verify(
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
         Exception: that memory ran out, as whatever raised it says.
-        ValueError: an unknown mode, reference or dtype of autocast, no mode at all, or a tolerance that is negative
-            or NaN.
+        ValueError: an unknown mode, reference or dtype of autocast, no mode at all, or a tolerance that is negative,
+            infinite or NaN.
     """
     if not modes or (unknown := [mode for mode in modes if mode not in ("eval", "train")]):
         raise ValueError(f"modes must be some of 'eval' and 'train', not {unknown if modes else modes!r}")
@@ -75,8 +76,8 @@ def verify(
         raise ValueError(f"reference must be 'float64', 'original' or None, not {reference!r}")
     if autocast is not None and autocast not in AUTOCAST_DTYPES:
         raise ValueError(f"autocast must be torch.float16, torch.bfloat16 or None, not {autocast!r}")
-    if not ((atol or 0) >= 0 and (rtol or 0) >= 0):
-        raise ValueError(f"atol and rtol must be numbers and not negative, but are {atol} and {rtol}")
+    if not all(0 <= tolerance < math.inf for tolerance in (atol or 0, rtol or 0)):
+        raise ValueError(f"atol and rtol must be finite and not negative, but are {atol} and {rtol}")
     tolerance = None if atol is None and rtol is None else Tolerance(atol or 0.0, rtol or 0.0)
     inputs = Inputs.of(inputs)
     report = VerifyReport()
@@ -91,6 +92,11 @@ def verify(
     if len({type(network).__name__ == "OptimizedModule" for network in (original, swapped)}) > 1:
         report.failures.append(
             "one of the networks is compiled, and its parameters have other names: verify before torch.compile"
+        )
+    if any(_is_shared_by_processes(network) for network in (original, swapped)):
+        report.failures.append(
+            "a network is in DistributedDataParallel, whose backward pass waits for other processes: verify before it "
+            "is wrapped"
         )
     if report.failures:
         return report
@@ -118,6 +124,10 @@ def verify(
     elif autocast is None:
         report.not_tried.append("under autocast")
     return report
+
+
+def _is_shared_by_processes(network: nn.Module) -> bool:
+    return any(isinstance(module, nn.parallel.DistributedDataParallel) for module in network.modules())
 
 
 def _tell(report: VerifyReport, session: Session, verified: list[str], under: str) -> None:

@@ -1,0 +1,305 @@
+"""A guess at a network's inputs when the user gives none.
+
+`infer_inputs` finds a shape by trying what the layers that may read the input would accept, and says what it used;
+`advice` says how to give what it cannot find.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.inputs import Inputs, random_inputs
+from tconv_swap.measurement.state import preserved
+
+# Batch 2: with one sample, BatchNorm over 1x1 maps has a single value per channel and refuses to train.
+BATCHES = (2, 1)
+# An image network first gets an image; a size that its head or its depth needs follows.
+IMAGE_SIZES = (64, 128, 256, 224, 32, 28, 16, 8, 4, 1, 299, 512)
+# Of these channels, grey and colours, is also what a transposed convolution reads as an image.
+IMAGE_CHANNELS = (1, 3)
+# Larger ones only where none of the smaller runs.
+LARGEST_PREFERRED = 256
+# A transposed convolution that reads the network's input is fed a latent vector (stride 1, no padding) ...
+LATENT_SIZES = (1, 4, 8, 16, 32, 64)
+# ... or a feature map.
+FEATURE_SIZES = (16, 8, 32, 64, 4, 2, 1)
+SEQUENCE_LENGTHS = (16, 64, 256, 1024, 4096)
+VOLUME_SIZES = (8, 16, 32, 64, 4)
+# How many of the first parametrised layers may say what the input looks like.
+LAYERS_TRIED = 4
+# After so many shapes that run, a transposed convolution that none of them reached is not a matter of shape.
+ENOUGH_SHAPES = 4
+
+
+class InputShapeError(ValueError):
+    """No input was given and none could be found; the message says what to give."""
+
+
+@dataclass(frozen=True)
+class InferredInputs:
+    """Inputs that nobody gave, and in one line how they were found."""
+
+    inputs: Inputs
+    how: str
+
+
+def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -> InferredInputs:
+    """Random inputs that `model` accepts, found by trying what its first parametrised layers allow.
+
+    Several sizes are tried, images of 64 to 256 pixels before smaller and larger ones; where a run shows that another
+    layer reads the input than the one that was asked, that layer's sizes come next. The first is taken that runs in
+    eval and in train mode and reaches every transposed convolution of one or two dimensions, with more than one pixel
+    unless one is what the network's first layer is made for; if none does, the one that comes closest. Runs on the
+    model's own device, without gradients. The model and the global random state are left as they were.
+
+    Args:
+        model: the network.
+        seed: of the numbers.
+        time_limit: seconds after which no further shape is begun.
+
+    Raises:
+        InputShapeError: nothing that was tried runs, or the network wants several arguments.
+    """
+    names = [parameter.name for parameter in required_arguments(model)]
+    if len(names) > 1:
+        raise InputShapeError(
+            f"{type(model).__name__}.forward takes {len(names)} arguments ({', '.join(names)}): {advice(model)}"
+        )
+    kinds = (nn.ConvTranspose1d, nn.ConvTranspose2d)
+    targets = {module for module in model.modules() if isinstance(module, kinds)}
+    deadline = time.monotonic() + time_limit
+    ran: list[tuple[tuple[int, ...], InferredInputs]] = []
+    failed: list[str] = []
+    error = ""
+    candidates = deque(_candidates(model))
+    asked: set[nn.Module] = set()
+    complete = False
+    while candidates and time.monotonic() <= deadline and len(ran) < ENOUGH_SHAPES:
+        candidate = candidates.popleft()
+        if complete and candidate.size > LARGEST_PREFERRED:
+            continue
+        asked.add(candidate.module)
+        inputs = random_inputs([candidate.shape], model, seed=seed, high=candidate.high)
+        evaluated, trained = try_modes(model, inputs)
+        if evaluated.error and trained.error:
+            failed.append("x".join(map(str, candidate.shape)))
+            error = error or evaluated.error
+            continue
+        trials = [trial for trial in (evaluated, trained) if not trial.error]
+        reader = next((trial.reader for trial in trials if trial.reader is not None), candidate.module)
+        reached = len(targets.intersection(evaluated.reached | trained.reached))
+        fine = candidate.size == 1 or all(trial.pixels > 1 for trial in trials)
+        complete = complete or (reached == len(targets) and len(trials) == 2)
+        rank = (reached, len(trials), reader is candidate.module, fine)
+        how = f"inferred from {candidate.layer}"
+        if reached < len(targets):
+            how += f", reaches {reached} of {len(targets)} transposed convolutions"
+        if failed:
+            more = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
+            how += f"; {failed[0]}{more} did not run"
+        if rank == (len(targets), 2, True, True):
+            return InferredInputs(inputs, how)
+        if reader not in asked:
+            asked.add(reader)
+            candidates.extendleft(reversed(_sizes(model, [reader])))
+            ran.insert(0, (rank, InferredInputs(inputs, how)))
+        else:
+            ran.append((rank, InferredInputs(inputs, how)))
+    if ran:
+        return max(ran, key=lambda entry: entry[0])[1]
+    what = (
+        f"none of the {len(failed)} shapes tried runs (the likeliest: {error})"
+        if failed
+        else "no layer tells it"
+    )
+    raise InputShapeError(f"cannot infer the input shape, {what}: {advice(model)}")
+
+
+def infer_input_shape(model: nn.Module) -> tuple[tuple[int, ...], str]:
+    """The shape of `infer_inputs`, and in one line how it was found."""
+    found = infer_inputs(model)
+    return tuple(found.inputs.args[0].shape), found.how
+
+
+def required_arguments(model: nn.Module) -> list[inspect.Parameter]:
+    """The arguments of `forward` that have no default."""
+    try:
+        parameters = inspect.signature(model.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p for p in parameters if p.default is inspect.Parameter.empty and p.kind not in kinds]
+
+
+def advice(model: nn.Module) -> str:
+    """How to give this network its inputs on the command line: only what can work for its `forward`."""
+    needed = required_arguments(model)
+    kinds = {parameter.kind for parameter in needed}
+    names = [parameter.name for parameter in needed] or ["x"]
+    if inspect.Parameter.KEYWORD_ONLY in kinds:
+        if inspect.Parameter.POSITIONAL_ONLY in kinds:
+            return (
+                "no file can hold its arguments: call tconv_swap.verify with tconv_swap.Inputs(args, kwargs)"
+            )
+        named = ", ".join(f"{name!r}: {name}" for name in names)
+        return f"give --inputs FILE with its arguments by name, from torch.save({{{named}}}, FILE)"
+    embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
+    if embedding is not None and len(names) == 1:
+        numbers = f"torch.save(torch.randint({embedding.num_embeddings}, (2, 16)), FILE)"
+        return f"give --inputs FILE; an embedding wants whole numbers, as from {numbers}"
+    saved = f"--inputs FILE from torch.save(({', '.join(names)},), FILE), whatever they are"
+    alone = ""
+    if len(names) == 1:
+        alone = f" (a list or a dict too: torch.save(([{names[0]}],), FILE))"
+    if embedding is None and all(_may_be_tensor(parameter.annotation) for parameter in needed):
+        each = " once for each" if len(names) > 1 else ""
+        return f"give --input-shape{each}, or {saved}{alone}"
+    return f"give {saved}{alone}"
+
+
+def _may_be_tensor(annotation: object) -> bool:
+    if annotation is inspect.Parameter.empty or annotation is Any:
+        return True
+    name = annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+    return name.rpartition(".")[2] in ("Tensor", "Any")
+
+
+@dataclass(frozen=True)
+class ModeTrial:
+    """What one call did.
+
+    Attributes:
+        mode: `eval` or `train`.
+        error: in one line; empty if it ran.
+        reached: the modules that were called.
+        reader: the first of them that says what an input looks like: what reads the network's.
+        pixels: of the smallest map that a transposed convolution read; 0 if none was reached.
+        remark: what `examine` said of the output.
+    """
+
+    mode: str
+    error: str
+    reached: frozenset[nn.Module]
+    reader: nn.Module | None = None
+    pixels: int = 0
+    remark: str = ""
+
+
+def try_modes(
+    model: nn.Module, inputs: Inputs, examine: Callable[[Any], str] = lambda _: ""
+) -> tuple[ModeTrial, ModeTrial]:
+    """Call `model` once in eval and once in train mode, without gradients, and say what came of it.
+
+    The model and the global random state are left as they were. Nothing is raised, whatever the model's
+    forward raises.
+
+    Args:
+        model: the network.
+        inputs: of each call.
+        examine: called with what each call returns.
+    """
+    with preserved(model), torch.no_grad():
+        return (
+            _trial(model.eval(), "eval", inputs, examine),
+            _trial(model.train(), "train", inputs, examine),
+        )
+
+
+def _trial(model: nn.Module, mode: str, inputs: Inputs, examine: Callable[[Any], str]) -> ModeTrial:
+    reached: dict[nn.Module, None] = {}
+    pixels: list[int] = []
+
+    def hook(module: nn.Module, args: Any) -> None:
+        reached[module] = None
+        if (
+            isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d)
+            and args
+            and isinstance(args[0], Tensor)
+        ):
+            dimensions = len(module.kernel_size)
+            pixels.append(math.prod(args[0].shape[-dimensions:]))
+
+    hooks = [m.register_forward_pre_hook(hook) for m in model.modules()]
+    error = remark = ""
+    try:
+        # A network may write to its inputs (an in-place ReLU in front), which others are to see as they are.
+        remark = examine(inputs.map(torch.clone)(model))
+    except Exception as failure:  # a foreign forward may raise anything; all of it means "does not run"
+        error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
+    finally:
+        for handle in hooks:
+            handle.remove()
+    reader = next((module for module in reached if _accepted(module)), None)
+    return ModeTrial(mode, error, frozenset(reached), reader, min(pixels, default=0), remark)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A shape that a layer may read as the network's input; `high`: exclusive bound of whole numbers."""
+
+    layer: str
+    module: nn.Module
+    shape: tuple[int, ...]
+    high: int | None
+
+    @property
+    def size(self) -> int:
+        """Of its images; 1 where it is none."""
+        return self.shape[-1] if len(self.shape) > 2 else 1
+
+
+def _candidates(model: nn.Module) -> list[_Candidate]:
+    """What the first layers allow, the likeliest first."""
+    layers = [module for module in model.modules() if _accepted(module)][:LAYERS_TRIED]
+    return _sizes(model, layers)
+
+
+def _sizes(model: nn.Module, layers: Sequence[nn.Module]) -> list[_Candidate]:
+    """What these layers allow, each shape once, larger batches first."""
+    names = {module: name for name, module in model.named_modules()}
+    found: dict[tuple[int, ...], _Candidate] = {}
+    for batch in BATCHES:
+        for module in layers:
+            high = module.num_embeddings if isinstance(module, nn.Embedding) else None
+            called = f"{names[module] or 'the module itself'} ({type(module).__name__})"
+            for shape in _accepted(module):
+                full = (batch, *shape)
+                found.setdefault(full, _Candidate(called, module, full, high))
+    return list(found.values())
+
+
+def _accepted(module: nn.Module) -> list[tuple[int, ...]]:
+    """Shapes, without the batch, that this layer would read as the network's input; [] if it does not say."""
+    if isinstance(module, nn.ConvTranspose2d):
+        if module.in_channels in IMAGE_CHANNELS:
+            return [(module.in_channels, s, s) for s in IMAGE_SIZES]
+        latent = tuple(module.stride) == (1, 1) and all(p == 0 for p in module.padding)
+        return [(module.in_channels, s, s) for s in (LATENT_SIZES if latent else FEATURE_SIZES)]
+    if isinstance(module, nn.Conv2d):
+        return [(module.in_channels, s, s) for s in IMAGE_SIZES]
+    if isinstance(module, nn.Conv1d | nn.ConvTranspose1d):
+        return [(module.in_channels, s) for s in SEQUENCE_LENGTHS]
+    if isinstance(module, nn.Conv3d | nn.ConvTranspose3d):
+        return [(module.in_channels, s, s, s) for s in VOLUME_SIZES]
+    if isinstance(module, nn.BatchNorm2d | nn.InstanceNorm2d):
+        return [(module.num_features, s, s) for s in IMAGE_SIZES]
+    if isinstance(module, nn.BatchNorm1d):
+        return [(module.num_features,)]
+    if isinstance(module, nn.GroupNorm):
+        return [(module.num_channels, s, s) for s in IMAGE_SIZES]
+    if isinstance(module, nn.Linear):
+        return [(module.in_features,), (16, module.in_features)]
+    if isinstance(module, nn.RNNBase):
+        return [(16, module.input_size)]
+    if isinstance(module, nn.Embedding):
+        return [(), (16,)]
+    return []

@@ -1,0 +1,120 @@
+"""What the streams of a real process cannot take, and what a foreign network puts into them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from cli_cases import command, environment, saved_generator
+from torch import nn
+
+from tconv_swap.outcome import ExitCode
+
+CPU = ("--device", "cpu", "--no-benchmark", "--no-backward")
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return saved_generator()
+
+
+def shell(script: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", script], env=environment() | variables, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (("model.pt", *CPU), 0),
+        (("none.pt",), ExitCode.CANNOT_LOAD),
+        (("model.pt", "--nonsense"), ExitCode.USAGE),
+    ],
+    ids=["verified", "not loaded", "usage"],
+)
+def test_a_stderr_that_takes_nothing_changes_no_exit_code(
+    model: Path, words: tuple[str, ...], code: int
+) -> None:
+    done = shell(f"{shlex.join(command(*words))} 2> /dev/full")
+    assert done.returncode == code
+    assert ("VERIFIED" in done.stdout) == (code == 0)
+
+
+@pytest.mark.parametrize("letters", ["utf-8", "ascii"])
+@pytest.mark.parametrize("words", [("--help",), ("bench", "--list"), ("model.pt", "--help")])
+def test_whoever_stops_reading_changes_no_exit_code(
+    model: Path, words: tuple[str, ...], letters: str
+) -> None:
+    # The reader is gone before the first letter is written.
+    script = f"{{ sleep 0.2; {shlex.join(command(*words))}; echo $? >&2; }} | true"
+    done = shell(script, PYTHONIOENCODING=letters)
+    assert done.stderr == "0\n"
+
+
+@pytest.mark.parametrize("columns", ["0", "wide"])
+def test_a_width_that_is_none_is_left_aside(model: Path, columns: str) -> None:
+    done = shell(shlex.join(command("model.pt", *CPU)), COLUMNS=columns)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert "result  VERIFIED" in done.stdout
+    assert 60 < max(map(len, lines)) <= 80
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+def test_a_device_that_is_full_is_named(model: Path, option: str) -> None:
+    os.symlink("/dev/full", "full.md")
+    target = "/dev/full" if option == "--json" else "full.md"
+    done = shell(shlex.join(command("model.pt", *CPU, option, target)))
+    assert done.returncode == ExitCode.CANNOT_WRITE
+    last = done.stderr.splitlines()[-1]
+    assert last == f"tconv-swap: error: {option}: {target} cannot be written (No space left on device)"
+
+
+PRINTING = """
+import os
+import subprocess
+import torch
+from torch import nn
+
+print("imported")
+
+class Printing(nn.Sequential):
+    def forward(self, x):
+        print("said by Python")
+        os.write(1, b"said by the system\\n")
+        subprocess.run(["echo", "said by a process"])
+        return super().forward(x)
+"""
+
+
+@pytest.mark.parametrize("quiet", [(), ("--quiet",)])
+def test_what_a_network_prints_is_not_in_the_result(model: Path, quiet: tuple[str, ...]) -> None:
+    Path("printing.py").write_text(PRINTING)
+    make = (
+        "import torch, printing; torch.save(printing.Printing(torch.nn.ConvTranspose2d(4, 3, 2)), 'model.pt')"
+    )
+    assert (
+        shell(f"PYTHONPATH=$PYTHONPATH:. {shlex.quote(command()[0])} -c {shlex.quote(make)}").returncode == 0
+    )
+    done = shell(shlex.join(command("model.pt", "--module", "printing.py", "--json", "-", *CPU, *quiet)))
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["outcome"] == "verified"
+    for words in ("imported", "said by Python", "said by the system", "said by a process"):
+        assert words in done.stderr
+    report = shell(shlex.join(command("explain", "model.pt", "--module", "printing.py", "--device", "cpu")))
+    assert report.stdout.startswith("inputs: ")
+    assert "said" not in report.stdout
+
+
+def test_what_is_printed_before_the_work_and_after_it_stays(model: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(2, 2)), "model.pt")
+    done = shell(shlex.join(command("model.pt")))
+    assert done.returncode == ExitCode.NOTHING_TO_SWAP
+    assert "nothing to swap" in done.stdout
