@@ -71,6 +71,7 @@ def verify(
     rtol: float | None = None,
     reference: Literal["float64", "original"] | None = None,
     seed: int = 0,
+    require_swapped: bool = True,
 ) -> VerifyReport:
     """Compare outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
@@ -90,6 +91,8 @@ def verify(
         reference: `"float64"`: anything that prevents a float64 run is a failure. `"original"`: the original
             is the truth. None: float64 where memory and operators allow it.
         seed: of the random numbers that the networks and the output gradients draw.
+        require_swapped: whether it is a failure that `swapped` holds no layer of ours; it may be the original, run
+            another way.
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
@@ -106,7 +109,7 @@ def verify(
     inputs = Inputs.of(inputs)
     report = VerifyReport()
     layers = swapped_layers(swapped)
-    if not layers:
+    if require_swapped and not layers:
         report.failures.append("nothing is swapped: the network holds no layer of tconv_swap")
     if both := sorted(swapped_layers(original)):
         report.failures.append(
