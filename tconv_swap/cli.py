@@ -39,6 +39,7 @@ from tconv_swap.outcome import (
     unwritable,
 )
 from tconv_swap.request import Request
+from tconv_swap.ways.optimize import SECONDS
 
 DEFAULT_COMMAND = "swap"
 
@@ -124,6 +125,8 @@ def swap(
     seed: options.Seed = 0,
     warmup: options.Warmup = None,
     iters: options.Iters = None,
+    way: options.WayOption = "keep",
+    seconds: options.Seconds = SECONDS,
     json_target: options.JsonTarget = None,
     reports: options.ReportFiles = None,
     verbose: options.Verbose = False,
@@ -165,6 +168,8 @@ def swap(
         warmup=warmup,
         iters=iters,
         out_format=out_format,
+        way=way,
+        seconds=seconds,
     )
     _carry_out(request, Output(json_target, tuple(reports or ()), verbose, quiet))
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tconv_swap.measurement.roof import Ceilings
     from tconv_swap.surgery import SwapPlan
     from tconv_swap.verification import VerifyReport
+    from tconv_swap.ways.report import WaysReport
 
 
 class Progress(Protocol):
@@ -62,6 +63,8 @@ class Request:
     factory: str | None = None
     key: str | None = None
     out_format: Literal["module", "state_dict"] = "module"
+    way: str = "keep"
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,18 @@ class Result:
     benchmark: BenchmarkReport | None = None
     explanation: Explanation | None = None
     ceilings: Ceilings | None = None
+    ways: WaysReport | None = None
 
     def document(self) -> dict[str, Any]:
         """What the reports are drawn from: see `report.to_json_dict`."""
         return to_json_dict(
-            self.plan, self.verification, self.benchmark, self.facts, self.explanation, self.ceilings
+            self.plan,
+            self.verification,
+            self.benchmark,
+            self.facts,
+            self.explanation,
+            self.ceilings,
+            self.ways,
         )
 
 

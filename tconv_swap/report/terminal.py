@@ -17,6 +17,7 @@ from tconv_swap.files.fileformat import printable
 from tconv_swap.report.document import MODEL_ITSELF, Facts, to_json_dict
 from tconv_swap.report.rows import ErrorRow, LayerRow, StageRow, Summary, speedup_text
 from tconv_swap.report.summary import summarise
+from tconv_swap.report.ways_terminal import ways_shown
 from tconv_swap.report.words import error_text, milliseconds
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ def print_summary(console: Console, summary: Summary, *, verbose: bool = False) 
     sections: list[Iterable[RenderableType]] = [
         _heading(summary),
         _layers(summary, console.width),
+        ways_shown(summary.ways, console.width),
         _left(summary),
     ]
     if verbose:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs, map_tensors, named_tensors
-from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.stages import sum_of_squares
+from tconv_swap.measurement.state import preserved
 
 
 class NotCapturableError(RuntimeError):
@@ -70,16 +70,14 @@ class Captured:
 
 def _graphed(surface: _Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
     try:
-        graphed: Callable[..., tuple[Tensor, ...]] = torch.cuda.make_graphed_callables(
-            surface, tensors, allow_unused_input=True
-        )
+        graphed: Any = torch.cuda.make_graphed_callables(surface, tensors, allow_unused_input=True)
     except torch.AcceleratorError as error:
         for device in {tensor.device for tensor in tensors}:
             # Raises where the capture has taken the GPU, or its random numbers, with it.
             torch.rand(1, device=device).item()
         reason = str(error).strip().partition("\n")[0]
         raise NotCapturableError(f"the capture failed ({reason})") from error
-    return graphed
+    return graphed  # type: ignore[no-any-return]
 
 
 class _Surface(nn.Module):
@@ -165,12 +163,12 @@ def _no_autocast(tensors: tuple[Tensor, ...]) -> Iterator[None]:
 
 
 def _check_no_wait(surface: _Surface, tensors: tuple[Tensor, ...], *, training: bool) -> None:
-    """Find out before the capture whether the network waits for the GPU: a capture that fails may take the GPU with it."""
+    """Find out before the capture whether the network waits for the GPU: a failed capture may take the GPU along."""
 
     def run() -> None:
         outputs = surface(*tensors)
         if training:
-            sum_of_squares(outputs).backward()  # type: ignore[no-untyped-call]
+            sum_of_squares(outputs).backward()
             surface.zero_grad(set_to_none=True)
             for tensor in tensors:
                 tensor.grad = None

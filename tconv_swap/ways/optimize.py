@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from tconv_swap.computed import deep_copy
@@ -17,8 +15,8 @@ from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, network_variant, sum_of_squares
 from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import Timing, time_interleaved
-from tconv_swap.surgery import unswap_layers
-from tconv_swap.verification import VerifyReport, verify
+from tconv_swap.verification import VerifyReport
+from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.profile import bound_of
 from tconv_swap.ways.report import StageWays, WaysReport, WayStage
 from tconv_swap.ways.run import Running, build
@@ -28,7 +26,6 @@ from tconv_swap.ways.way import (
     TODAY,
     Way,
     all_ways,
-    in_layout,
     parse_way,
     why_impossible,
     with_layers,
@@ -81,8 +78,8 @@ def optimize(
             taken.
         training: a training step (forward, loss, backward, an SGD step), in train mode; otherwise the forward pass in
             eval mode without gradients.
-        ways: which to try, by name (`"ours+channels_last+graph"`; our layers where none are named); None: all. Today's is
-            always timed.
+        ways: which to try, by name (`"ours+channels_last+graph"`; our layers where none are named); None: all. Today's
+            is always timed.
         seconds: begin no further way that would not be done by then; None: no limit.
         loss: from the network's output to a scalar, for a training step; `sum_of_squares` if None.
         seed: of the verification's random numbers.
@@ -106,9 +103,9 @@ def in_way(model: nn.Module, way: str | Way, inputs: object, *, training: bool =
     """A network, ready to be called in a way: what `optimize` has found before, without searching again.
 
     Args:
-        model: the network, which is changed: its layers are swapped where the way is ours, its parameters are brought to
-            the way's layout, it is put into train or eval mode. Parameters stay the same objects; buffers, gradients and
-            random states stay as they are.
+        model: the network, which is changed: its layers are swapped where the way is ours, its parameters are brought
+            to the way's layout, it is put into train or eval mode. Parameters stay the same objects; buffers, gradients
+            and random states stay as they are.
         way: its name, such as `"channels_last+compile+graph"`.
         inputs: as in `optimize`; where some require gradients, those of the calls have to, too.
         training: to be differentiated; otherwise in eval mode and without gradients.
@@ -168,19 +165,31 @@ class WaySearch:
                 raise ValueError(f"{way}: {reason}")
         return list(dict.fromkeys([TODAY, *found]))
 
-    def run(self, ways: Sequence[Way], seconds: float | None, progress: Progress | None = None) -> StageWays:
-        """Time, verify the fastest, time it once more beside today's and PyTorch's best, and profile it."""
+    def run(
+        self,
+        ways: Sequence[Way],
+        seconds: float | None,
+        progress: Progress | None = None,
+        wanted: Way | None = None,
+    ) -> StageWays:
+        """Time, verify the fastest, time it once more beside today's and PyTorch's best, and profile it.
+
+        `wanted` is chosen however slow it is, if it can be and computes the same.
+        """
         search = self.search
         search.ways, search.seconds = ways, seconds
         with preserved(self.model), cudnn_benchmark():
             search.run(progress)
-            verification = self._verify_fastest(progress)
-            best = search.best() or search.rows[0]
-            found = StageWays(self.stage, search.rows, best.way, verification=verification, notes=search.notes)
+            best, verification = self._fastest_verified(progress, wanted)
+            found = StageWays(self.stage, search.rows, best, verification=verification, notes=search.notes)
             found.finals = self._finals(found)
+            times = {name: timing.median_ms for name, timing in found.finals.items()}
+            if wanted is None and times and times[TODAY.name] <= times[found.best.name]:
+                # Side by side, it is not faster after all.
+                found.best = best = TODAY
             if progress is not None:
                 progress("profiling")
-            found.bound = self._bound(best.way)
+            found.bound = self._bound(best)
         return found
 
     def _build(self, way: Way) -> Running:
@@ -199,22 +208,32 @@ class WaySearch:
             one.train(self.training)
         with preserved(*running.values()):
             variants = {
-                name: network_variant(one, self.inputs, self.stage, self.loss) for name, one in running.items()
+                name: network_variant(one, self.inputs, self.stage, self.loss)
+                for name, one in running.items()
             }
             return time_interleaved(variants, device=self.device, launches="included", budget_s=budget_s)
 
-    def _verify_fastest(self, progress: Progress | None) -> VerifyReport | None:
-        """Verify from the fastest on until one passes; today's needs no proof."""
-        while (best := self.search.best()) is not None and best.way != TODAY:
+    def _fastest_verified(
+        self, progress: Progress | None, wanted: Way | None
+    ) -> tuple[Way, VerifyReport | None]:
+        """From the fastest on until one passes, or the wanted one; today's needs no proof."""
+
+        def candidate() -> WayRow | None:
+            if wanted is None:
+                return self.search.best()
+            row = self.search.row(wanted)
+            return None if row is None or row.timing is None or row.failure else row
+
+        while (best := candidate()) is not None and best.way != TODAY:
             if progress is not None:
                 progress(f"verifying {best.way}")
             report = self._verify(best)
             if report.passed:
                 self.search.change(best.way, verified=True)
-                return report
+                return best.way, report
             self.search.change(best.way, verified=False, failure=report.failures[0])
             self.search.notes.append(f"{best.way} is not chosen: {report.failures[0]}")
-        return None
+        return TODAY, None
 
     def _verify(self, row: WayRow) -> VerifyReport:
         try:
@@ -237,24 +256,3 @@ class WaySearch:
         variant = network_variant(running.train(self.training), self.inputs, self.stage, self.loss)
         with preserved(running):
             return bound_of(lambda: variant.run(variant.prepare()), self.device)
-
-
-def verify_way(original: nn.Module, running: Running, inputs: Inputs, *, seed: int = 0) -> VerifyReport:
-    """Whether a network run in a way computes what the original does, in the mode that the way was built for.
-
-    As `tconv_swap.verify`: outputs, gradients, buffers, against float64 where that can be had.
-    """
-    mode = "train" if running.for_training else "eval"
-    before = running.calls
-    report = verify(
-        original,
-        running,
-        inputs,
-        modes=(mode,),
-        backward=running.for_training,
-        seed=seed,
-        require_swapped=False,
-    )
-    if running.calls == before:
-        report.failures.append(f"{mode}: no call of the verification ran in the way {running.way}")
-    return report

@@ -36,6 +36,7 @@ class Running(nn.Module):
         network: what it runs; its modes are this module's.
         way: how.
         for_training: what it was built for.
+        warned: whether a call that it was not built for was warned of already.
         calls: how many calls have run in the way, and not eagerly for want of a fitting shape or mode.
     """
 
@@ -52,10 +53,10 @@ class Running(nn.Module):
         self.calls = 0
         self._built: Callable[[Inputs], Any] | None = None
         self._built_for: dict[str, object] = {}
-        self._warned = False
+        self.warned = False
 
     @property
-    def training(self) -> bool:  # type: ignore[override]
+    def training(self) -> bool:
         return self.network.training
 
     @training.setter
@@ -109,9 +110,9 @@ class Running(nn.Module):
         return found
 
     def _warn(self, differing: list[str]) -> None:
-        if self._warned:
+        if self.warned:
             return
-        self._warned = True
+        self.warned = True
         warnings.warn(
             f"this call runs eagerly: it differs in {' and '.join(differing)} from what {self.way} was built for",
             WayWarning,
@@ -146,12 +147,14 @@ class Running(nn.Module):
         return Captured(self.network, inputs, training=self.for_training)
 
 
-def build(network: nn.Module, way: Way, inputs: Inputs, *, training: bool, loss: Loss | None = None) -> Running:
+def build(
+    network: nn.Module, way: Way, inputs: Inputs, *, training: bool, loss: Loss | None = None
+) -> Running:
     """The network run in a way. Its layers and layout are made the way's before.
 
     Args:
-        network: with the layers of the way; put into train or eval mode, and into the way's layout, and run; parameters,
-            buffers, gradients and random states come out as they went in.
+        network: with the layers of the way; put into train or eval mode, and into the way's layout, and run;
+            parameters, buffers, gradients and random states come out as they went in.
         way: how to run it.
         inputs: like those of the calls to come: shapes, dtypes, device, which of them require gradients, autocast.
         training: with a backward pass; otherwise in eval mode and without gradients.
@@ -175,7 +178,7 @@ def build(network: nn.Module, way: Way, inputs: Inputs, *, training: bool, loss:
             for _ in range(COMPILED_RUNS):
                 output = inputs.map(_copy)(running)
                 if training:
-                    (loss or sum_of_squares)(output).backward()  # type: ignore[no-untyped-call]
+                    (loss or sum_of_squares)(output).backward()
                     running.zero_grad(set_to_none=True)
     running.calls = 0
     return running

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
+from tconv_swap import interruption
 from tconv_swap.measurement.timing import Timing, speedup_interval
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.ways.way import Runtime, Way
@@ -100,6 +101,7 @@ class Search(Generic[_R]):
         rows: one for each way, in their order.
         built: those that are still built.
         notes: what a user should know.
+        interrupted: whether Ctrl-C has ended it.
     """
 
     ways: Sequence[Way]
@@ -110,6 +112,7 @@ class Search(Generic[_R]):
     rows: list[WayRow] = field(default_factory=list)
     built: dict[Way, _R] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    interrupted: bool = False
 
     def run(self, progress: Progress | None = None) -> None:
         """Try all ways. Ctrl-C ends it: what was measured by then stays.
@@ -123,17 +126,18 @@ class Search(Generic[_R]):
         for place, way in enumerate(self.ways):
             started = self.now()
             why_not = self._why_not(way, costs, started - begin) if place else ""
-            if progress is not None:
-                left = sum(costs[later.runtime] for later in self.ways[place:] if not self._hopeless(later))
-                progress(f"trying {way}, at most {max(left, 1):.0f} s left", place, len(self.ways))
-            if why_not:
-                self.rows.append(WayRow(way, why_not=why_not))
-                continue
             try:
+                if why_not:
+                    self.rows.append(WayRow(way, why_not=why_not))
+                    continue
+                if progress is not None:
+                    progress(self._announced(way, place, costs), place, len(self.ways))
                 self._try(way)
             except KeyboardInterrupt:
                 if not place:
                     raise
+                interruption.obeyed()
+                self.interrupted = True
                 self.notes.append(f"interrupted: {place} of {len(self.ways)} ways were tried")
                 self.rows += [WayRow(later, why_not=INTERRUPTED) for later in self.ways[place:]]
                 return
@@ -146,6 +150,13 @@ class Search(Generic[_R]):
                 self.rows.append(WayRow(way, why_not=_reason(error)))
                 self._drop(way)
             costs[way.runtime] = self.now() - started
+
+    def _announced(self, way: Way, place: int, costs: dict[Runtime, float]) -> str:
+        left = sum(costs[later.runtime] for later in self.ways[place:] if not self._hopeless(later))
+        if self.seconds is not None:
+            left = min(left, self.seconds)
+        needs = f" (needs {'; '.join(way.requirements)})" if way.requirements else ""
+        return f"trying {way}, at most {max(left, 1):.0f} s to go{needs}"
 
     def best(self, layers: str | None = None) -> WayRow | None:
         """The fastest that was timed and not found wrong, of all or of those with such layers.

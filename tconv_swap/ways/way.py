@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from typing import Literal
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs
+from tconv_swap.layer import SWAPPED
 from tconv_swap.surgery import SwapWarning, swap_layers, unswap_layers
 
 Layout = Literal["as it is", "channels_last"]
@@ -62,15 +62,18 @@ class Layers:
     make: Callable[[nn.Module], nn.Module]
 
 
-def _swapped(swap: Callable[[nn.Module], nn.Module], network: nn.Module) -> nn.Module:
+def _ours(network: nn.Module) -> nn.Module:
+    """A network that is swapped already has the layers that somebody chose."""
+    if any(isinstance(module, SWAPPED) for module in network.modules()):
+        return network
     with warnings.catch_warnings():
         # Which layers are swapped is for the plan to say.
         warnings.simplefilter("ignore", SwapWarning)
-        return swap(network)
+        return swap_layers(network)
 
 
 PYTORCH = Layers("pytorch", "PyTorch's layers", unswap_layers)
-OURS = Layers("ours", "our layers", partial(_swapped, swap_layers))
+OURS = Layers("ours", "our layers", _ours)
 #: All there are; the first is what everything else is compared with.
 LAYERS: tuple[Layers, ...] = (PYTORCH, OURS)
 
@@ -123,7 +126,9 @@ def parse_way(text: str) -> Way:
     known = [*names, "channels_last", "eager", "compile", "graph"]
     for word in words:
         if word not in known:
-            raise ValueError(f"{word!r} is no part of a way: expected some of {', '.join(known)}, joined by +")
+            raise ValueError(
+                f"{word!r} is no part of a way: expected some of {', '.join(known)}, joined by +"
+            )
     chosen = [name for name in names if name in words]
     if len(chosen) > 1 or len(set(words)) < len(words):
         raise ValueError(f"{text!r} names {' and '.join(chosen) if len(chosen) > 1 else 'a word twice'}")
