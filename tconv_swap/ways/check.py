@@ -23,8 +23,8 @@ def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int 
 
     As `tconv_swap.verify`: outputs, gradients and buffers, against float64 where that can be had. PyTorch's own
     operators round differently in another layout; so what a way in channels_last is judged by is the error that the
-    network of today makes in channels_last, and that this is the same network is shown in float64, where rounding is out
-    of sight.
+    network of today makes in channels_last, and that this is the same network is shown in float64, where rounding is
+    out of sight.
 
     Args:
         today: the network with PyTorch's layers, as it lies.

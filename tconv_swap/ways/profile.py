@@ -11,18 +11,17 @@ import torch
 from torch import autograd
 from torch.profiler import ProfilerActivity, profile
 
-#: Kinds of work by what their kernels (or, on a CPU, operators) are called; the first that matches.
+#: By what their kernels (or, on a CPU, operators) are called; the first that matches.
+COPIES = "copies between layouts and dtypes"
 KINDS = (
-    ("normalisation", r"norm|welford|bn_(fw|bw)|batchnorm|moments"),
+    (COPIES, r"nchwtonhwc|nhwctonchw"),
+    ("normalisation", r"norm|welford|bn_(fw|bw)|moments"),
     (
         "convolutions and matrix products",
-        r"conv|gemm|cudnn|wgmma|cutlass|xmma|winograd|implicit|dgrad|wgrad|forward_|grad_(input|weight|bias)|"
-        r"addmm|matmul|\bbmm\b|\bmm\b|dot|attention|flash",
+        r"conv(?!ert)|gemm|cudnn|wgmma|cutlass|xmma|winograd|dgrad|wgrad|forward_|grad_(input|weight|bias)|"
+        r"addmm|matmul|\bbmm\b|\bmm\b|attention|flash",
     ),
-    (
-        "copies between layouts and dtypes",
-        r"nchwtonhwc|nhwctonchw|copy|transpose|permute|memcpy|cast|_to_|convert",
-    ),
+    (COPIES, r"copy|transpose|permute|memcpy|cast|_to_|convert"),
     (
         "passes over memory",
         r"elementwise|vectorized|memset|fill|pad|cat|upsample|interpol|pool|reduce|softmax|triton|index|"

@@ -150,6 +150,8 @@ class Search(Generic[_R]):
                 self.rows.append(WayRow(way, why_not=_reason(error)))
                 self._drop(way)
             costs[way.runtime] = self.now() - started
+            if way.runtime == "eager":  # nothing is built faster
+                costs = {runtime: max(cost, costs["eager"]) for runtime, cost in costs.items()}
 
     def _announced(self, way: Way, place: int, costs: dict[Runtime, float]) -> str:
         left = sum(costs[later.runtime] for later in self.ways[place:] if not self._hopeless(later))
