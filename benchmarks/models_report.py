@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models_best import best_means, best_table
+from benchmarks.models_ways import RUNTIME
 from benchmarks.networks import NETWORKS
 from benchmarks.results import geometric_mean
 from benchmarks.table import Table
@@ -46,12 +48,16 @@ def table(document: Row, *, markdown: bool = False) -> str:
         "share fwd",
         "share step",
     ]
-    cells = [_cells(row) for row in document["rows"]]
-    if any(row.get("cuda_graph") for row in document["rows"]):
+    rows = [row for row in document["rows"] if row["runtime"] != RUNTIME]
+    cells = [_cells(row) for row in rows]
+    if any(row.get("cuda_graph") for row in rows):
         headings.append("in a graph")
-        cells = [[*one, _replayed(row)] for one, row in zip(cells, document["rows"], strict=True)]
-    drawn = Table(headings, cells, left=3)
-    lines = [drawn.markdown() if markdown else drawn.text(), *_means(document)]
+        cells = [[*one, _replayed(row)] for one, row in zip(cells, rows, strict=True)]
+    tables = [Table(headings, cells, left=3)] if rows else []
+    best = best_table(document)
+    tables += [best] if best is not None else []
+    lines = [drawn.markdown() if markdown else drawn.text() for drawn in tables]
+    lines += [*best_means(document), *_means(document)]
     lines += [f"not measured: {line}" for line in document["not_measured"]]
     text = "\n\n".join(line.strip("\n") for line in lines) if markdown else "\n".join(lines)
     return f"{machine_name(document['environment'])}, {_commits(document)}\n\n{text}\n"
@@ -169,8 +175,11 @@ def _share(rows: list[Row], name: str, stage: str) -> str:
 
 def fill_readmes(document: Row, name: str) -> None:
     """The chart's place in README.md, the table's in benchmarks/README.md."""
-    means = " ".join(f"{line}." for line in _means(document))
+    means = " ".join(f"{line}." for line in (*best_means(document), *_means(document)))
     image = f"![Speedup of whole networks](benchmarks/results/{Path(name).with_suffix('.svg')})"
+    if best_table(document) is not None:
+        best = f"benchmarks/results/{Path(name).stem}-best.svg"
+        image = f"![Whole networks in their best ways]({best})\n\n{image}"
     origin = f"{machine_name(document['environment'])}."
     _fill(ROOT / "README.md", _CHART, f"{image}\n\n{origin} {means}\n")
     _fill(ROOT / "benchmarks" / "README.md", _TABLE, table(document, markdown=True))

@@ -116,7 +116,7 @@ def compiled_nodes(output: Any) -> list[Any]:
     seen, found = set(waiting), []
     while waiting:
         node: Any = waiting.pop()
-        if node.name() == "CompiledFunctionBackward":
+        if type(node).__name__ == "CompiledFunctionBackward":
             found.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:

@@ -22,7 +22,7 @@ from tconv_swap.ways.report import StageWays, WaysReport, WayStage
 from tconv_swap.ways.run import Running, build
 from tconv_swap.ways.search import Progress, Search, WayRow
 from tconv_swap.ways.way import (
-    PYTORCH,
+    LAYERS,
     TODAY,
     Way,
     all_ways,
@@ -128,13 +128,23 @@ class WaySearch:
     """The search of one stage of a network; `search` holds what is still built."""
 
     def __init__(
-        self, model: nn.Module, inputs: object, *, training: bool, loss: Loss | None = None, seed: int = 0
+        self,
+        model: nn.Module,
+        inputs: object,
+        *,
+        training: bool,
+        loss: Loss | None = None,
+        seed: int = 0,
+        timing_s: float = TIMING_S,
+        final_s: float = FINAL_S,
     ) -> None:
         self.model = model
         self.inputs = Inputs.of(inputs).map(Tensor.detach)
         self.training = training
         self.loss = loss or sum_of_squares
         self.seed = seed
+        self.timing_s = timing_s
+        self.final_s = final_s
         self.device = model_device(model)
         self.stage: WayStage = "step" if training else "forward"
         self.search: Search[Running] = Search((), self._build, self._measure, time.perf_counter)
@@ -146,7 +156,7 @@ class WaySearch:
             "clock": "cuda events" if self.device.type == "cuda" else "wall clock",
             "launches": "included",
             "cudnn_benchmark": True,
-            "budget_s": TIMING_S,
+            "budget_s": self.timing_s,
             "seconds": seconds,
         }
 
@@ -171,16 +181,20 @@ class WaySearch:
         seconds: float | None,
         progress: Progress | None = None,
         wanted: Way | None = None,
+        *,
+        verified: bool = True,
     ) -> StageWays:
-        """Time, verify the fastest, time it once more beside today's and PyTorch's best, and profile it.
+        """Time, verify the fastest, time it once more beside today's and the best of each kind of layers, profile it.
 
-        `wanted` is chosen however slow it is, if it can be and computes the same.
+        `wanted` is chosen however slow it is, if it can be and computes the same. Not `verified`, the fastest is
+        chosen, and the caller sees to it that it computes the same.
         """
         search = self.search
         search.ways, search.seconds = ways, seconds
         with preserved(self.model), cudnn_benchmark():
             search.run(progress)
-            best, verification = self._fastest_verified(progress, wanted)
+            fastest = search.best() or search.rows[0]
+            best, verification = self._fastest_verified(progress, wanted) if verified else (fastest.way, None)
             found = StageWays(self.stage, search.rows, best, verification=verification, notes=search.notes)
             found.finals = self._finals(found)
             times = {name: timing.median_ms for name, timing in found.finals.items()}
@@ -200,10 +214,11 @@ class WaySearch:
         )
 
     def _measure(self, today: Running, running: Running) -> tuple[Timing, Timing]:
-        timed = self._time({"today": today, "way": running} if running is not today else {"today": today})
+        both = {"today": today, "way": running} if running is not today else {"today": today}
+        timed = self._time(both, self.timing_s)
         return timed["today"], timed.get("way", timed["today"])
 
-    def _time(self, running: dict[str, Running], budget_s: float = TIMING_S) -> dict[str, Timing]:
+    def _time(self, running: dict[str, Running], budget_s: float) -> dict[str, Timing]:
         for one in running.values():
             one.train(self.training)
         with preserved(*running.values()):
@@ -246,10 +261,9 @@ class WaySearch:
         return self.search.get(TODAY).network
 
     def _finals(self, found: StageWays) -> dict[str, Timing]:
-        theirs = self.search.best(PYTORCH.name)
-        wanted = [TODAY, *([theirs.way] if theirs is not None else []), found.best]
-        running = {way.name: self.search.get(way) for way in dict.fromkeys(wanted)}
-        return self._time(running, FINAL_S) if len(running) > 1 else {}
+        best = [row.way for layers in LAYERS if (row := self.search.best(layers.name)) is not None]
+        running = {way.name: self.search.get(way) for way in dict.fromkeys([TODAY, *best, found.best])}
+        return self._time(running, self.final_s) if len(running) > 1 else {}
 
     def _bound(self, way: Way) -> str:
         running = self.search.get(way)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tconv_swap.verification.report import VerifyReport
-from tconv_swap.ways.search import WayRow
+from tconv_swap.ways.search import WayRow, fastest_of
 from tconv_swap.ways.way import OURS, PYTORCH, TODAY, Way
 
 WayStage = Literal["forward", "step"]
@@ -20,7 +20,7 @@ class StageWays:
         stage: `forward` (eval mode, no gradients) or `step` (a training step).
         rows: one for each way, in the order in which they were tried.
         best: the way that was chosen; `TODAY` where none is faster.
-        finals: the chosen way, PyTorch's best and today's, timed once more, interleaved in one run.
+        finals: the chosen way, the best with each kind of layers and today's, timed once more, interleaved in one run.
         verification: of the chosen way; None where nothing was chosen but how the network runs today.
         bound: one line on what bounds the network in the chosen way; `""` where it was not profiled.
         notes: one line each.
@@ -39,8 +39,7 @@ class StageWays:
 
     def best_of(self, layers: str) -> WayRow | None:
         """The fastest with such layers that was not found wrong."""
-        found = [row for row in self.rows if row.way.layers == layers and row.timing and not row.failure]
-        return max(found, key=lambda row: row.speedup, default=None)
+        return fastest_of(self.rows, layers)
 
     @property
     def ours_in_the_same_way(self) -> WayRow | None:

@@ -161,17 +161,8 @@ class Search(Generic[_R]):
         return f"trying {way}, at most {max(left, 1):.0f} s to go{needs}"
 
     def best(self, layers: str | None = None) -> WayRow | None:
-        """The fastest that was timed and not found wrong, of all or of those with such layers.
-
-        Of those within `EQUAL_WITHIN` of it the first, which requires least.
-        """
-        found = [
-            row
-            for row in self.rows
-            if row.timing is not None and not row.failure and layers in (None, row.way.layers)
-        ]
-        fastest = max((row.speedup for row in found), default=0.0)
-        return next((row for row in found if row.speedup >= (1 - EQUAL_WITHIN) * fastest), None)
+        """As `fastest_of` the rows."""
+        return fastest_of(self.rows, layers)
 
     def row(self, way: Way) -> WayRow | None:
         return next((row for row in self.rows if row.way == way), None)
@@ -225,6 +216,18 @@ class Search(Generic[_R]):
         if mine and others and max(others) > HOPELESS * max(mine):
             return f"not tried: this layout is {max(others) / max(mine):.1f} times slower where nothing is compiled"
         return ""
+
+
+def fastest_of(rows: Sequence[WayRow], layers: str | None = None) -> WayRow | None:
+    """The fastest that was timed and not found wrong, of all or of those with such layers.
+
+    Of those within `EQUAL_WITHIN` of it the first, which requires least.
+    """
+    found = [
+        row for row in rows if row.timing is not None and not row.failure and layers in (None, row.way.layers)
+    ]
+    fastest = max((row.speedup for row in found), default=0.0)
+    return next((row for row in found if row.speedup >= (1 - EQUAL_WITHIN) * fastest), None)
 
 
 def _reason(error: Exception) -> str:
