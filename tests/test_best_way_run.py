@@ -311,6 +311,32 @@ def test_a_network_that_waits_is_told_before_the_capture(
     assert stand.replays == 0
 
 
+def test_an_autocast_inside_the_network_does_not_keep_old_weights() -> None:
+    """Its cache lives as long as the outermost autocast, which is ours, or the caller's."""
+    layer = nn.Conv2d(4, 3, 1)
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16):
+                return self.layer(x)
+
+    surface = capture._Surface(Inside(), Inputs.of(images()))
+    with torch.autocast("cpu", enabled=False):
+        (before,) = surface(images())
+        layer.weight.data.zero_()
+        (after,) = surface(images())
+        layer.weight.data.fill_(1.0)
+        with torch.autocast("cpu", torch.bfloat16):
+            last = layer(images())
+    assert not torch.equal(before, after)
+    assert torch.equal(after, torch.zeros_like(after) + layer.bias.detach().bfloat16()[:, None, None])
+    assert not torch.equal(last, after)
+
+
 def test_nothing_is_warned_of_where_calls_fit(stand: Stand) -> None:
     running = captured(generator().train())
     with warnings.catch_warnings():

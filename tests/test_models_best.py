@@ -18,7 +18,7 @@ CPU = Setting(torch.device("cpu"), True, None)
 
 
 @pytest.fixture
-def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled takes minutes; test_best_way_run.py compiles."""
     monkeypatch.setattr(way, "RUNTIMES", ("eager",))
 
@@ -28,7 +28,7 @@ def options(*arguments: str) -> Any:
 
 
 @pytest.fixture
-def measured(tmp_path: Path, _no_compiler: None) -> dict[str, Any]:
+def measured(tmp_path: Path, no_compiler: None) -> dict[str, Any]:
     path = tmp_path / "rows.json"
     arguments = ["--runtime", "best", "--network", "vae", "--precision", "tf32", "--json", str(path)]
     assert models.main([*arguments, "--device", "cpu", "--tiny"]) == 0
@@ -64,8 +64,9 @@ def test_other_rows_have_no_best_way() -> None:
     assert "best way" not in models_report.table(document)
 
 
+@pytest.mark.usefixtures("no_compiler")
 def test_a_way_that_computes_something_else_is_no_row(
-    tmp_path: Path, _no_compiler: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(models_ways, "_apart", lambda *_: 0.06)
     path = tmp_path / "rows.json"

@@ -70,6 +70,7 @@ def evil() -> dict[str, Any]:
 NOTHING = to_json_dict(SwapPlan(()), None, None, Facts("m.pt", "none", "nothing was run", "cpu"))
 LEFT = SwapPlan((LayerPlan(("up",), "ConvTranspose1d", "8->8 k2", 128, False, reason="1-D"),), ("x.*",))
 CASES = {
+    "no ways": without("ways"),
     "all": to_json_dict(**full_case()),
     "not timed": without("benchmark", "ceilings"),
     "not explained": without("explanation", "ceilings"),

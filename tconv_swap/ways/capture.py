@@ -94,6 +94,9 @@ class _Surface(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         inputs = self._inputs.map(lambda _: next(given))
+        # What a network casts under an autocast of its own is kept until the outermost one ends: a capture would read
+        # the weights of the run before it, for ever.
+        torch.clear_autocast_cache()
         for context in self._autocast:
             context.__enter__()
         try:
@@ -101,6 +104,7 @@ class _Surface(nn.Module):
         finally:
             for context in reversed(self._autocast):
                 context.__exit__(None, None, None)
+            torch.clear_autocast_cache()
         self._output = map_tensors(torch.Tensor.detach, output)
         return tuple(tensor for _, tensor in named_tensors(output))
 
