@@ -1,7 +1,7 @@
 """The best way to run a DCGAN generator: layouts, CUDA graphs, torch.compile.
 
-Times them, verifies the fastest, and trains with it. The first table is of a forward pass, the second of a training step;
-then the losses of a network that runs as today, and of one that runs in its best way, from the same weights.
+Times them, verifies the fastest, and trains with it. The first table is of a forward pass, the second of a training
+step; then the losses of a network that runs as today, and of one that runs in its best way, from the same weights.
 
 python examples/best_way.py
 """
