@@ -194,6 +194,26 @@ def test_compiled() -> None:
         assert running(images(1, 4, 5, 6)).shape[0] == 1
 
 
+def test_every_way_of_the_cpu_is_tried_and_the_choice_is_verified() -> None:
+    """Compiles four networks: a minute on two cores."""
+    network = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.ReLU()).eval()
+    before = state(network)
+    model, run, report = tconv_swap.optimize(network, images(), seconds=None)
+    assert state(network) == before
+    (stage,) = report.stages
+    assert len(stage.rows) == 8
+    assert all(row.timing is not None or row.why_not.startswith("not tried: ") for row in stage.rows), str(
+        report
+    )
+    assert any(row.timing is not None for row in stage.rows if row.way.runtime == "compile"), str(report)
+    best = stage.row(stage.best)
+    assert best is not None
+    assert best.verified or stage.best == way.TODAY
+    assert run.network is model is not network
+    torch.testing.assert_close(run(images()), network(images()).detach(), rtol=1e-4, atol=1e-5)
+    assert f"* forward  {stage.best.name} " in str(report)
+
+
 class TestVerification:
     def test_a_captured_way_is_what_is_compared(self, stand: Stand) -> None:
         network = generator()
@@ -325,16 +345,20 @@ def test_an_autocast_inside_the_network_does_not_keep_old_weights() -> None:
                 return self.layer(x)
 
     surface = capture._Surface(Inside(), Inputs.of(images()))
+    bias = layer.bias.detach().bfloat16()[:, None, None]
     with torch.autocast("cpu", enabled=False):
-        (before,) = surface(images())
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(images())  # casts the weight, which is kept
         layer.weight.data.zero_()
-        (after,) = surface(images())
+        (first,) = surface(images())
         layer.weight.data.fill_(1.0)
+        (second,) = surface(images())
+        layer.weight.data.zero_()
         with torch.autocast("cpu", torch.bfloat16):
             last = layer(images())
-    assert not torch.equal(before, after)
-    assert torch.equal(after, torch.zeros_like(after) + layer.bias.detach().bfloat16()[:, None, None])
-    assert not torch.equal(last, after)
+    assert torch.equal(first, torch.zeros_like(first) + bias)
+    assert not torch.equal(second, first)
+    assert torch.equal(last, first)
 
 
 def test_nothing_is_warned_of_where_calls_fit(stand: Stand) -> None:

@@ -21,7 +21,6 @@ from tconv_swap.ways.run import Running
 def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(way, "RUNTIMES", ("eager",))
-    monkeypatch.setattr(optimize, "TIMING_S", 0.05)
 
 
 def swapped(*arguments: object) -> tuple[int, dict[str, Any], str]:
