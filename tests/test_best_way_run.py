@@ -341,7 +341,7 @@ def test_an_autocast_inside_the_network_does_not_keep_old_weights() -> None:
             self.layer = layer
 
         def forward(self, x: torch.Tensor) -> Any:
-            with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
                 return self.layer(x)
 
     surface = capture._Surface(Inside(), Inputs.of(images()))

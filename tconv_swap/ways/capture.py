@@ -94,8 +94,8 @@ class _Surface(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         inputs = self._inputs.map(lambda _: next(given))
-        # What a network casts under an autocast of its own is kept until the outermost one ends: a capture would read
-        # the weights of the run before it, for ever.
+        # What a network casts under an autocast of its own, with a cache, is kept until the outermost one ends: a
+        # capture would read the weights of the run before it, for ever.
         torch.clear_autocast_cache()
         for context in self._autocast:
             context.__enter__()
