@@ -236,9 +236,10 @@ class TestPage:
         assert page(document) == page(document)
 
     def test_charts_are_there_when_there_is_something_to_draw(self) -> None:
-        assert page(CASES["all"]).count("<svg") == 2
-        assert page(CASES["no ceilings"]).count("<svg") == 1
-        assert page(CASES["not timed"]).count("<svg") == 0
+        assert page(CASES["all"]).count("<svg") == 3
+        assert page(CASES["no ways"]).count("<svg") == 2
+        assert page(CASES["no ceilings"]).count("<svg") == 2
+        assert page(without("benchmark", "ceilings", "ways")).count("<svg") == 0
 
 
 class TestCharts:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tconv_swap.measurement.roof import Ceilings
     from tconv_swap.surgery import SwapPlan
     from tconv_swap.verification.report import VerifyReport
+    from tconv_swap.ways.report import WaysReport
 
 WIDTH = 80
 #: Beside its numbers, which nothing may cut, a name has 14 columns then.
@@ -58,6 +59,7 @@ def print_report(
     facts: Facts,
     explanation: Explanation | None = None,
     ceilings: Ceilings | None = None,
+    ways: WaysReport | None = None,
     *,
     verbose: bool = False,
 ) -> None:
@@ -65,10 +67,10 @@ def print_report(
 
     Args:
         console: as `make_console` gives it.
-        plan, verification, benchmark, facts, explanation, ceilings: as in `to_json_dict`.
+        plan, verification, benchmark, facts, explanation, ceilings, ways: as in `to_json_dict`.
         verbose: with the spread of every timing, every kind of error, and every kernel.
     """
-    document = to_json_dict(plan, verification, benchmark, facts, explanation, ceilings)
+    document = to_json_dict(plan, verification, benchmark, facts, explanation, ceilings, ways)
     print_summary(console, summarise(document), verbose=verbose)
 
 
