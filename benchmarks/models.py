@@ -1,9 +1,11 @@
 """Whole networks, PyTorch's layers against ours, end to end: ``python -m benchmarks.models``.
 
-Forward (eval, no gradients), backward and training step (SGD), in TF32 and under float16 autocast, in NCHW and in
-channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA graph, by what the GPU
-alone takes; and the share of the original's time that transposed convolutions take at all, which bounds what anybody
-can gain.
+The best way of each (`--runtime best`): PyTorch's layers and ours in every layout and runtime, forward and a training
+step, beside how the network is run today.
+In each way by itself: forward (eval, no gradients), backward and training step (SGD), in TF32 and under float16
+autocast, in NCHW and in channels_last, eager and under ``torch.compile``; the forward pass also replayed from a CUDA
+graph, by what the GPU alone takes; and the share of the original's time that transposed convolutions take at all, which
+bounds what anybody can gain.
 The JSON is written after every row, which says its commit: an interrupted run leaves what it has, and ``--resume`` goes
 on from there.
 """
@@ -16,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -25,8 +27,11 @@ from typing import Any
 import torch
 
 from benchmarks.layers import _commit
+from benchmarks.models_best import best_chart
 from benchmarks.models_report import chart, fill_readmes, table
 from benchmarks.models_row import Case, Setting, measure, run_once
+from benchmarks.models_ways import LAYOUT, ORDER, RUNTIME, build_once, measure_best, ways_ahead
+from benchmarks.models_ways import PRECISIONS as BEST_PRECISIONS
 from benchmarks.networks import NETWORKS
 from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import environment
@@ -34,7 +39,7 @@ from tconv_swap.measurement.modes import LAYOUTS
 
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
-RUNTIMES = ("eager", "compile")
+RUNTIMES = ("eager", "compile", RUNTIME)
 #: Why a row was not even begun.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 
@@ -48,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.render:
         document = json.loads(options.json.read_text(encoding="utf-8"))
         write_atomically(options.json.with_suffix(".svg"), chart(document).encode())
+        if (drawn := best_chart(document)) is not None:
+            write_atomically(options.json.with_name(f"{options.json.stem}-best.svg"), drawn.encode())
         fill_readmes(document, options.json.name)
         return 0
     device = torch.device(options.device)
@@ -93,7 +100,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
             document["not_measured"] += _missing(left[place - 1 :], document, NO_TIME)
             break
         try:
-            row = measure(case, setting)
+            row = measure_best(case, setting) if case.runtime == RUNTIME else measure(case, setting)
             document["rows"] = [other for other in document["rows"] if _case(other) != case]
             document["rows"].append(row | {"commit": document["settings"]["commit"]})
             line = ", ".join(f"{c['stage']} {c['speedup']:.2f}x" for c in row["stages"])
@@ -148,12 +155,17 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
 
     Whatever goes wrong there goes wrong again where it is measured, and is reported then.
     """
-    # Those that compile take longest: first.
-    ordered = sorted(cases, key=lambda case: case.runtime != "compile")
+    # Those that compile take longest: first. Of the best ways in the order of the rows.
+    ordered = sorted(cases, key=lambda case: case.runtime == "eager")
     # Each worker is one of many: it must not start a compiler for every core.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    jobs = [pool.submit(run_once, case, setting) for case in ordered]
+    jobs: list[Future[None]] = []
+    for case in ordered:
+        if case.runtime == RUNTIME:
+            jobs += [pool.submit(build_once, case, setting, *way) for way in ways_ahead(case, setting)]
+        else:
+            jobs.append(pool.submit(run_once, case, setting))
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
     try:
         for _ in as_completed(jobs, timeout=limit_s):
@@ -170,11 +182,22 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
 def _cases(options: argparse.Namespace) -> Iterator[Case]:
     """Eager ones first: they are what most people run, and compile fastest."""
     for runtime in options.runtime or RUNTIMES:
+        if runtime == RUNTIME:
+            yield from _best_cases(options)
+            continue
         for name in options.network or NETWORKS:
             for precision in options.precision or PRECISIONS:
                 for layout in options.layout or LAYOUTS:
                     if runtime == "eager" or not NETWORKS[name].no_compile:
                         yield Case(name, precision, layout, runtime)
+
+
+def _best_cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Those that gain most first; both layouts are in a row."""
+    for precision in BEST_PRECISIONS:
+        for name in ORDER:
+            if name in (options.network or NETWORKS) and precision in (options.precision or PRECISIONS):
+                yield Case(name, precision, LAYOUT, RUNTIME)
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
@@ -206,7 +229,8 @@ def _parser() -> argparse.ArgumentParser:
         "--runtime",
         action="append",
         choices=RUNTIMES,
-        help="repeatable; both without it. A network whose `no_compile` says why is run eagerly alone",
+        help="repeatable; all without it. best: every way to run the network, PyTorch's best and ours, in both "
+        "layouts. A network whose `no_compile` says why is not compiled",
     )
     parser.add_argument("--device", default="cuda", help="cuda or cpu (default: %(default)s)")
     parser.add_argument(

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.models_best import best_means, best_table
+from benchmarks.models_ways import RUNTIME
 from benchmarks.networks import NETWORKS
 from benchmarks.results import geometric_mean
 from benchmarks.table import Table
@@ -45,11 +47,15 @@ def table(document: Row) -> str:
         "share fwd",
         "share step",
     ]
-    cells = [_cells(row) for row in document["rows"]]
-    if any(row.get("cuda_graph") for row in document["rows"]):
+    rows = [row for row in document["rows"] if row["runtime"] != RUNTIME]
+    cells = [_cells(row) for row in rows]
+    if any(row.get("cuda_graph") for row in rows):
         headings.append("in a graph")
-        cells = [[*one, _replayed(row)] for one, row in zip(cells, document["rows"], strict=True)]
-    lines = [Table(headings, cells, left=3).text(), *_means(document)]
+        cells = [[*one, _replayed(row)] for one, row in zip(cells, rows, strict=True)]
+    tables = [Table(headings, cells, left=3)] if rows else []
+    best = best_table(document)
+    tables += [best] if best is not None else []
+    lines = [*(drawn.text() for drawn in tables), *best_means(document), *_means(document)]
     lines += [f"not measured: {line}" for line in document["not_measured"]]
     text = "\n".join(lines)
     return f"{machine_name(document['environment'])}, {_commits(document)}\n\n{text}\n"
@@ -166,15 +172,18 @@ def _share(rows: list[Row], name: str, stage: str) -> str:
 
 
 def fill_readmes(document: Row, name: str) -> None:
-    """Puts the chart and the means into their place in README.md and in benchmarks/README.md."""
-    means = " ".join(f"{line}." for line in _means(document))
-    image = f"results/{Path(name).with_suffix('.svg')}"
+    """Puts the charts and the means into their place in README.md and in benchmarks/README.md."""
+    means = " ".join(f"{line}." for line in (*best_means(document), *_means(document)))
     origin = f"{machine_name(document['environment'])}, {_commits(document)}."
-    for path, link in (
-        (ROOT / "README.md", f"benchmarks/{image}"),
-        (ROOT / "benchmarks" / "README.md", image),
+    for path, folder in (
+        (ROOT / "README.md", "benchmarks/results"),
+        (ROOT / "benchmarks" / "README.md", "results"),
     ):
-        _fill(path, _CHART, f"![Speedup of whole networks]({link})\n\n{origin} {means}\n")
+        image = f"![Speedup of whole networks]({folder}/{Path(name).with_suffix('.svg')})"
+        if best_table(document) is not None:
+            best = f"![Whole networks in their best ways]({folder}/{Path(name).stem}-best.svg)"
+            image = f"{best}\n\n{image}"
+        _fill(path, _CHART, f"{image}\n\n{origin} {means}\n")
 
 
 def _fill(path: Path, place: re.Pattern[str], text: str) -> None:

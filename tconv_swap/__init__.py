@@ -28,6 +28,9 @@ from tconv_swap.surgery import (
 )
 from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import VerifyReport, verify
+from tconv_swap.ways.optimize import Optimized, in_way, optimize
+from tconv_swap.ways.report import WaysReport
+from tconv_swap.ways.run import WayWarning
 
 __version__ = "0.1.0"
 
@@ -39,15 +42,20 @@ __all__ = [
     "FunctionalCall",
     "Inputs",
     "LayerPlan",
+    "Optimized",
     "SwapPlan",
     "SwapWarning",
     "TuneReport",
     "VerifyReport",
+    "WayWarning",
+    "WaysReport",
     "benchmark",
     "conv_transpose2d",
     "explain",
     "find_functional_calls",
     "freeze",
+    "in_way",
+    "optimize",
     "plan_swap",
     "swap_layers",
     "swap_program",

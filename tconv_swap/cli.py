@@ -40,6 +40,7 @@ from tconv_swap.outcome import (
 )
 from tconv_swap.places import files_read
 from tconv_swap.request import Request
+from tconv_swap.ways.optimize import SECONDS
 
 DEFAULT_COMMAND = "swap"
 
@@ -132,6 +133,8 @@ def swap(
     seed: options.Seed = 0,
     warmup: options.Warmup = None,
     iters: options.Iters = None,
+    way: options.WayOption = "keep",
+    seconds: options.Seconds = SECONDS,
     json_target: options.JsonTarget = None,
     reports: options.ReportFiles = None,
     verbose: options.Verbose = False,
@@ -174,6 +177,8 @@ def swap(
         warmup=warmup,
         iters=iters,
         out_format=out_format,
+        way=way,
+        seconds=seconds,
     )
     _carry_out(request, Output(json_target, tuple(reports or ()), verbose, quiet))
 

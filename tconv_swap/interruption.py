@@ -88,6 +88,12 @@ def _handle(handler: object) -> None:
             _obeyed.add(number)
 
 
+def obeyed() -> None:
+    """Ctrl-C has ended the part of the work that it was meant to end: what is left goes on."""
+    while signal.SIGINT in _received:
+        _received.remove(signal.SIGINT)
+
+
 def _on_signal(number: int, _: FrameType | None) -> None:
     _received.append(number)
     raise_again()

@@ -15,6 +15,7 @@ from tconv_swap.cuda.choice import check_backend
 from tconv_swap.files.loading import parse_trust
 from tconv_swap.files.usercode import parse_factory, parse_file
 from tconv_swap.request import Request
+from tconv_swap.way_choice import check_way
 
 _T = TypeVar("_T")
 
@@ -115,6 +116,25 @@ Warmup = Annotated[
     int | None, typer.Option(min=0, help="Untimed runs before each timing.", show_default="by time")
 ]
 Iters = Annotated[int | None, typer.Option(min=1, help="Timed runs of each.", show_default="by time")]
+WayOption = Annotated[
+    str,
+    typer.Option(
+        "--way",
+        metavar="keep|auto|NAME",
+        help="auto: time the ways to run the network (its layout or channels_last; eager, CUDA graph, torch.compile, "
+        "both; PyTorch's layers or ours), verify the fastest, and write the network in its memory format. NAME: that "
+        "way, such as channels_last+compile+graph.",
+        callback=lambda way: parsed("--way", check_way, way),
+    ),
+]
+Seconds = Annotated[
+    float,
+    typer.Option(
+        metavar="S",
+        min=0,
+        help="With --way: try no further way that would take longer. Ctrl-C keeps what was measured.",
+    ),
+]
 JsonTarget = Annotated[
     Path | None,
     typer.Option(

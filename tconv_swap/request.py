@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tconv_swap.places import Place
     from tconv_swap.surgery import SwapPlan
     from tconv_swap.verification import VerifyReport
+    from tconv_swap.ways.report import WaysReport
 
 
 class Progress(Protocol):
@@ -66,6 +67,8 @@ class Request:
     key: str | None = None
     out_format: Literal["module", "state_dict"] = "module"
     written: tuple[Place, ...] = ()
+    way: str = "keep"
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,18 @@ class Result:
     benchmark: BenchmarkReport | None = None
     explanation: Explanation | None = None
     ceilings: Ceilings | None = None
+    ways: WaysReport | None = None
 
     def document(self) -> dict[str, Any]:
         """What the reports are drawn from: see `report.to_json_dict`."""
         return to_json_dict(
-            self.plan, self.verification, self.benchmark, self.facts, self.explanation, self.ceilings
+            self.plan,
+            self.verification,
+            self.benchmark,
+            self.facts,
+            self.explanation,
+            self.ceilings,
+            self.ways,
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tconv_swap import output
+from tconv_swap import output, way_choice
 from tconv_swap.computed import deep_copy
 from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.fileformat import first_line
@@ -54,6 +54,7 @@ def run(request: Request, progress: Progress) -> Result:
     loaded = _load(request)
     if out is not None:
         _checked(lambda: output.check_name(out, loaded, request))
+    way_choice.check_request(request, device, exported=loaded.program is not None)
     plan = _plan(loaded.model, request)
     notes = _notes(loaded)
     if request.dry_run or not plan.swapped:
@@ -87,6 +88,7 @@ def run(request: Request, progress: Progress) -> Result:
             backward=request.backward,
             progress=lambda what, done, total: progress(f"timing {what}", done, total),
         )
+    ways = way_choice.choose_way(swapped, found.inputs, request, verification, progress)
     explanation = _explanation(swapped, found.inputs, request.backward, notes)
     # On the CPU everything is made of PyTorch's operators.
     native = explanation.native if explanation is not None and device.type == "cuda" else ()
@@ -99,14 +101,15 @@ def run(request: Request, progress: Progress) -> Result:
         del original, swapped
         progress(f"writing {out}")
         names = [name for layer in plan.swapped for name in layer.names]
-        notes += output.write(loaded, _swap(loaded.model, request), names, request)
-        written = output.load_snippet(loaded, request)
+        prepared = way_choice.prepared(_swap(loaded.model, request), ways)
+        notes += output.write(loaded, prepared, names, request)
+        written = way_choice.with_run(output.load_snippet(loaded, request), ways, device)
     elif verification.passed:
         notes.append("nothing was written: --out FILE writes the swapped network")
     else:
         notes.append("nothing was written")
     facts = _facts(request, device, found.inputs.describe(), found.how, notes, written, native)
-    return Result(plan, facts, verification, timing, explanation, ceilings)
+    return Result(plan, facts, verification, timing, explanation, ceilings, ways)
 
 
 def tune_layers(request: Request, progress: Progress) -> TuneReport | None:

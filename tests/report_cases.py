@@ -19,6 +19,9 @@ from tconv_swap.measurement.timing import Timing
 from tconv_swap.report import Facts
 from tconv_swap.surgery import plan_swap
 from tconv_swap.verification.report import Check, VerifyReport
+from tconv_swap.ways.report import StageWays, WaysReport
+from tconv_swap.ways.search import WayRow
+from tconv_swap.ways.way import TODAY, Way
 
 MACHINE = {
     "gpu": "NVIDIA H200",
@@ -38,6 +41,39 @@ def steady(ms: float, spread: float = 0.01) -> Timing:
 
 def check(kind: Any, name: str, original: float, swapped: float, limit: float, mode: str = "eval") -> Check:
     return Check(mode, kind, name, original, swapped, limit, swapped <= limit, norm="max")
+
+
+def ways_report() -> WaysReport:
+    """Of both stages: faster, slower, failed, not tried, and one that computes something else."""
+    stages = []
+    for stage in ("forward", "step"):
+        rows = [
+            WayRow(TODAY, steady(2.0), steady(2.0)),
+            WayRow(Way("ours"), steady(2.01), steady(1.5)),
+            WayRow(Way("pytorch", "channels_last"), steady(2.02), steady(2.5)),
+            WayRow(
+                Way("ours", "channels_last"),
+                steady(2.0),
+                steady(0.5),
+                failure="eval: output 0: error 7.7e-02",
+            ),
+            WayRow(Way("pytorch", runtime="graph"), steady(2.0), steady(1.2)),
+            WayRow(Way("ours", runtime="graph"), steady(2.0), steady(1.0), verified=True),
+            WayRow(Way("pytorch", runtime="compile+graph"), why_not="RuntimeError: no compiler"),
+        ]
+        finals = {"pytorch": steady(2.0), "pytorch+graph": steady(1.2), "ours+graph": steady(1.0)}
+        stages.append(
+            StageWays(
+                stage,  # type: ignore[arg-type]
+                rows,
+                Way("ours", runtime="graph"),
+                finals,
+                VerifyReport(checks=[check("output", "0", 3.1e-7, 2.9e-7, 2.5e-6)]),
+                "bound by normalisation; the GPU works 96% of the time; of that: normalisation 78%",
+                ["ours+channels_last is not chosen: eval: output 0: error 7.7e-02"],
+            )
+        )
+    return WaysReport(stages, MACHINE, {"order": "interleaved"})
 
 
 class Decoder(nn.Module):
@@ -155,4 +191,5 @@ def full_case() -> dict[str, Any]:
         ),
         "explanation": Explanation(tuple(layers)),
         "ceilings": CEILINGS,
+        "ways": ways_report(),
     }

@@ -121,6 +121,30 @@ def test_runs_as_a_command() -> None:
     assert f"Layers swapped: {case.layers}\n" in result.stdout
 
 
+def best_way(device: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = example("best_way").main(
+        f"--size 32 --width 8 --batch 4 --steps {STEPS} --device {device}".split()
+    )
+    printed = capsys.readouterr().out
+    for report in (found.serving, found.training):
+        (stage,) = report.stages
+        assert stage.best.name == "pytorch" or stage.row(stage.best).verified
+        assert str(report) in printed
+    assert len(found.losses) == STEPS
+    for today, best in found.losses:
+        assert best == pytest.approx(today, rel=LOSS_TOLERANCE)
+
+
+def test_the_best_way_trains_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    best_way("cpu", capsys)
+
+
+@pytest.mark.gpu
+def test_the_best_way_trains_alike_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+    with MODES["fp32"].switched_on():
+        best_way("cuda", capsys)
+
+
 def test_networks_have_the_published_number_of_parameters() -> None:
     """Those of pytorch/examples (DCGAN), pytorch-CycleGAN-and-pix2pix and Pytorch-UNet at their full size."""
     common, dcgan = example("common"), example("dcgan")

@@ -70,6 +70,7 @@ def evil() -> dict[str, Any]:
 NOTHING = to_json_dict(SwapPlan(()), None, None, Facts("m.pt", "none", "nothing was run", "cpu"))
 LEFT = SwapPlan((LayerPlan(("up",), "ConvTranspose1d", "8->8 k2", 128, False, reason="1-D"),), ("x.*",))
 CASES = {
+    "no ways": without("ways"),
     "all": to_json_dict(**full_case()),
     "not timed": without("benchmark", "ceilings"),
     "not explained": without("explanation", "ceilings"),
@@ -235,9 +236,10 @@ class TestPage:
         assert page(document) == page(document)
 
     def test_charts_are_there_when_there_is_something_to_draw(self) -> None:
-        assert page(CASES["all"]).count("<svg") == 2
-        assert page(CASES["no ceilings"]).count("<svg") == 1
-        assert page(CASES["not timed"]).count("<svg") == 0
+        assert page(CASES["all"]).count("<svg") == 3
+        assert page(CASES["no ways"]).count("<svg") == 2
+        assert page(CASES["no ceilings"]).count("<svg") == 2
+        assert page(without("benchmark", "ceilings", "ways")).count("<svg") == 0
 
 
 class TestCharts:

@@ -87,6 +87,41 @@ def _stage_bars(axes: Axes, stage: str, layers: Sequence[LayerRow]) -> None:
     axes.tick_params(axis="y", length=0)
 
 
+def way_bars(summary: Summary) -> str | None:
+    """How many times as fast as today each way is, a panel for each stage; None where none was timed."""
+    tables = [table for table in summary.ways if any(line.ms for line in table.lines)]
+    if not tables:
+        return None
+    names = list(dict.fromkeys(line.name for table in tables for line in table.lines if line.ms))
+    with settings():
+        figure = Figure(figsize=(WIDTH, 1.0 + 0.3 * len(names)), layout="constrained")
+        panels = figure.subplots(1, len(tables), sharey=True, squeeze=False)[0]
+        for axes, table in zip(panels, tables, strict=True):
+            for line in table.lines:
+                if line.ms is None or line.today_ms is None:
+                    continue
+                place, ratio = names.index(line.name), line.today_ms / line.ms
+                axes.barh(place, ratio, 0.7, color=COLOURS["after" if line.chosen else "before"])
+                axes.annotate(
+                    f"{ratio:.2f}x",
+                    (ratio, place),
+                    xytext=(5, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=9,
+                )
+            axes.axvline(1, color=COLOURS["ink"], linewidth=1)
+            axes.set_title(table.title)
+            axes.set_xlabel("times as fast as today")
+            axes.margins(x=0.18)
+            axes.set_xlim(left=0)
+            axes.grid(axis="x")
+            axes.tick_params(axis="y", length=0)
+        panels[0].set_yticks(range(len(names)), [_literal(printable(name)) for name in names])
+        panels[0].invert_yaxis()
+    return inline_svg(figure, "Ways to run the network, times as fast as today")
+
+
 def roofline(summary: Summary) -> str | None:
     """TFLOP/s over FLOP/byte under the measured ceilings, an arrow from PyTorch's point to ours; None without."""
     ceilings = summary.ceilings

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tconv_swap.measurement.roof import Ceilings
     from tconv_swap.surgery import SwapPlan
     from tconv_swap.verification.report import VerifyReport
+    from tconv_swap.ways.report import WaysReport
 
 SCHEMA_VERSION = 1
 """The version of the JSON. It grows by one when a field is removed or changes its meaning; new fields do not count."""
@@ -62,6 +63,7 @@ def to_json_dict(
     facts: Facts,
     explanation: Explanation | None = None,
     ceilings: Ceilings | None = None,
+    ways: WaysReport | None = None,
 ) -> dict[str, Any]:
     """Everything that is known, as plain values that `json` writes and any parser reads.
 
@@ -72,6 +74,7 @@ def to_json_dict(
         plan, verification, benchmark, facts: what was found; None where it was not done.
         explanation: of the swapped network on the inputs of the benchmark.
         ceilings: of the GPU, measured in the same run; None on the CPU.
+        ways: the ways to run the network, where they were tried.
     """
     hints = [plan.describe_unused(pattern) for pattern in plan.unused_patterns]
     return {
@@ -84,6 +87,7 @@ def to_json_dict(
         "benchmark": None if benchmark is None else plain(benchmark.to_dict()),
         "explanation": None if explanation is None else plain(explanation.to_dict()),
         "ceilings": None if ceilings is None else plain(asdict(ceilings)),
+        "ways": None if ways is None else plain(ways.to_dict()),
     }
 
 

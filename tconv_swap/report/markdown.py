@@ -18,7 +18,7 @@ _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#!|~&])")
 def markdown(document: Mapping[str, Any]) -> str:
     """Returns the report of a document that `to_json_dict` made, or that was read back from its JSON."""
     summary = summarise(document)
-    parts = [part for section in (_head, _layers, _details) for part in section(summary)]
+    parts = [part for section in (_head, _ways, _layers, _details) for part in section(summary)]
     return "\n".join(parts).rstrip("\n") + "\n"
 
 
@@ -31,6 +31,23 @@ def _head(summary: Summary) -> Iterator[str]:
     for remark in summary.remarks:
         yield f"- {_escaped(remark)}"
     yield ""
+
+
+def _ways(summary: Summary) -> Iterator[str]:
+    for table in summary.ways:
+        yield f"## Ways to run it: {table.title}\n"
+        rows = []
+        for line in table.lines:
+            times = ["" if ms is None else milliseconds(ms) for ms in (line.today_ms, line.ms)]
+            name = f"**{_escaped(line.name)}**" if line.chosen else _escaped(line.name)
+            rows.append((name, *times, line.speedup, _escaped(line.remark)))
+        yield _table(("way", "today, ms", "ms", "speedup", ""), rows)
+        yield _escaped(table.headline)
+        if table.bound:
+            yield f"\nIt is {_escaped(table.bound)}."
+        if table.needs:
+            yield f"\nIt needs: {_escaped('; '.join(table.needs))}."
+        yield ""
 
 
 def _layers(summary: Summary) -> Iterator[str]:

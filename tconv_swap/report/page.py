@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, select_autoescap
 from markupsafe import Markup
 
 from tconv_swap.files.fileformat import printable
-from tconv_swap.report.charts import bars, roofline
+from tconv_swap.report.charts import bars, roofline, way_bars
 from tconv_swap.report.figures import FONT, VARIABLES
 from tconv_swap.report.rows import speedup_text
 from tconv_swap.report.summary import summarise
@@ -44,6 +44,11 @@ def page(document: Mapping[str, Any]) -> str:
 
 def _charts(summary: Any) -> list[tuple[str, str, str | None]]:
     return [
+        (
+            "The ways to run it",
+            "Times as fast as the network runs today, each way timed beside it; the chosen one in colour.",
+            way_bars(summary),
+        ),
         (
             "Time of every layer",
             "By itself, on what reaches it in the network. The figure is the speedup.",

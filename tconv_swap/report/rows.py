@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tconv_swap.measurement.roof import Ceilings, Work
+from tconv_swap.report.ways import WayTable
 from tconv_swap.report.words import times_as_fast
 
 
@@ -119,6 +120,7 @@ class Summary:
         remarks: one line each on shares of time and on memory.
         no_roof: why no roof is shown; `""` where one is.
         notes, failures: one line each.
+        ways: the ways to run the network, where they were tried; a table for each stage.
     """
 
     facts: tuple[tuple[str, str], ...]
@@ -137,6 +139,7 @@ class Summary:
     first_divergence: str
     output: str
     load_snippet: str
+    ways: tuple[WayTable, ...] = ()
 
 
 def speedup_text(row: StageRow) -> str:

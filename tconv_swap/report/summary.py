@@ -11,6 +11,7 @@ from tconv_swap.measurement.environment import machine_name
 from tconv_swap.measurement.roof import Ceilings, Work
 from tconv_swap.report.document import MODEL_ITSELF
 from tconv_swap.report.rows import Before, ErrorRow, LayerRow, StageRow, Summary
+from tconv_swap.report.ways import way_notes, way_tables
 from tconv_swap.report.words import size_text, verdict_of
 
 FAMILIES = {"native": "PyTorch", "plain": "PyTorch"}
@@ -52,6 +53,7 @@ def summarise(document: Json, notes: Sequence[str] = ()) -> Summary:
         first_divergence=(verification["first_divergence"] or "") if verification else "",
         output=facts["output"] or "",
         load_snippet=facts["load_snippet"],
+        ways=way_tables(document),
     )
 
 
@@ -108,6 +110,7 @@ def _notes(document: Json) -> Iterator[str]:
             yield f"{unsteady} of {len(rows)} timings are unsteady: the machine was busy; measure again"
     elif document["outcome"] != "nothing_to_swap":
         yield "not timed"
+    yield from way_notes(document)
 
 
 def _names(layer: Json) -> str:

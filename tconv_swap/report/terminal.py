@@ -17,6 +17,7 @@ from tconv_swap.files.fileformat import printable
 from tconv_swap.report.document import MODEL_ITSELF, Facts, to_json_dict
 from tconv_swap.report.rows import ErrorRow, LayerRow, StageRow, Summary, speedup_text
 from tconv_swap.report.summary import summarise
+from tconv_swap.report.ways_terminal import ways_shown
 from tconv_swap.report.words import error_text, milliseconds
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from tconv_swap.measurement.roof import Ceilings
     from tconv_swap.surgery import SwapPlan
     from tconv_swap.verification.report import VerifyReport
+    from tconv_swap.ways.report import WaysReport
 
 WIDTH = 80
 #: Beside its numbers, which nothing may cut, a name has 14 columns then.
@@ -57,6 +59,7 @@ def print_report(
     facts: Facts,
     explanation: Explanation | None = None,
     ceilings: Ceilings | None = None,
+    ways: WaysReport | None = None,
     *,
     verbose: bool = False,
 ) -> None:
@@ -64,10 +67,10 @@ def print_report(
 
     Args:
         console: as `make_console` gives it.
-        plan, verification, benchmark, facts, explanation, ceilings: as in `to_json_dict`.
+        plan, verification, benchmark, facts, explanation, ceilings, ways: as in `to_json_dict`.
         verbose: with the spread of every timing, every kind of error, and every kernel.
     """
-    document = to_json_dict(plan, verification, benchmark, facts, explanation, ceilings)
+    document = to_json_dict(plan, verification, benchmark, facts, explanation, ceilings, ways)
     print_summary(console, summarise(document), verbose=verbose)
 
 
@@ -76,6 +79,7 @@ def print_summary(console: Console, summary: Summary, *, verbose: bool = False) 
     sections: list[Iterable[RenderableType]] = [
         _heading(summary),
         _layers(summary, console.width),
+        ways_shown(summary.ways, console.width),
         _left(summary),
     ]
     if verbose:

@@ -43,6 +43,7 @@ def verify(
     reference: Literal["float64", "original"] | None = None,
     autocast: torch.dtype | None = None,
     seed: int = 0,
+    require_swapped: bool = True,
 ) -> VerifyReport:
     """Compare outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
@@ -63,6 +64,8 @@ def verify(
             is the truth. None: float64 where memory and operators allow it.
         autocast: `torch.float16` or `torch.bfloat16`: everything is compared under `torch.autocast` of that dtype too.
         seed: of the random numbers that the networks and the output gradients draw.
+        require_swapped: whether it is a failure that `swapped` holds no layer of ours; it may be the original, run
+            another way.
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
@@ -82,7 +85,7 @@ def verify(
     inputs = Inputs.of(inputs)
     report = VerifyReport()
     layers = swapped_layers(swapped)
-    if not layers:
+    if require_swapped and not layers:
         report.failures.append("nothing is swapped: the network holds no layer of tconv_swap")
     if both := sorted(swapped_layers(original)):
         report.failures.append(

@@ -1,0 +1,154 @@
+"""One row of benchmarks.models with the runtime "best": the best way to run a network, PyTorch's layers and ours."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from benchmarks.models_row import (
+    MOST_DIFFERENCE,
+    Case,
+    Setting,
+    _difference,
+    _loss,
+    _pair,
+    _switched,
+)
+from benchmarks.networks import NETWORKS
+from tconv_swap.inputs import Inputs, named_tensors
+from tconv_swap.ways.optimize import WaySearch
+from tconv_swap.ways.report import StageWays
+from tconv_swap.ways.run import build
+from tconv_swap.ways.way import OURS, PYTORCH, TODAY, Way, all_ways, with_layers
+
+RUNTIME, LAYOUT = "best", "any"
+#: Small networks and training steps first: there a way gains most. The rest by how long a row takes.
+ORDER = (
+    "dcgan",
+    "vae",
+    "pix2pix",
+    "unet",
+    "cyclegan",
+    "simplebaseline",
+    "sam",
+    "vitpose",
+    "dpt",
+    "maskrcnn",
+)
+PRECISIONS = ("fp16", "tf32")
+#: Of a row's stage: for the samples of each way, and of the last comparison; and for all its ways together.
+TIMING_S, FINAL_S, SEARCH_S = 0.15, 0.5, 90.0
+#: Between the outputs of a network in its best way and eagerly, relative (L2): float16 through a whole network.
+MOST_APART = 0.05
+
+
+def measure_best(case: Case, setting: Setting) -> dict[str, Any]:
+    """Both stages: every way, and today's, PyTorch's best and ours side by side.
+
+    Raises:
+        ValueError: a layer, or the network in its best way, computes something else.
+        Exception: whatever the network raises as it is run today.
+    """
+    network = NETWORKS[case.network]
+    stages, notes = [], []
+    with _switched(case):
+        original, swapped, inputs = _pair(case, network, setting)
+        difference = _difference(original, swapped, inputs)
+        if not difference <= MOST_DIFFERENCE:
+            raise ValueError(f"the outputs of a layer differ by {difference:.1e} of their norm")
+        del swapped
+        for training in (True, False):
+            searched = WaySearch(
+                original, inputs, training=training, loss=_loss, timing_s=TIMING_S, final_s=FINAL_S
+            )
+            ways = [way for way in searched.chosen_from(None) if not (network.no_compile and way.compiled)]
+            found = searched.run(ways, SEARCH_S, verified=False)
+            stages.append(_stage(found))
+            notes += [f"{found.stage}: {note}" for note in found.notes]
+            apart = _apart(searched, found.best)
+            if not apart <= MOST_APART:
+                raise ValueError(f"{found.stage} as {found.best} gives outputs that differ by {apart:.1e}")
+    return {
+        **case._asdict(),
+        "batch": 2 if setting.tiny else network.batch,
+        "difference": difference,
+        "stages": stages,
+        "share": {"forward": None, "step": None},
+        "notes": notes,
+    }
+
+
+def _stage(found: StageWays) -> dict[str, Any]:
+    """As of other rows, `original` and `swapped` are compared: PyTorch's best way and ours."""
+    best = {name: row.way.name for name in (PYTORCH.name, OURS.name) if (row := found.best_of(name))}
+    times = found.finals
+    theirs, ours = (times[best[name]] for name in (PYTORCH.name, OURS.name))
+    return {
+        "stage": found.stage,
+        "today": times[TODAY.name].to_dict(),
+        "original": theirs.to_dict(),
+        "swapped": ours.to_dict(),
+        "speedup": theirs.median_ms / ours.median_ms,
+        "over_today": times[TODAY.name].median_ms / ours.median_ms,
+        "pytorch_way": best[PYTORCH.name],
+        "our_way": best[OURS.name],
+        "bound": found.bound,
+        "ways": [
+            {
+                "way": row.way.name,
+                "ms": row.timing.median_ms if row.timing else None,
+                "today_ms": row.reference.median_ms if row.reference else None,
+                "why_not": row.why_not,
+            }
+            for row in found.rows
+        ],
+    }
+
+
+def _apart(searched: WaySearch, best: Way) -> float:
+    """Relative L2 between what a way and PyTorch's layers run eagerly in its layout give, of the worst output.
+
+    In its layout, since dropout draws its mask in the order of the memory.
+    """
+    theirs = build(
+        with_layers(copy.deepcopy(searched.model), PYTORCH.name),
+        Way(PYTORCH.name, best.layout),
+        searched.inputs,
+        training=searched.training,
+    )
+    outputs = []
+    for running in (theirs, searched.search.get(best)):
+        torch.manual_seed(0)
+        with torch.set_grad_enabled(searched.training):
+            output = searched.inputs.map(torch.clone)(running.train(searched.training))
+        outputs.append([t.detach().double() for _, t in named_tensors(output) if t.is_floating_point()])
+    return max(
+        float((ours - theirs).norm() / theirs.norm().clamp(min=1e-300))
+        for theirs, ours in zip(*outputs, strict=True)
+    )
+
+
+def ways_ahead(case: Case, setting: Setting) -> Iterator[tuple[Way, bool]]:
+    """What compiles, and for training or not, the most important first: a process for each fills the cache on disk."""
+    if NETWORKS[case.network].no_compile:
+        return
+    with torch.device("meta"):
+        network = NETWORKS[case.network].build(True)
+    inputs = Inputs.of(NETWORKS[case.network].inputs(2, True, torch.device("cpu")))
+    graphs = setting.device.type == "cuda"
+    for training in (True, False):
+        for way in all_ways(network, inputs, setting.device):
+            if way.compiled and way.graph == graphs:
+                yield way, training
+
+
+def build_once(case: Case, setting: Setting, way: Way, training: bool) -> None:
+    """As the search will build it."""
+    torch.compiler.reset()
+    with _switched(case):
+        original, _, inputs = _pair(case, NETWORKS[case.network], setting)
+        network = with_layers(copy.deepcopy(original), way.layers)
+        build(network, way, inputs.map(torch.Tensor.detach), training=training, loss=_loss)

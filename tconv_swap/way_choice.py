@@ -1,0 +1,106 @@
+"""`--way`: the search that a request asks for, and what it means for the file that is written."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import nn
+
+from tconv_swap.inputs import Inputs
+from tconv_swap.measurement.environment import environment
+from tconv_swap.request import Progress, Request, RequestError
+from tconv_swap.verification import VerifyReport
+from tconv_swap.ways.optimize import WaySearch
+from tconv_swap.ways.report import WaysReport
+from tconv_swap.ways.way import OURS, TODAY, Way, in_layout, parse_way, why_impossible
+
+KEEP, AUTO = "keep", "auto"
+#: Needs nothing but the swap.
+OURS_TODAY = Way(OURS.name)
+
+
+def check_way(text: str) -> str:
+    """`text` itself, if it is `keep`, `auto` or the name of a way.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if text not in (KEEP, AUTO):
+        parse_way(text)
+    return text
+
+
+def check_request(request: Request, device: torch.device, *, exported: bool) -> None:
+    """Find out before any work is done whether the ways can be tried.
+
+    Raises:
+        RequestError: they cannot.
+    """
+    if request.way == KEEP:
+        return
+    if exported:
+        raise RequestError(f"--way {request.way}: a torch.export archive runs in the way it was exported for")
+    if not request.benchmark:
+        raise RequestError(f"--way {request.way} times the ways: leave out --no-benchmark")
+    if request.way != AUTO and (reason := why_impossible(parse_way(request.way), device)):
+        raise RequestError(f"--way {request.way}: {reason}")
+
+
+def choose_way(
+    swapped: nn.Module, inputs: Inputs, request: Request, verification: VerifyReport, progress: Progress
+) -> WaysReport | None:
+    """The ways, timed and verified; None where they are not asked for, or the swap itself has failed.
+
+    A way that was asked for by name and does not compute the same is a failure of `verification`.
+
+    Raises:
+        RequestError: the way that was asked for by name cannot be.
+    """
+    if request.way == KEEP or not verification.passed:
+        return None
+    report = WaysReport()
+    begin = time.monotonic()
+    named = None if request.way == AUTO else parse_way(request.way)
+    for training in (False, True) if request.backward else (False,):
+        searched = WaySearch(swapped, inputs, training=training, seed=request.seed)
+        if not report.stages:
+            report.environment = environment(searched.device)
+            report.method = searched.method(request.seconds)
+        left = None
+        if request.seconds is not None:
+            left = max(request.seconds - (time.monotonic() - begin), 0.0)
+            left = left / 2 if request.backward and not training else left
+        stage = searched.run(searched.chosen_from(None if named is None else [named]), left, progress, named)
+        report.stages.append(stage)
+        row = None if named is None else stage.row(named)
+        if named is not None and row is not None and row.why_not:
+            raise RequestError(f"--way {named}: {row.why_not}")
+        if row is not None and row.failure:
+            verification.failures.append(f"--way {named}: {row.failure}")
+        if searched.search.interrupted:
+            break
+    return report
+
+
+def prepared(network: nn.Module, ways: WaysReport | None) -> nn.Module:
+    """The network as it is written: in the memory format of the chosen way."""
+    return network if ways is None else in_layout(network, ways.chosen.best.layout)
+
+
+def with_run(snippet: str, ways: WaysReport | None, device: torch.device) -> str:
+    """The lines that load the network, and the one that runs it in the chosen way."""
+    if ways is None or not ways.stages:
+        return snippet
+    calls = {
+        stage.stage: f"tconv_swap.in_way(model, {stage.best.name!r}, inputs"
+        f"{', training=True' if stage.stage == 'step' else ''})"
+        for stage in ways.stages
+        if stage.best not in (TODAY, OURS_TODAY)
+    }
+    if not calls:
+        return snippet
+    where = f".to({str(device)!r})" if device.type != "cpu" else ""
+    first, *others = calls.values()
+    training = f"  # to train: {others[0]}" if others else ""
+    return f"{snippet}{where}\nrun = {first}{training}"

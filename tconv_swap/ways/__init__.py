@@ -1,0 +1,1 @@
+"""The ways to run a network: layout, compiler and CUDA graph, by PyTorch's own means; timed, verified, chosen."""

@@ -1,0 +1,109 @@
+"""Whether a network that is run in a way computes what it computes today."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from tconv_swap.computed import deep_copy
+from tconv_swap.inputs import Inputs, model_device
+from tconv_swap.measurement.state import preserved
+from tconv_swap.verification import VerifyReport, verify
+from tconv_swap.ways.run import Running, WayWarning
+from tconv_swap.ways.way import PYTORCH, Way, in_layout
+
+#: Between two layouts in float64: far more than rounding, far less than any other difference.
+LAYOUT_ATOL, LAYOUT_RTOL = 1e-9, 1e-6
+
+
+def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int = 0) -> VerifyReport:
+    """Compare a network run in a way with what it computes today, in the mode that the way was built for.
+
+    As `tconv_swap.verify`: outputs, gradients and buffers, against float64 where that can be had. PyTorch's own
+    operators round differently in another layout; so what a way in channels_last is judged by is the error that the
+    network of today makes in channels_last, and that this is the same network is shown in float64, where rounding is
+    out of sight.
+
+    Args:
+        today: the network with PyTorch's layers, as it lies.
+        running: the same, run in a way.
+        inputs: of a call.
+        seed: of the random numbers.
+    """
+    mode: Literal["train", "eval"] = "train" if running.for_training else "eval"
+    backward, layout = running.for_training, running.way.layout
+    failures: list[str] = []
+    if layout == "channels_last":
+        laid_out = in_layout(deep_copy(today), layout)
+        failures = _layout_failures(today, laid_out, inputs, mode, seed)
+        today, inputs = laid_out, inputs.to(memory_format=torch.channels_last)
+    before = running.calls
+    with warnings.catch_warnings():
+        # What a way was not built for is verified as well, as it runs then: eagerly.
+        warnings.simplefilter("ignore", WayWarning)
+        report = verify(
+            today, running, inputs, modes=(mode,), backward=backward, seed=seed, require_swapped=False
+        )
+    running.warned = False
+    if running.calls == before:
+        failures.append(f"{mode}: no call of the verification ran in the way {running.way}")
+    report.failures += failures
+    return report
+
+
+def _layout_failures(
+    today: nn.Module, laid_out: nn.Module, inputs: Inputs, mode: Literal["train", "eval"], seed: int
+) -> list[str]:
+    """How the network differs in another layout; none where it has no float64 form, and nothing can be said."""
+    first, second = (
+        _deterministic(deep_copy(one, dtype=torch.float64).double()) for one in (today, laid_out)
+    )
+    wide = inputs.to(dtype=torch.float64)
+    running = Running(second, Way(PYTORCH.name, "channels_last"), for_training=mode == "train")
+    with torch.autocast(model_device(today).type, enabled=False):
+        report = verify(
+            first,
+            running,
+            wide,
+            modes=(mode,),
+            backward=mode == "train",
+            atol=LAYOUT_ATOL,
+            rtol=LAYOUT_RTOL,
+            reference="original",
+            seed=seed,
+            require_swapped=False,
+        )
+    lines = report.failures if report.checks else []
+    if lines and mode == "train" and _draws(first, wide):
+        # Numbers are drawn in the order of the memory: others, at the same place.
+        return _layout_failures(today, laid_out, inputs, "eval", seed)
+    return [f"in channels_last it is another network: {line}" for line in lines]
+
+
+def _deterministic(network: nn.Module) -> nn.Module:
+    """`network` itself without dropout, whose mask is drawn in the order of the memory."""
+    for module in network.modules():
+        if isinstance(module, _DropoutNd):
+            object.__setattr__(module, "forward", _as_it_is)
+    return network
+
+
+def _as_it_is(value: Tensor) -> Tensor:
+    return value
+
+
+def _draws(network: nn.Module, inputs: Inputs) -> bool:
+    """Whether a forward pass in train mode draws random numbers on the network's device."""
+    device = model_device(network)
+
+    def state() -> Tensor:
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    with preserved(network), torch.no_grad():
+        before = state()
+        inputs.map(torch.clone)(network.train())
+        return not torch.equal(before, state())

@@ -1,0 +1,272 @@
+"""`optimize`: the fastest way to run a network that computes the same, found by trying."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from tconv_swap.computed import deep_copy
+from tconv_swap.inputs import Inputs, model_device
+from tconv_swap.measurement.environment import environment
+from tconv_swap.measurement.modes import cudnn_benchmark
+from tconv_swap.measurement.stages import Loss, network_variant, sum_of_squares
+from tconv_swap.measurement.state import preserved
+from tconv_swap.measurement.timing import Timing, time_interleaved
+from tconv_swap.verification import VerifyReport
+from tconv_swap.ways.check import verify_way
+from tconv_swap.ways.profile import bound_of
+from tconv_swap.ways.report import StageWays, WaysReport, WayStage
+from tconv_swap.ways.run import Running, build
+from tconv_swap.ways.search import Progress, Search, WayRow
+from tconv_swap.ways.way import (
+    LAYERS,
+    TODAY,
+    Way,
+    all_ways,
+    parse_way,
+    why_impossible,
+    with_layers,
+)
+
+SECONDS = 300.0
+#: Of samples, for each way beside today's; and for the last comparison.
+TIMING_S, FINAL_S = 0.3, 1.0
+
+
+class Optimized(NamedTuple):
+    """What `optimize` returns.
+
+    Attributes:
+        model: a copy of the network with the layers and in the layout of the way; its parameters are what an optimizer
+            trains.
+        run: calls it that way.
+        report: every way, timed, and why it is this one.
+    """
+
+    model: nn.Module
+    run: Running
+    report: WaysReport
+
+
+def optimize(
+    model: nn.Module,
+    inputs: object,
+    *,
+    training: bool = False,
+    ways: str | Sequence[str | Way] | None = None,
+    seconds: float | None = SECONDS,
+    loss: Loss | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Optimized:
+    """Time the ways to run a network, verify the fastest, and return it ready to be called.
+
+    A way is whose layers (PyTorch's or ours), a layout (as it is, channels_last) and a runtime (eager, CUDA graph,
+    torch.compile, compiled with CUDA graphs). Each is timed beside how the network runs today: its own layers in
+    PyTorch's form, eagerly, as it lies. The fastest is verified against that as `tconv_swap.verify` verifies a swap;
+    what fails is not chosen, and the next is verified. Runs under the caller's autocast state, with
+    `torch.backends.cudnn.benchmark` on.
+
+    Ctrl-C ends the search, and what was measured by then decides.
+
+    Args:
+        model: the network; stays as it is, also its buffers, gradients, modes and random states.
+        inputs: whatever `Inputs.of` accepts, on the network's device, of the shapes to come. No gradients of them are
+            taken.
+        training: a training step (forward, loss, backward, an SGD step), in train mode; otherwise the forward pass in
+            eval mode without gradients.
+        ways: which to try, by name (`"ours+channels_last+graph"`; our layers where none are named); None: all. Today's
+            is always timed.
+        seconds: begin no further way that would not be done by then; None: no limit.
+        loss: from the network's output to a scalar, for a training step; `sum_of_squares` if None.
+        seed: of the verification's random numbers.
+        progress: called with (what comes next, ways done, ways in all).
+
+    Raises:
+        TypeError: `inputs` is nothing that `Inputs.of` takes.
+        ValueError: no such way, or none that this device has.
+        Exception: whatever the network raises as it runs today.
+    """
+    searched = WaySearch(model, inputs, training=training, loss=loss, seed=seed)
+    report = WaysReport(environment=environment(searched.device), method=searched.method(seconds))
+    stage = searched.run(searched.chosen_from(ways), seconds, progress)
+    report.stages.append(stage)
+    running = searched.search.get(stage.best)
+    searched.search.built.clear()
+    return Optimized(running.network, running, report)
+
+
+def in_way(model: nn.Module, way: str | Way, inputs: object, *, training: bool = False) -> Running:
+    """A network, ready to be called in a way: what `optimize` has found before, without searching again.
+
+    Args:
+        model: the network, which is changed: its layers are swapped where the way is ours, its parameters are brought
+            to the way's layout, it is put into train or eval mode. Parameters stay the same objects; buffers, gradients
+            and random states stay as they are.
+        way: its name, such as `"channels_last+compile+graph"`.
+        inputs: as in `optimize`; where some require gradients, those of the calls have to, too.
+        training: to be differentiated; otherwise in eval mode and without gradients.
+
+    Returns:
+        A module that is called like the network. Inputs of other shapes run eagerly, with one `WayWarning`.
+
+    Raises:
+        TypeError: `inputs` is nothing that `Inputs.of` takes.
+        ValueError: no such way, or none that this device has.
+        Exception: whatever the network, the compiler or the capture raises.
+    """
+    found = parse_way(way) if isinstance(way, str) else way
+    if reason := why_impossible(found, model_device(model)):
+        raise ValueError(f"{found}: {reason}")
+    return build(with_layers(model, found.layers), found, Inputs.of(inputs), training=training)
+
+
+class WaySearch:
+    """The search of one stage of a network; `search` holds what is still built."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        inputs: object,
+        *,
+        training: bool,
+        loss: Loss | None = None,
+        seed: int = 0,
+        timing_s: float = TIMING_S,
+        final_s: float = FINAL_S,
+    ) -> None:
+        self.model = model
+        self.inputs = Inputs.of(inputs).map(Tensor.detach)
+        self.training = training
+        self.loss = loss or sum_of_squares
+        self.seed = seed
+        self.timing_s = timing_s
+        self.final_s = final_s
+        self.device = model_device(model)
+        self.stage: WayStage = "step" if training else "forward"
+        self.search: Search[Running] = Search((), self._build, self._measure, time.perf_counter)
+
+    def method(self, seconds: float | None) -> dict[str, object]:
+        return {
+            "order": "each way interleaved with today's",
+            "statistic": "median, quartiles",
+            "clock": "cuda events" if self.device.type == "cuda" else "wall clock",
+            "launches": "included",
+            "cudnn_benchmark": True,
+            "budget_s": self.timing_s,
+            "seconds": seconds,
+        }
+
+    def chosen_from(self, ways: str | Sequence[str | Way] | None) -> list[Way]:
+        """Those that are named, today's first; all that this device has where none are.
+
+        Raises:
+            ValueError: no such way, or none that this device has.
+        """
+        if ways is None:
+            return all_ways(self.model, self.inputs, self.device)
+        named = [ways] if isinstance(ways, str) else ways
+        found = [parse_way(way) if isinstance(way, str) else way for way in named]
+        for way in found:
+            if reason := why_impossible(way, self.device):
+                raise ValueError(f"{way}: {reason}")
+        return list(dict.fromkeys([TODAY, *found]))
+
+    def run(
+        self,
+        ways: Sequence[Way],
+        seconds: float | None,
+        progress: Progress | None = None,
+        wanted: Way | None = None,
+        *,
+        verified: bool = True,
+    ) -> StageWays:
+        """Time, verify the fastest, time it once more beside today's and the best of each kind of layers, profile it.
+
+        `wanted` is chosen however slow it is, if it can be and computes the same. Not `verified`, the fastest is
+        chosen, and the caller sees to it that it computes the same.
+        """
+        search = self.search
+        search.ways, search.seconds = ways, seconds
+        with preserved(self.model), cudnn_benchmark():
+            search.run(progress)
+            fastest = search.best() or search.rows[0]
+            best, verification = self._fastest_verified(progress, wanted) if verified else (fastest.way, None)
+            found = StageWays(self.stage, search.rows, best, verification=verification, notes=search.notes)
+            found.finals = self._finals(found)
+            times = {name: timing.median_ms for name, timing in found.finals.items()}
+            if wanted is None and times and times[TODAY.name] <= times[found.best.name]:
+                # Side by side, it is not faster after all.
+                found.best = best = TODAY
+            if progress is not None:
+                progress("profiling")
+            found.bound = self._bound(best)
+        return found
+
+    def _build(self, way: Way) -> Running:
+        network = deep_copy(self.model)
+        network.zero_grad(set_to_none=True)
+        return build(
+            with_layers(network, way.layers), way, self.inputs, training=self.training, loss=self.loss
+        )
+
+    def _measure(self, today: Running, running: Running) -> tuple[Timing, Timing]:
+        both = {"today": today, "way": running} if running is not today else {"today": today}
+        timed = self._time(both, self.timing_s)
+        return timed["today"], timed.get("way", timed["today"])
+
+    def _time(self, running: dict[str, Running], budget_s: float) -> dict[str, Timing]:
+        for one in running.values():
+            one.train(self.training)
+        with preserved(*running.values()):
+            variants = {
+                name: network_variant(one, self.inputs, self.stage, self.loss)
+                for name, one in running.items()
+            }
+            return time_interleaved(variants, device=self.device, launches="included", budget_s=budget_s)
+
+    def _fastest_verified(
+        self, progress: Progress | None, wanted: Way | None
+    ) -> tuple[Way, VerifyReport | None]:
+        """From the fastest on until one passes, or the wanted one; today's needs no proof."""
+
+        def candidate() -> WayRow | None:
+            if wanted is None:
+                return self.search.best()
+            row = self.search.row(wanted)
+            return None if row is None or row.timing is None or row.failure else row
+
+        while (best := candidate()) is not None and best.way != TODAY:
+            if progress is not None:
+                progress(f"verifying {best.way}")
+            report = self._verify(best)
+            if report.passed:
+                self.search.change(best.way, verified=True)
+                return best.way, report
+            self.search.change(best.way, verified=False, failure=report.failures[0])
+            self.search.notes.append(f"{best.way} is not chosen: {report.failures[0]}")
+        return TODAY, None
+
+    def _verify(self, row: WayRow) -> VerifyReport:
+        try:
+            running = self.search.get(row.way)
+        except Exception as error:  # built once, but not again, as where memory is short
+            return VerifyReport(failures=[f"it cannot be built again: {error}".partition("\n")[0]])
+        return verify_way(self._original(), running, self.inputs, seed=self.seed)
+
+    def _original(self) -> nn.Module:
+        return self.search.get(TODAY).network
+
+    def _finals(self, found: StageWays) -> dict[str, Timing]:
+        best = [row.way for layers in LAYERS if (row := self.search.best(layers.name)) is not None]
+        running = {way.name: self.search.get(way) for way in dict.fromkeys([TODAY, *best, found.best])}
+        return self._time(running, self.final_s) if len(running) > 1 else {}
+
+    def _bound(self, way: Way) -> str:
+        running = self.search.get(way)
+        variant = network_variant(running.train(self.training), self.inputs, self.stage, self.loss)
+        with preserved(running):
+            return bound_of(lambda: variant.run(variant.prepare()), self.device)

@@ -1,0 +1,109 @@
+"""What `optimize` found: the ways of each stage, the fastest that was verified, and what bounds the network then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tconv_swap.verification.report import VerifyReport
+from tconv_swap.ways.search import WayRow, fastest_of
+from tconv_swap.ways.way import OURS, PYTORCH, TODAY, Way
+
+WayStage = Literal["forward", "step"]
+
+
+@dataclass
+class StageWays:
+    """The ways of one stage.
+
+    Attributes:
+        stage: `forward` (eval mode, no gradients) or `step` (a training step).
+        rows: one for each way, in the order in which they were tried.
+        best: the way that was chosen; `TODAY` where none is faster.
+        finals: the chosen way, the best with each kind of layers and today's, timed once more, interleaved in one run.
+        verification: of the chosen way; None where nothing was chosen but how the network runs today.
+        bound: one line on what bounds the network in the chosen way; `""` where it was not profiled.
+        notes: one line each.
+    """
+
+    stage: WayStage
+    rows: list[WayRow] = field(default_factory=list)
+    best: Way = TODAY
+    finals: dict[str, Any] = field(default_factory=dict)
+    verification: VerifyReport | None = None
+    bound: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def row(self, way: Way) -> WayRow | None:
+        return next((row for row in self.rows if row.way == way), None)
+
+    def best_of(self, layers: str) -> WayRow | None:
+        """The fastest with such layers that was not found wrong."""
+        return fastest_of(self.rows, layers)
+
+    @property
+    def ours_in_the_same_way(self) -> WayRow | None:
+        """Our layers as PyTorch's run best; None where that was not timed."""
+        theirs = self.best_of(PYTORCH.name)
+        if theirs is None:
+            return None
+        found = self.row(Way(OURS.name, theirs.way.layout, theirs.way.runtime))
+        return found if found is not None and found.timing is not None else None
+
+    def to_dict(self) -> dict[str, Any]:
+        theirs, same = self.best_of(PYTORCH.name), self.ours_in_the_same_way
+        return {
+            "stage": self.stage,
+            "best": self.best.name,
+            "pytorch_best": None if theirs is None else theirs.way.name,
+            "ours_in_the_same_way": None if same is None else same.way.name,
+            "bound": self.bound,
+            "finals": {name: timing.to_dict() for name, timing in self.finals.items()},
+            "verification": None if self.verification is None else self.verification.to_dict(),
+            "rows": [row.to_dict() for row in self.rows],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass
+class WaysReport:
+    """What `optimize` found.
+
+    Attributes:
+        stages: what was searched: the forward pass, a training step, or both.
+        environment: as `measurement.environment.environment` tells it.
+        method: how it was measured.
+    """
+
+    stages: list[StageWays] = field(default_factory=list)
+    environment: dict[str, Any] = field(default_factory=dict)
+    method: dict[str, Any] = field(default_factory=dict)
+
+    def stage(self, name: WayStage) -> StageWays | None:
+        return next((stage for stage in self.stages if stage.stage == name), None)
+
+    @property
+    def chosen(self) -> StageWays:
+        """The stage that the network is prepared for: a training step where that was searched."""
+        return self.stages[-1]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "stages": [stage.to_dict() for stage in self.stages],
+            "environment": dict(self.environment),
+            "method": dict(self.method),
+        }
+
+    def __str__(self) -> str:
+        lines = []
+        for stage in self.stages:
+            for row in stage.rows:
+                mark = "*" if row.way == stage.best else " "
+                if row.timing is None:
+                    lines.append(f"{mark} {stage.stage:8} {row.way.name:36} {row.why_not}")
+                    continue
+                text = f"{row.timing.median_ms:9.4f} ms {row.speedup:6.2f}x  {row.failure}"
+                lines.append(f"{mark} {stage.stage:8} {row.way.name:36} {text}".rstrip())
+            lines += [stage.bound] if stage.bound else []
+            lines += stage.notes
+        return "\n".join(lines)

@@ -1,0 +1,199 @@
+"""A network run in one way: a module with the same parameters, buffers and layers under the same names."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.inputs import Inputs, map_tensors
+from tconv_swap.measurement.modes import cudnn_benchmark
+from tconv_swap.measurement.stages import Loss, sum_of_squares
+from tconv_swap.measurement.state import preserved
+from tconv_swap.ways.capture import Captured, compiled_nodes, own_gradients
+from tconv_swap.ways.way import Way, in_layout
+
+#: Of one piece of code, that Dynamo keeps: ways of the same network are versions of it. PyTorch's own limit is 8.
+MOST_VERSIONS = 64
+#: A compiled graph warms up, records and replays.
+COMPILED_RUNS = 3
+
+
+class WayWarning(UserWarning):
+    """A call that a way was not built for: it runs eagerly."""
+
+
+class Running(nn.Module):
+    """Calls the network in a way, for inputs like those it was built with; others run eagerly, with one warning.
+
+    Built for serving, it computes in eval mode and without gradients; built for training, it is called, differentiated
+    and optimised like the network itself. What it returns belongs to the caller, as in eager mode.
+
+    Attributes:
+        network: what it runs; its modes are this module's.
+        way: how.
+        for_training: what it was built for.
+        warned: whether a call that it was not built for was warned of already.
+        calls: how many calls have run in the way, and not eagerly for want of a fitting shape or mode.
+    """
+
+    network: nn.Module
+
+    def __init__(self, network: nn.Module, way: Way, *, for_training: bool) -> None:
+        # The network is no submodule: its layers have their own names here.
+        object.__setattr__(self, "network", network)
+        super().__init__()
+        for names in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            object.__setattr__(self, names, getattr(network, names))
+        self.way = way
+        self.for_training = for_training
+        self.calls = 0
+        self._built: Callable[[Inputs], Any] | None = None
+        self._built_for: dict[str, object] = {}
+        self.warned = False
+
+    @property
+    def training(self) -> bool:
+        return self.network.training
+
+    @training.setter
+    def training(self, value: bool) -> None:
+        self.network.training = value
+
+    def train(self, mode: bool = True) -> Running:
+        self.network.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        inputs = Inputs(args, kwargs)
+        if self.for_training:
+            return self._run(inputs)
+        with torch.no_grad():
+            return self._run(inputs)
+
+    def _run(self, inputs: Inputs) -> Any:
+        if self._built is not None:
+            found = self._circumstances(inputs)
+            differing = [what for what, value in found.items() if not _same(value, self._built_for[what])]
+            if differing:
+                self._warn(differing)
+                return self._eagerly(inputs)
+        self.calls += 1
+        return (self._built or self._eagerly)(inputs)
+
+    def _eagerly(self, inputs: Inputs) -> Any:
+        return self._laid_out(inputs)(self.network)
+
+    def _laid_out(self, inputs: Inputs) -> Inputs:
+        if self.way.layout == "channels_last":
+            return inputs.to(memory_format=torch.channels_last)
+        return inputs
+
+    def _circumstances(self, inputs: Inputs) -> dict[str, object]:
+        """What a compiled or captured call depends on, by what a reader calls it."""
+        tensors = [tensor for _, tensor in inputs.named_tensors()]
+        kinds = sorted({tensor.device.type for tensor in tensors})
+        found: dict[str, object] = {
+            "the inputs' shapes": [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors],
+            "which inputs require gradients": [tensor.requires_grad for tensor in tensors],
+            "arguments that are no tensors": inputs.map(_no_tensor),
+            "autocast": [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
+            "whether gradients are wanted": torch.is_grad_enabled(),
+            "the network's modes": [module.training for module in self.network.modules()],
+        }
+        if self.way.runtime == "graph":  # a compiled graph looks for itself
+            held = (*self.network.parameters(), *self.network.buffers())
+            found["where the parameters lie"] = [tensor.data_ptr() for tensor in held]
+        return found
+
+    def _warn(self, differing: list[str]) -> None:
+        if self.warned:
+            return
+        self.warned = True
+        warnings.warn(
+            f"this call runs eagerly: it differs in {' and '.join(differing)} from what {self.way} was built for",
+            WayWarning,
+            stacklevel=6,
+        )
+
+    def built_for(self, inputs: Inputs, build: Callable[[Inputs], Callable[[Inputs], Any]]) -> None:
+        """Make calls like this one go to what `build` returns for the inputs in the way's layout."""
+        self._built_for = self._circumstances(inputs)
+        self._built = build(self._laid_out(inputs))
+
+    def compiled(self, inputs: Inputs) -> Callable[[Inputs], Any]:
+        """By torch.compile, without random numbers of its own, and with CUDA graphs where the way has them."""
+        from torch._inductor import list_mode_options
+
+        mode = "reduce-overhead" if self.way.graph else "default"
+        options = {**list_mode_options(mode), "fallback_random": True}
+        network: Callable[..., Any] = torch.compile(self.network, dynamic=False, options=options)
+
+        def run(arguments: Inputs) -> Any:
+            output = self._laid_out(arguments)(network)
+            if not self.way.graph:
+                return output
+            for node in compiled_nodes(output):
+                node.register_hook(own_gradients)
+            return map_tensors(torch.Tensor.clone, output)
+
+        return run
+
+    def captured(self, inputs: Inputs) -> Callable[[Inputs], Any]:
+        """In CUDA graphs; inputs are copied there, whatever their layout."""
+        return Captured(self.network, inputs, training=self.for_training)
+
+
+def build(
+    network: nn.Module, way: Way, inputs: Inputs, *, training: bool, loss: Loss | None = None
+) -> Running:
+    """The network run in a way. Its layers and layout are made the way's before.
+
+    Args:
+        network: with the layers of the way; put into train or eval mode, and into the way's layout, and run;
+            parameters, buffers, gradients and random states come out as they went in.
+        way: how to run it.
+        inputs: like those of the calls to come: shapes, dtypes, device, which of them require gradients, autocast.
+        training: with a backward pass; otherwise in eval mode and without gradients.
+        loss: of the runs that compile the backward pass; `sum_of_squares` if None.
+
+    Raises:
+        Exception: whatever the compiler or the capture raises.
+    """
+    running = Running(in_layout(network, way.layout), way, for_training=training)
+    running.train(training)
+    if way.runtime == "eager":
+        return running
+    with cudnn_benchmark(), torch.set_grad_enabled(training):
+        if not way.compiled:
+            running.built_for(inputs, running.captured)
+            return running
+        from torch._dynamo import config  # takes seconds, and is only needed here
+
+        with preserved(running), config.patch(recompile_limit=MOST_VERSIONS):
+            running.built_for(inputs, running.compiled)
+            for _ in range(COMPILED_RUNS):
+                output = inputs.map(_copy)(running)
+                if training:
+                    (loss or sum_of_squares)(output).backward()
+                    running.zero_grad(set_to_none=True)
+    running.calls = 0
+    return running
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _no_tensor(_: Tensor) -> None:
+    return None
+
+
+def _same(value: object, other: object) -> bool:
+    try:
+        return bool(value == other)
+    except (RuntimeError, ValueError):  # arrays do not say whether they are equal as a whole
+        return False

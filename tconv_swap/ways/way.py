@@ -1,0 +1,187 @@
+"""What a way to run a network is: whose layers, which layout, which runtime; its name, and what it requires."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.inputs import Inputs
+from tconv_swap.layer import SWAPPED
+from tconv_swap.surgery import SwapWarning, swap_layers, unswap_layers
+
+Layout = Literal["as it is", "channels_last"]
+Runtime = Literal["eager", "graph", "compile+graph", "compile"]
+
+LAYOUTS: tuple[Layout, ...] = ("as it is", "channels_last")
+#: In the order in which they are tried: what is built fastest first.
+RUNTIMES: tuple[Runtime, ...] = ("eager", "graph", "compile+graph", "compile")
+#: Where PyTorch captures CUDA graphs.
+GRAPH_DEVICES = ("cuda",)
+
+STATIC_SHAPES = "static shapes: inputs of another shape run eagerly"
+REQUIREMENTS: dict[Runtime, tuple[str, ...]] = {
+    "eager": (),
+    "graph": (
+        STATIC_SHAPES,
+        "no control flow that depends on data, and no wait for the GPU in forward",
+        "Python in forward, hooks included, runs at the capture alone",
+        "random numbers from PyTorch's default generator",
+        "parameters stay where they are in memory",
+        "one forward pass at a time between two backward passes",
+    ),
+    "compile+graph": (
+        STATIC_SHAPES,
+        "control flow that depends on data breaks the graph into parts",
+        "hooks that are added later are not seen",
+        "random numbers from PyTorch's default generator",
+        "one forward pass at a time between two backward passes",
+    ),
+    "compile": (
+        STATIC_SHAPES,
+        "control flow that depends on data breaks the graph into parts",
+        "hooks that are added later are not seen",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Whose layers a network is run with: a name for the user, a title for a reader, and what makes them so.
+
+    `make` changes the network that it is given and returns it.
+    """
+
+    name: str
+    title: str
+    make: Callable[[nn.Module], nn.Module]
+
+
+def _ours(network: nn.Module) -> nn.Module:
+    """A network that is swapped already has the layers that somebody chose."""
+    if any(isinstance(module, SWAPPED) for module in network.modules()):
+        return network
+    with warnings.catch_warnings():
+        # Which layers are swapped is for the plan to say.
+        warnings.simplefilter("ignore", SwapWarning)
+        return swap_layers(network)
+
+
+PYTORCH = Layers("pytorch", "PyTorch's layers", unswap_layers)
+OURS = Layers("ours", "our layers", _ours)
+#: All there are; the first is what everything else is compared with.
+LAYERS: tuple[Layers, ...] = (PYTORCH, OURS)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to run a network."""
+
+    layers: str
+    layout: Layout = "as it is"
+    runtime: Runtime = "eager"
+
+    @property
+    def name(self) -> str:
+        """`ours+channels_last+compile+graph`: what is as usual is left out."""
+        layout = "" if self.layout == "as it is" else self.layout
+        runtime = "" if self.runtime == "eager" else self.runtime
+        return "+".join(part for part in (self.layers, layout, runtime) if part)
+
+    @property
+    def requirements(self) -> tuple[str, ...]:
+        """What it requires of the network and of how it is called; one line each."""
+        return REQUIREMENTS[self.runtime]
+
+    @property
+    def graph(self) -> bool:
+        """Whether it replays CUDA graphs."""
+        return "graph" in self.runtime
+
+    @property
+    def compiled(self) -> bool:
+        return "compile" in self.runtime
+
+    def __str__(self) -> str:
+        return self.name
+
+
+#: How a network runs that nothing was done to.
+TODAY = Way(PYTORCH.name)
+
+
+def parse_way(text: str) -> Way:
+    """`channels_last+graph`, in any order of its words, as a way; our layers unless others are named.
+
+    Raises:
+        ValueError: a word is unknown, or two exclude each other.
+    """
+    words = text.split("+")
+    names = [layers.name for layers in LAYERS]
+    known = [*names, "channels_last", "eager", "compile", "graph"]
+    for word in words:
+        if word not in known:
+            raise ValueError(
+                f"{word!r} is no part of a way: expected some of {', '.join(known)}, joined by +"
+            )
+    chosen = [name for name in names if name in words]
+    if len(chosen) > 1 or len(set(words)) < len(words):
+        raise ValueError(f"{text!r} names {' and '.join(chosen) if len(chosen) > 1 else 'a word twice'}")
+    if "eager" in words and {"compile", "graph"} & set(words):
+        raise ValueError(f"{text!r}: eager excludes compile and graph")
+    runtimes: dict[tuple[bool, bool], Runtime] = {
+        (False, False): "eager",
+        (True, False): "compile",
+        (False, True): "graph",
+        (True, True): "compile+graph",
+    }
+    return Way(
+        chosen[0] if chosen else OURS.name,
+        "channels_last" if "channels_last" in words else "as it is",
+        runtimes["compile" in words, "graph" in words],
+    )
+
+
+def all_ways(network: nn.Module, inputs: Inputs, device: torch.device) -> list[Way]:
+    """Every way there is on the device, what is built fastest first; `TODAY` leads.
+
+    channels_last is left out where the network and its inputs lie so already, or where no tensor has four sizes.
+    """
+    layouts = LAYOUTS if _layouts_differ(network, inputs) else LAYOUTS[:1]
+    runtimes = [runtime for runtime in RUNTIMES if "graph" not in runtime or device.type in GRAPH_DEVICES]
+    return [
+        Way(layers.name, layout, runtime) for runtime, layout, layers in product(runtimes, layouts, LAYERS)
+    ]
+
+
+def why_impossible(way: Way, device: torch.device) -> str:
+    """Why no network can be run so on the device; `""` where one may."""
+    if way.graph and device.type not in GRAPH_DEVICES:
+        return f"CUDA graphs need a CUDA device, not {device.type}"
+    return ""
+
+
+def in_layout(network: nn.Module, layout: Layout) -> nn.Module:
+    """`network` itself, its parameters and buffers brought to the layout; the objects stay the same."""
+    if layout == "channels_last":
+        return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+    return network
+
+
+def with_layers(network: nn.Module, name: str) -> nn.Module:
+    """`network` itself with the layers of that name."""
+    return next(layers for layers in LAYERS if layers.name == name).make(network)
+
+
+def _layouts_differ(network: nn.Module, inputs: Inputs) -> bool:
+    tensors: Iterable[Tensor] = (*network.parameters(), *(tensor for _, tensor in inputs.named_tensors()))
+    return any(
+        tensor.dim() == 4 and not tensor.is_contiguous(memory_format=torch.channels_last)
+        for tensor in tensors
+        if tensor.layout == torch.strided
+    )

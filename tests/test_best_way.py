@@ -1,0 +1,252 @@
+"""What a way is called, and the search: what it tries, what it leaves out, and what is left of it when it is ended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from graph_cases import generator, images
+from torch import nn
+
+from tconv_swap import interruption
+from tconv_swap.inputs import Inputs
+from tconv_swap.measurement.timing import Timing
+from tconv_swap.ways import profile
+from tconv_swap.ways.search import EQUAL_WITHIN, NO_TIME, Search
+from tconv_swap.ways.way import LAYERS, RUNTIMES, TODAY, Way, all_ways, parse_way
+
+CUDA = torch.device("cuda")
+
+
+class TestNames:
+    @pytest.mark.parametrize("layers", [layers.name for layers in LAYERS])
+    def test_every_way_has_one_that_is_read_back(self, layers: str) -> None:
+        ways = all_ways(generator(), Inputs.of(images()), CUDA)
+        assert len(ways) == len({way.name for way in ways}) == len(LAYERS) * 2 * len(RUNTIMES)
+        assert [parse_way(way.name) for way in ways] == ways
+
+    @pytest.mark.parametrize(
+        ("text", "way"),
+        [
+            ("graph", Way("ours", runtime="graph")),
+            ("graph+compile+channels_last", Way("ours", "channels_last", "compile+graph")),
+            ("pytorch+eager", TODAY),
+        ],
+    )
+    def test_in_any_order_and_ours_by_default(self, text: str, way: Way) -> None:
+        assert parse_way(text) == way
+
+    @pytest.mark.parametrize("text", ["", "fast", "ours+pytorch", "graph+graph", "eager+graph", "ours graph"])
+    def test_nonsense_is_refused(self, text: str) -> None:
+        with pytest.raises(ValueError):
+            parse_way(text)
+
+
+class TestAllWays:
+    def test_todays_leads_and_what_is_built_fastest_comes_first(self) -> None:
+        ways = all_ways(generator(), Inputs.of(images()), CUDA)
+        assert ways[0] == TODAY
+        order = [RUNTIMES.index(way.runtime) for way in ways]
+        assert order == sorted(order)
+
+    def test_the_cpu_has_no_graphs(self) -> None:
+        ways = all_ways(generator(), Inputs.of(images()), torch.device("cpu"))
+        assert {way.runtime for way in ways} == {"eager", "compile"}
+
+    def test_a_network_in_channels_last_has_one_layout(self) -> None:
+        network = generator().to(memory_format=torch.channels_last)
+        laid_out = Inputs.of(images()).to(memory_format=torch.channels_last)
+        assert {way.layout for way in all_ways(network, laid_out, CUDA)} == {"as it is"}
+        flat = Inputs.of(torch.zeros(2, 3))
+        assert {way.layout for way in all_ways(nn.Linear(3, 3), flat, CUDA)} == {"as it is"}
+
+
+class Bench:
+    """Ways that take so many milliseconds, on a clock of their own; an exception is raised by building."""
+
+    def __init__(self, times: dict[str, float | BaseException], build_s: float = 1.0) -> None:
+        self.times = times
+        self.build_s = build_s
+        self.now = 0.0
+        self.built: list[str] = []
+        self.alive: set[str] = set()
+
+    def build(self, way: Way) -> str:
+        self.now += self.build_s
+        self.built.append(way.name)
+        time = self.times.get(way.name, 50.0)
+        if isinstance(time, BaseException):
+            raise time
+        return way.name
+
+    def measure(self, today: str, other: str) -> tuple[Timing, Timing]:
+        found = [self.times.get(name, 50.0) for name in (today, other)]
+        assert not any(isinstance(one, BaseException) for one in found)
+        first, second = (Timing.of([float(one)] * 9) for one in found)  # type: ignore[arg-type]
+        return first, second
+
+    def search(self, *ways: Way, seconds: float | None = None) -> Search[str]:
+        chosen = ways or tuple(all_ways(generator(), Inputs.of(images()), CUDA))
+        return Search(chosen, self.build, self.measure, lambda: self.now, seconds)
+
+
+def run(bench: Bench, *ways: Way, seconds: float | None = None, progress: Any = None) -> Search[str]:
+    search = bench.search(*ways, seconds=seconds)
+    search.run(progress)
+    return search
+
+
+def why_not(search: Search[str], name: str) -> str:
+    row = search.row(parse_way(name))
+    assert row is not None
+    return row.why_not
+
+
+class TestSearch:
+    def test_the_fastest_is_found_of_all_and_of_each_kind_of_layers(self) -> None:
+        search = run(Bench({"pytorch": 50, "pytorch+graph": 30, "ours+channels_last": 20, "ours+graph": 25}))
+        best, theirs = search.best(), search.best("pytorch")
+        assert best is not None
+        assert theirs is not None
+        assert (best.way.name, best.speedup) == ("ours+channels_last", 2.5)
+        assert theirs.way.name == "pytorch+graph"
+
+    def test_what_requires_less_wins_where_it_is_as_fast(self) -> None:
+        almost = 20 * (1 + EQUAL_WITHIN / 2)
+        best = run(Bench({"ours": almost, "ours+compile+graph": 20})).best()
+        assert best is not None
+        assert best.way.name == "ours"
+        best = run(Bench({"ours": 20 * (1 + 2 * EQUAL_WITHIN), "ours+compile+graph": 20})).best()
+        assert best is not None
+        assert best.way.name == "ours+compile+graph"
+
+    def test_only_todays_and_the_best_of_each_kind_stay_built(self) -> None:
+        search = run(Bench({"pytorch": 50, "pytorch+graph": 30, "ours+channels_last": 20}))
+        assert {way.name for way in search.built} == {"pytorch", "pytorch+graph", "ours+channels_last"}
+
+    def test_what_a_compiled_graph_contains_is_not_compiled_again(self) -> None:
+        bench = Bench({})
+        search = run(bench)
+        assert "ours+compile+graph" in bench.built
+        assert "ours+compile" not in bench.built
+        assert "launches the same kernels" in why_not(search, "ours+compile")
+
+    def test_a_layout_that_is_far_behind_is_not_compiled(self) -> None:
+        bench = Bench({"ours": 50, "ours+channels_last": 20, "ours+graph": 45})
+        search = run(bench)
+        assert "2.2 times slower" in why_not(search, "ours+compile+graph")
+        assert "ours+channels_last+compile+graph" in bench.built
+        assert "pytorch+compile+graph" in bench.built  # PyTorch's layers are as fast in both
+
+    def test_what_cannot_be_is_told_once_and_the_rest_goes_on(self) -> None:
+        bench = Bench({"ours+graph": RuntimeError("it waits\nfor the GPU"), "ours": 20})
+        search = run(bench)
+        assert why_not(search, "ours+graph") == "RuntimeError: it waits"
+        assert why_not(search, "ours+channels_last+graph") == "not tried: ours+graph failed"
+        assert "ours+channels_last+graph" not in bench.built
+        assert search.row(Way("ours", runtime="compile+graph")) is not None
+        assert search.best() is not None
+
+    def test_memory_that_runs_out_is_said_so(self) -> None:
+        search = run(Bench({"ours+graph": torch.OutOfMemoryError("CUDA out of memory. Tried")}))
+        assert why_not(search, "ours+graph") == "not enough memory"
+
+    def test_a_gpu_that_failed_ends_it(self) -> None:
+        with pytest.raises(torch.AcceleratorError):
+            run(Bench({"ours+graph": torch.AcceleratorError("an illegal memory access")}))
+
+    def test_a_network_that_does_not_run_raises(self) -> None:
+        with pytest.raises(RuntimeError, match="no such shape"):
+            run(Bench({"pytorch": RuntimeError("no such shape")}))
+
+    def test_no_way_begins_that_would_not_be_done_in_time(self) -> None:
+        bench = Bench({}, build_s=10.0)
+        search = run(bench, seconds=45.0)
+        assert bench.now <= 45.0
+        assert len(bench.built) == 4
+        assert why_not(search, "ours+compile+graph") == NO_TIME
+        assert len(search.rows) == len(search.ways)
+
+    def test_todays_is_timed_without_any_time(self) -> None:
+        bench = Bench({})
+        assert run(bench, seconds=0.0).best() is not None
+        assert bench.built == ["pytorch"]
+
+    def test_ctrl_c_keeps_what_was_measured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        bench = Bench({"ours": 20, "pytorch+graph": KeyboardInterrupt()})
+        monkeypatch.setattr(interruption, "_received", [2])
+        search = run(bench)
+        assert search.interrupted
+        best = search.best()
+        assert best is not None
+        assert best.way.name == "ours"
+        assert why_not(search, "ours+graph") == "interrupted"
+        assert len(search.rows) == len(search.ways)
+        assert "interrupted: 4 of 16 ways" in search.notes[0]
+        interruption.raise_again()  # is not raised again: it was obeyed
+
+    def test_ctrl_c_before_anything_was_measured_is_passed_on(self) -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run(Bench({"pytorch": KeyboardInterrupt()}))
+
+    def test_requirements_are_said_before_a_way_is_tried(self) -> None:
+        said: list[str] = []
+        run(Bench({}), progress=lambda text, *_: said.append(text))
+        graph = next(text for text in said if text.startswith("trying ours+graph"))
+        assert "static shapes" in graph
+        assert "random numbers" in graph
+        assert "needs" not in said[0]
+
+    def test_what_is_found_wrong_is_not_the_best(self) -> None:
+        search = run(Bench({"ours": 20, "ours+graph": 30}))
+        search.change(Way("ours"), failure="train: output")
+        best = search.best()
+        assert best is not None
+        assert best.way.name == "ours+graph"
+
+
+class TestProfile:
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("void cudnn::bn_fw_tr_1C11_singleread", "normalisation"),
+            ("aten::native_batch_norm", "normalisation"),
+            ("sm90_xmma_fprop_implicit_gemm_tf32f32", "convolutions and matrix products"),
+            ("forward_wgmma", "convolutions and matrix products"),
+            ("aten::mkldnn_convolution", "convolutions and matrix products"),
+            ("void cudnn::ops::nchwToNhwcKernel", "copies between layouts and dtypes"),
+            ("Memcpy DtoD (Device -> Device)", "copies between layouts and dtypes"),
+            ("void at::native::vectorized_elementwise_kernel", "passes over memory"),
+            ("triton_poi_fused_relu_3", "passes over memory"),
+            ("something_else", profile.OTHER),
+        ],
+    )
+    def test_kinds(self, name: str, kind: str) -> None:
+        assert profile.kind_of(name) == kind
+
+    def test_a_gpu_that_waits_is_bound_by_the_cpu(self) -> None:
+        line = profile.describe([("gemm", 20.0), ("batch_norm", 10.0)], 100.0)
+        assert line == (
+            "bound by the CPU, which launches: the GPU works 30% of the time; of that: "
+            "convolutions and matrix products 67%, normalisation 33%"
+        )
+
+    def test_a_gpu_that_works_is_bound_by_what_takes_longest(self) -> None:
+        line = profile.describe([("gemm", 20.0), ("batch_norm", 75.0), ("copy", 1.0)], 100.0)
+        assert line.startswith(
+            "bound by normalisation; the GPU works 96% of the time; of that: normalisation 78%"
+        )
+        assert "copies" not in line
+
+    def test_nothing_is_said_of_nothing(self) -> None:
+        assert profile.describe([]) == ""
+
+    def test_a_network_on_the_cpu(self) -> None:
+        layer = nn.Conv2d(8, 64, 3)
+        image = images(4, 8, 32, 32)
+        work: Callable[[], object] = lambda: layer(image)  # noqa: E731
+        assert profile.bound_of(work, torch.device("cpu")).startswith(
+            "bound by convolutions and matrix products"
+        )

@@ -1,0 +1,369 @@
+"""A network run in a way: numbers, gradients and state as in eager mode; on the CPU, CUDA graphs by a stand-in."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from graph_cases import Named, Stand, generator, images, trained
+from torch import nn
+
+import tconv_swap
+from tconv_swap.inputs import Inputs
+from tconv_swap.ways import capture, check, way
+from tconv_swap.ways.capture import NotCapturableError, StaleGraphError
+from tconv_swap.ways.run import Running, WayWarning, build
+from tconv_swap.ways.way import Way
+
+
+@pytest.fixture
+def stand(monkeypatch: pytest.MonkeyPatch) -> Stand:
+    found = Stand()
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", found)
+    monkeypatch.setattr(way, "GRAPH_DEVICES", ("cpu", "cuda"))
+    return found
+
+
+def captured(network: nn.Module, training: bool = True, **arguments: Any) -> Running:
+    inputs = Inputs((), arguments) if arguments else Inputs.of(images())
+    return build(network, Way("pytorch", runtime="graph"), inputs, training=training)
+
+
+def state(network: nn.Module) -> list[Any]:
+    tensors = [*network.parameters(), *network.buffers()]
+    return [*((id(t), t.data_ptr(), t.tolist(), t.grad) for t in tensors), torch.get_rng_state().tolist()]
+
+
+@pytest.mark.parametrize("runtime", ["eager", "graph"])
+def test_building_changes_nothing(stand: Stand, runtime: Any) -> None:
+    network = generator().train()
+    before = state(network)
+    build(network, Way("pytorch", runtime=runtime), Inputs.of(images()), training=True)
+    assert state(network) == before
+    assert int(network[1].num_batches_tracked) == 0
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_training_is_that_of_eager_mode(stand: Stand, accumulate: int) -> None:
+    """Dropout, buffers, the optimizer's and the generator's state, and gradients that are accumulated."""
+    network, eager = generator().train(), generator().train()
+    running = captured(network)
+    expected = trained(eager, eager, accumulate=accumulate)
+    torch.testing.assert_close(trained(network, running, accumulate=accumulate), expected, rtol=0, atol=0)
+    assert running.calls == stand.replays == 4 * accumulate
+
+
+def test_what_a_call_returned_stays(stand: Stand) -> None:
+    running = captured(generator(), training=False)
+    first = running(images(seed=1))
+    kept = first.clone()
+    second = running(images(seed=2))
+    assert torch.equal(first, kept)
+    assert not torch.equal(first, second)
+
+
+def test_gradients_that_were_taken_stay(stand: Stand) -> None:
+    network = generator().train()
+    running = captured(network)
+    weight = network[0].weight
+    (first,) = torch.autograd.grad(running(images(seed=1)).sum(), weight)
+    kept = first.clone()
+    torch.autograd.grad(running(images(seed=2)).sum(), weight)
+    assert torch.equal(first, kept)
+
+
+def test_a_backward_pass_through_an_older_call_is_refused(stand: Stand) -> None:
+    running = captured(generator().train())
+    older = running(images(seed=1))
+    newer = running(images(seed=2))
+    with pytest.raises(StaleGraphError, match="called again before the backward pass"):
+        older.sum().backward()
+    newer.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("differs", "why"),
+    [
+        (lambda running: running(images(1, 4, 5, 6)), "the inputs' shapes"),
+        (
+            lambda running: running(images().double().float().requires_grad_()),
+            "which inputs require gradients",
+        ),
+        (lambda running: running.eval()(images()), "the network's modes"),
+        (lambda running: torch.no_grad()(running)(images()), "whether gradients are wanted"),
+        (lambda running: torch.autocast("cpu", torch.bfloat16)(running)(images()), "autocast"),
+    ],
+)
+def test_what_was_not_captured_runs_eagerly_with_one_warning(stand: Stand, differs: Any, why: str) -> None:
+    network, eager = generator().train(), generator().train()
+    network[3].p = eager[3].p = 0.0
+    running = captured(network)
+    with pytest.warns(WayWarning, match=why) as caught:
+        found = [differs(running), differs(running)]
+    assert len([w for w in caught if w.category is WayWarning]) == 1
+    assert running.calls == stand.replays == 0
+    for output in found:
+        torch.testing.assert_close(output, differs(eager), rtol=0, atol=0)
+
+
+def test_parameters_elsewhere_run_eagerly(stand: Stand) -> None:
+    """The graph reads where they lay."""
+    network = generator()
+    running = captured(network, training=False)
+    network.load_state_dict({k: v + 1 for k, v in network.state_dict().items()})
+    here = running(images())
+    assert (running.calls, stand.replays) == (1, 1)
+    assert torch.equal(here, network(images()))
+    network.load_state_dict({k: v - 2 for k, v in network.state_dict().items()}, assign=True)
+    with pytest.warns(WayWarning, match="where the parameters lie"):
+        moved = running(images())
+    assert stand.replays == 1
+    assert torch.equal(moved, network(images()))
+
+
+def test_arguments_and_outputs_of_any_structure(stand: Stand) -> None:
+    network = Named()
+    running = captured(network, image=images(), scale=2.0)
+    output = running(image=images(seed=3), scale=2.0)
+    expected = network(image=images(seed=3), scale=2.0)
+    assert list(output) == list(expected)
+    assert output["sizes"][1] == "text"
+    assert output["none"] is None
+    torch.testing.assert_close(output["image"], expected["image"])
+    torch.testing.assert_close(output["sizes"][0], expected["sizes"][0])
+    with pytest.warns(WayWarning, match="no tensors"):
+        other = running(image=images(seed=3), scale=1.0)
+    torch.testing.assert_close(other["image"] * 2, expected["image"])
+    assert stand.replays == 1
+
+
+def test_it_is_the_network_to_everybody_else() -> None:
+    network = generator()
+    running = build(network, Way("pytorch", "channels_last"), Inputs.of(images()), training=True)
+    assert dict(running.named_parameters()) == dict(network.named_parameters())
+    assert list(running.state_dict()) == list(network.state_dict())
+    assert running.eval().training is False is network[3].training
+    assert running.train().training is True is network.training
+    assert network[0].weight.is_contiguous(memory_format=torch.channels_last)
+    assert running(images()).is_contiguous(memory_format=torch.channels_last)
+
+
+def test_serving_takes_no_gradients_and_no_dropout() -> None:
+    running = build(generator().train(), Way("pytorch"), Inputs.of(images()), training=False)
+    assert not running(images()).requires_grad
+    assert torch.equal(running(images()), running(images()))
+
+
+def test_in_way_swaps_and_keeps_what_is_swapped() -> None:
+    network = generator()
+    assert isinstance(tconv_swap.in_way(network, "ours", images()).network[0], tconv_swap.ConvTranspose2d)
+    assert network[0].weight.data_ptr() == next(network.parameters()).data_ptr()
+    partly = tconv_swap.swap_layers(generator(), exclude="0")
+    tconv_swap.in_way(partly, "ours", images())
+    assert [isinstance(partly[i], tconv_swap.ConvTranspose2d) for i in (0, 4)] == [False, True]
+    tconv_swap.in_way(partly, "pytorch", images())
+    assert type(partly[4]) is nn.ConvTranspose2d
+    with pytest.raises(ValueError, match=r"ours\+graph: CUDA graphs need a CUDA device"):
+        tconv_swap.in_way(network, "graph", images())
+
+
+def test_compiled() -> None:
+    """Takes half a minute on two cores. Without dropout: on the CPU, Inductor draws its mask in another way."""
+
+    def without_dropout() -> nn.Sequential:
+        network = generator().train()
+        network[3].p = 0.0
+        return network
+
+    network, eager = without_dropout(), without_dropout()
+    before = state(network)
+    running = build(network, Way("pytorch", runtime="compile"), Inputs.of(images()), training=True)
+    assert state(network) == before
+    report = check.verify_way(without_dropout(), running, Inputs.of(images()))
+    assert report.passed, report.failures
+    calls = running.calls
+    expected = trained(eager, eager, steps=2)
+    torch.testing.assert_close(trained(network, running, steps=2), expected, rtol=1e-4, atol=1e-5)
+    assert running.calls == calls + 2
+    nodes = capture.compiled_nodes(running(images()))
+    assert [type(node).__name__ for node in nodes] == ["CompiledFunctionBackward"]
+    with pytest.warns(WayWarning, match="shapes"):
+        assert running(images(1, 4, 5, 6)).shape[0] == 1
+
+
+def test_every_way_of_the_cpu_is_tried_and_the_choice_is_verified() -> None:
+    """Compiles four networks: a minute on two cores."""
+    network = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.ReLU()).eval()
+    before = state(network)
+    model, run, report = tconv_swap.optimize(network, images(), seconds=None)
+    assert state(network) == before
+    (stage,) = report.stages
+    assert len(stage.rows) == 8
+    assert all(row.timing is not None or row.why_not.startswith("not tried: ") for row in stage.rows), str(
+        report
+    )
+    assert any(row.timing is not None for row in stage.rows if row.way.runtime == "compile"), str(report)
+    best = stage.row(stage.best)
+    assert best is not None
+    assert best.verified or stage.best == way.TODAY
+    assert run.network is model is not network
+    torch.testing.assert_close(run(images()), network(images()).detach(), rtol=1e-4, atol=1e-5)
+    assert f"* forward  {stage.best.name} " in str(report)
+
+
+class TestVerification:
+    def test_a_captured_way_is_what_is_compared(self, stand: Stand) -> None:
+        network = generator()
+        running = captured(network)
+        report = check.verify_way(generator(), running, Inputs.of(images()))
+        assert report.passed, report.failures
+        assert stand.replays > 0
+        assert {c.kind for c in report.checks} >= {"output", "grad_parameter", "buffer"}
+        with pytest.warns(WayWarning):  # the verification used none of them up
+            running(images(1, 4, 5, 6))
+
+    @pytest.mark.parametrize("training", [False, True])
+    def test_a_wrong_replay_is_found(self, stand: Stand, training: bool) -> None:
+        running = captured(generator(), training=training)
+        replay = running._built
+        assert replay is not None
+        running._built = lambda inputs: replay(inputs) * 1.001
+        assert not check.verify_way(generator(), running, Inputs.of(images())).passed
+
+    def test_a_buffer_that_a_replay_forgets_is_found(self, stand: Stand) -> None:
+        """A network that replaces a buffer instead of writing to it: the graph writes somewhere else."""
+        network = generator()
+        running = captured(network)
+        replay = running._built
+        assert replay is not None
+
+        def forgetful(inputs: Inputs) -> Any:
+            before = {name: buffer.clone() for name, buffer in network.named_buffers()}
+            output = replay(inputs)
+            for name, buffer in network.named_buffers():
+                buffer.data.copy_(before[name])  # behind autograd's back, as a replay does
+            return output
+
+        running._built = forgetful
+        failures = check.verify_way(generator(), running, Inputs.of(images())).failures
+        assert any("running_mean" in line for line in failures)
+
+    def test_a_way_that_never_ran_is_not_verified(self, stand: Stand) -> None:
+        running = captured(generator())
+        report = check.verify_way(generator(), running, Inputs.of(images(1, 4, 3, 3)))
+        assert not report.passed
+        assert "no call of the verification ran in the way" in report.failures[0]
+
+    def test_layouts_are_compared_in_float64(self) -> None:
+        class Careless(nn.Module):
+            """Reads memory as if it lay in NCHW."""
+
+            def __init__(self) -> None:
+                super().__init__()
+                self.up = nn.ConvTranspose2d(4, 3, 2, 2)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                y = self.up(x)
+                return y.as_strided(y.shape, torch.empty(y.shape).stride())
+
+        torch.manual_seed(0)
+        network = Careless()
+        running = build(
+            copy.deepcopy(network), Way("pytorch", "channels_last"), Inputs.of(images()), training=False
+        )
+        failures = check.verify_way(network, running, Inputs.of(images())).failures
+        assert failures
+        assert all(line.startswith("in channels_last it is another network") for line in failures)
+
+    def test_dropout_in_channels_last_draws_elsewhere_and_is_verified(self) -> None:
+        class Functional(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.up = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.Dropout(0.5))
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return nn.functional.dropout(self.up(x), 0.25, self.training)
+
+        for network in (generator(), Functional()):
+            inputs = Inputs.of(images())
+            running = build(copy.deepcopy(network), Way("pytorch", "channels_last"), inputs, training=True)
+            report = check.verify_way(network, running, inputs)
+            assert report.passed, report.failures
+
+    def test_batch_norm_in_channels_last_may_round_as_pytorch_does_there(self) -> None:
+        torch.manual_seed(0)
+        network = nn.Sequential(
+            nn.ConvTranspose2d(8, 16, 4, 2, 1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.ConvTranspose2d(16, 3, 4, 2, 1),
+        )
+        inputs = Inputs.of(images(2, 8, 16, 16))
+        swapped = tconv_swap.swap_layers(copy.deepcopy(network))
+        running = build(swapped, Way("ours", "channels_last"), inputs, training=True)
+        report = check.verify_way(network, running, inputs)
+        assert report.passed, report.failures
+
+
+def test_a_network_that_waits_is_told_before_the_capture(
+    stand: Stand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `torch.cuda.set_sync_debug_mode("error")` makes it raise."""
+
+    class Waits(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if modes[-1] == "error":
+                raise RuntimeError("called a synchronizing CUDA operation\nmore")
+            return x * 2
+
+    modes: list[Any] = [0]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[0])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    with pytest.raises(
+        NotCapturableError, match=r"waits for the GPU \(called a synchronizing CUDA operation\)$"
+    ):
+        capture._check_no_wait(capture._Surface(Waits(), Inputs.of(images())), (images(),), training=False)
+    assert modes == [0, "error", 0]
+    assert stand.replays == 0
+
+
+def test_an_autocast_inside_the_network_does_not_keep_old_weights() -> None:
+    """Its cache lives as long as the outermost autocast, which is ours, or the caller's."""
+    layer = nn.Conv2d(4, 3, 1)
+
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: torch.Tensor) -> Any:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
+                return self.layer(x)
+
+    surface = capture._Surface(Inside(), Inputs.of(images()))
+    bias = layer.bias.detach().bfloat16()[:, None, None]
+    with torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(images())  # casts the weight, which is kept
+        layer.weight.data.zero_()
+        (first,) = surface(images())
+        layer.weight.data.fill_(1.0)
+        (second,) = surface(images())
+        layer.weight.data.zero_()
+        with torch.autocast("cpu", torch.bfloat16):
+            last = layer(images())
+    assert torch.equal(first, torch.zeros_like(first) + bias)
+    assert not torch.equal(second, first)
+    assert torch.equal(last, first)
+
+
+def test_nothing_is_warned_of_where_calls_fit(stand: Stand) -> None:
+    running = captured(generator().train())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for seed in range(3):
+            running(images(seed=seed)).sum().backward()

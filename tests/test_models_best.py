@@ -1,0 +1,95 @@
+"""The best ways of whole networks: a tiny row on the CPU, the order of the rows, the table and the chart."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import models, models_best, models_report, models_ways
+from benchmarks.models_row import Case, Setting
+from tconv_swap.ways import way
+from tconv_swap.ways.way import Way
+
+CPU = Setting(torch.device("cpu"), True, None)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled takes minutes; test_best_way_run.py compiles."""
+    monkeypatch.setattr(way, "RUNTIMES", ("eager",))
+
+
+def options(*arguments: str) -> Any:
+    return models._parser().parse_args([*arguments, "--device", "cpu", "--tiny"])
+
+
+@pytest.fixture
+def measured(tmp_path: Path, no_compiler: None) -> dict[str, Any]:
+    path = tmp_path / "rows.json"
+    arguments = ["--runtime", "best", "--network", "vae", "--precision", "tf32", "--json", str(path)]
+    assert models.main([*arguments, "--device", "cpu", "--tiny"]) == 0
+    document: dict[str, Any] = json.loads(path.read_text())
+    return document
+
+
+def test_a_row(measured: dict[str, Any]) -> None:
+    (row,) = measured["rows"]
+    assert [stage["stage"] for stage in row["stages"]] == ["step", "forward"]
+    for stage in row["stages"]:
+        assert stage["pytorch_way"].startswith("pytorch")
+        assert stage["our_way"].startswith("ours")
+        assert stage["speedup"] == stage["original"]["median_ms"] / stage["swapped"]["median_ms"]
+        assert stage["over_today"] == stage["today"]["median_ms"] / stage["swapped"]["median_ms"]
+        assert {one["way"] for one in stage["ways"]} == {
+            f"{layers}{layout}" for layers in ("pytorch", "ours") for layout in ("", "+channels_last")
+        }
+    text = models_report.table(measured)
+    assert "PyTorch's best way" in text
+    assert "our best way over PyTorch's best way, training step" in text
+    chart = models_best.best_chart(measured)
+    assert chart is not None
+    assert "our best way" in chart
+
+
+def test_other_rows_have_no_best_way() -> None:
+    committed = Path(models.__file__).parent / "results" / "h200-models.json"
+    document = json.loads(committed.read_text())
+    document["rows"] = [row for row in document["rows"] if row["runtime"] != "best"]
+    assert models_best.best_table(document) is None
+    assert models_best.best_chart(document) is None
+    assert "best way" not in models_report.table(document)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_way_that_computes_something_else_is_no_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models_ways, "_apart", lambda *_: 0.06)
+    path = tmp_path / "rows.json"
+    arguments = ["--runtime", "best", "--network", "vae", "--precision", "tf32", "--json", str(path)]
+    assert models.main([*arguments, "--device", "cpu", "--tiny"]) == 1
+    assert "outputs that differ by 6.0e-02" in json.loads(path.read_text())["not_measured"][0]
+
+
+def test_small_networks_and_float16_come_first() -> None:
+    cases = list(models._cases(options("--runtime", "best")))
+    assert len(cases) == 20
+    assert cases[0] == Case("dcgan", "fp16", "any", "best")
+    assert [case.network for case in cases[:10]] == [*models_ways.ORDER]
+    assert set(models_ways.ORDER) == set(models.NETWORKS)
+    assert cases[10].precision == "tf32"
+
+
+def test_what_is_compiled_ahead() -> None:
+    found = list(models_ways.ways_ahead(Case("vae", "fp16", "any", "best"), CPU))
+    assert found[0] == (Way("pytorch", "as it is", "compile"), True)
+    assert len(found) == 8
+    graphs = list(
+        models_ways.ways_ahead(Case("vae", "fp16", "any", "best"), CPU._replace(device=torch.device("cuda")))
+    )
+    assert {one.runtime for one, _ in graphs} == {"compile+graph"}
+    assert not list(models_ways.ways_ahead(Case("maskrcnn", "fp16", "any", "best"), CPU))
