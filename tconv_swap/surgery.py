@@ -17,6 +17,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from tconv_swap import flops, op
+from tconv_swap.blocks.finding import BlockPlan, Found, find
+from tconv_swap.blocks.modules import CHOICES, Fuse
+from tconv_swap.blocks.modules import original_class as before_fusing
 from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
@@ -73,10 +76,12 @@ class SwapPlan:
     Attributes:
         layers: every transposed convolution found, in the order of ``named_modules``.
         unused_patterns: the include and exclude patterns that match none of them.
+        blocks: with ``fuse``, every normalisation that it is about.
     """
 
     layers: tuple[LayerPlan, ...]
     unused_patterns: tuple[str, ...] = ()
+    blocks: tuple[BlockPlan, ...] = ()
 
     @property
     def swapped(self) -> tuple[LayerPlan, ...]:
@@ -93,6 +98,7 @@ class SwapPlan:
         return {
             "layers": [layer.to_dict() for layer in self.layers],
             "unused_patterns": list(self.unused_patterns),
+            "blocks": [block.to_dict() for block in self.blocks],
         }
 
     def __str__(self) -> str:
@@ -103,6 +109,7 @@ class SwapPlan:
         else:
             lines = [f"swapped: {len(self.swapped)} of {len(self.layers)} transposed convolutions"]
         lines += [str(layer) for layer in self.layers]
+        lines += [str(block) for block in self.blocks]
         lines += [self.describe_unused(pattern) for pattern in self.unused_patterns]
         return "\n  ".join(lines)
 
@@ -120,6 +127,7 @@ def plan_swap(
     exclude: Patterns = None,
     filter_fn: FilterFn | None = None,
     include_1d: bool = False,
+    fuse: Fuse = None,
 ) -> SwapPlan:
     """Says what ``swap_layers`` would do with the same arguments; changes nothing.
 
@@ -136,11 +144,17 @@ def plan_swap(
             a ``forward`` of its own is swapped only where a filter_fn insists: its ``forward`` stays, and
             what that reaches by ``super().forward`` becomes ours.
         include_1d: swap ``nn.ConvTranspose1d`` too, as a 2-D problem of height 1.
+        fuse: what is computed by one kernel on CUDA. ``"blocks"``: in an ``nn.Sequential``, a norm behind a swapped
+            layer (``nn.BatchNorm2d``, ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU,
+            LeakyReLU, ReLU6, Tanh, Sigmoid, SiLU, GELU). ``"all"``: these norms anywhere, those in an
+            ``nn.Sequential`` with the activation behind them. None: nothing. ``include``, ``exclude`` and
+            ``filter_fn`` are about the layers.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
+        ValueError: ``fuse`` is something else.
     """
-    return _plan(model, include, exclude, filter_fn, include_1d)
+    return _plan(model, include, exclude, filter_fn, include_1d, fuse)[0]
 
 
 def swap_layers(
@@ -151,18 +165,21 @@ def swap_layers(
     filter_fn: FilterFn | None = None,
     backend: Backend | None = None,
     include_1d: bool = False,
+    fuse: Fuse = None,
     inplace: bool = True,
 ) -> nn.Module:
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
 
-    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``.
+    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``. With ``fuse``, norms and
+    the activations behind them are computed as one: by another class of the ``nn.Sequential`` that they are in, which
+    looks at every call whether they still can be, and with ``"all"`` of the norms.
 
     Parameters, buffers, hooks, names, attributes and modes stay the very same objects; so optimizers, tied
     weights and references to a layer go on working. Layers that are ours already stay so. ``plan_swap`` tells
     which layers are left, and why.
 
     Args:
-        model, include, exclude, filter_fn, include_1d: as in ``plan_swap``.
+        model, include, exclude, filter_fn, include_1d, fuse: as in ``plan_swap``.
         backend: what computes the layers that are ours after the swap: ``"auto"``, ``"kernel"`` or ``"native"``
             (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
@@ -172,22 +189,23 @@ def swap_layers(
 
     Raises:
         TypeError: as in ``plan_swap``. Whatever is raised, ``model`` is as it was.
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or ``fuse``.
 
     Warns:
         SwapWarning: nothing to swap, or a pattern matches no layer.
     """
     if backend is not None:
         check_backend(backend)
-    plan = _plan(model, include, exclude, filter_fn, include_1d)
+    plan, fused = _plan(model, include, exclude, filter_fn, include_1d, fuse)
     for pattern in plan.unused_patterns:
         warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
-    if not plan.swapped:
+    if not plan.swapped and not any(block.swap for block in plan.blocks):
         warnings.warn(str(plan), SwapWarning, stacklevel=2)
     target = model if inplace else deep_copy(model)
     modules = dict(target.named_modules(remove_duplicate=False))
     layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
-    set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
+    classes: list[Any] = [(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers]
+    set_classes([*classes, *((modules[name], cls) for name, cls in fused.classes)])
     if backend is not None:
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
@@ -214,15 +232,17 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """
     _check_model(model)
     target = model if inplace else deep_copy(model)
-    originals = []
+    originals: list[Any] = []
     for name, layer in target.named_modules():
+        if (original := before_fusing(type(layer))) is not None:
+            originals.append((layer, original))
         if isinstance(layer, SWAPPED):
             if reason := _why_kept(layer):
                 warnings.warn(f"{name or 'the layer'} stays swapped: {reason}", SwapWarning, stacklevel=2)
             else:
                 originals.append((layer, original_class(type_before_parametrizations(layer))))
     for layer, original in originals:
-        if not issubclass(original, LayerState):
+        if isinstance(layer, LayerState) and not issubclass(original, LayerState):
             layer.tconv_forget()
     set_classes(originals)
     return target
@@ -238,9 +258,16 @@ def _why_kept(layer: nn.Module) -> str:
 
 
 def _plan(
-    model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: FilterFn | None, include_1d: bool
-) -> SwapPlan:
+    model: nn.Module,
+    include: Patterns,
+    exclude: Patterns,
+    filter_fn: FilterFn | None,
+    include_1d: bool,
+    fuse: Fuse,
+) -> tuple[SwapPlan, Found]:
     _check_model(model)
+    if fuse not in CHOICES:
+        raise ValueError(f"fuse must be 'blocks', 'all' or None, not {fuse!r}")
     included = None if include is None else as_patterns(include, "include")
     excluded = as_patterns(exclude, "exclude")
     found = _transposed_convolutions(model)
@@ -263,10 +290,12 @@ def _plan(
                 already=already,
             )
         )
+    ours = {id(module) for (module, _), layer in zip(found, layers, strict=True) if layer.swap}
+    fused = find(model, fuse, lambda module: id(module) in ours)
     all_names = [name for _, names in found for name in names]
     patterns = dict.fromkeys([*(included or ()), *excluded])
     unused = tuple(pattern for pattern in patterns if not matches_any(pattern, all_names))
-    return SwapPlan(tuple(layers), unused)
+    return SwapPlan(tuple(layers), unused, fused.blocks), fused
 
 
 def _check_model(model: nn.Module) -> None:

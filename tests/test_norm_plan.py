@@ -75,9 +75,7 @@ def test_every_activation_and_dtype_compiles(activation: Activation, dtype: torc
 
 
 def test_every_source_is_planned() -> None:
-    used = {
-        launch.kernel.source for made in plans(norm(SHAPES["small"]), HOPPER) for launch in made.launches
-    }
+    used = {launch.kernel.source for made in plans(norm(SHAPES["small"]), HOPPER) for launch in made.launches}
     assert used == {path.name for path in (csrc_directory() / "kernels" / "norm").glob("*.cu")}
 
 
@@ -131,7 +129,10 @@ def test_partial_sums_have_room() -> None:
 
 
 def test_what_is_not_claimed() -> None:
-    assert plan.plan_backward(norm((2, 3, 4, 4), torch.float64), trains=True, wants=(True, True), device=HOPPER) is None
+    assert (
+        plan.plan_backward(norm((2, 3, 4, 4), torch.float64), trains=True, wants=(True, True), device=HOPPER)
+        is None
+    )
     mixed = norm((2, 3, 4, 4), torch.float32, parameters=torch.float16)
     assert plan.plan_backward(mixed, trains=True, wants=(True, True), device=HOPPER) is None
     empty = norm((0, 3, 4, 4))

@@ -93,7 +93,9 @@ def plan_forward(
     factor = 0.0 if momentum is None else momentum
     counts = 0 if not updates else -1 if momentum is None else 1
 
-    def launch(threads: int, stage: int, cluster: int, blocks: int, words: tuple[int, ...], shared: int) -> Launch:
+    def launch(
+        threads: int, stage: int, cluster: int, blocks: int, words: tuple[int, ...], shared: int
+    ) -> Launch:
         arguments = (
             input_(0),
             output(0),
@@ -133,7 +135,9 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
     first: Argument = output(0) if wants_input else int64(0)
     others = (output(wants_input), output(wants_input + 1)) if wants_parameters else (int64(0), int64(0))
 
-    def launch(threads: int, stage: int, cluster: int, blocks: int, words: tuple[int, ...], shared: int) -> Launch:
+    def launch(
+        threads: int, stage: int, cluster: int, blocks: int, words: tuple[int, ...], shared: int
+    ) -> Launch:
         arguments = (
             *(input_(i) for i in range(5)),
             first,
@@ -207,10 +211,14 @@ def _planned(
     launch: _MakeLaunch,
 ) -> Plan:
     """The faster of one launch and two. ``read``: tensors that are read before one is written."""
-    ways = [_together(tiling, device, read, cluster) for cluster in _CLUSTERS if _has_cluster(device, cluster)]
+    ways = [
+        _together(tiling, device, read, cluster) for cluster in _CLUSTERS if _has_cluster(device, cluster)
+    ]
     best = min(ways, key=lambda way: way.microseconds)
     if best.microseconds <= _apart_microseconds(tiling, read):
-        words = tiling.words(best.cluster, cached=best.cached, trains=trains, counts=counts, momentum=momentum)
+        words = tiling.words(
+            best.cluster, cached=best.cached, trains=trains, counts=counts, momentum=momentum
+        )
         blocks = tiling.tiles * best.cluster
         one = launch(best.threads, _TOGETHER, best.cluster, blocks, words, best.shared_bytes)
         shared_by = f"{best.cluster} blocks" if best.cluster > 1 else "a block"
@@ -247,7 +255,12 @@ def _together(tiling: Tiling, device: Device, read: int, cluster: int) -> _Toget
     if _UNASKED_BYTES - _STATIC_BYTES < shared <= _UNASKED_BYTES:
         shared = _UNASKED_BYTES + ACCESS_BYTES
     blocks = tiling.tiles * cluster
-    resident = max(1, min(_MOST_THREADS_RESIDENT // threads // 2, device.shared_memory_per_block // (shared + _STATIC_BYTES)))
+    resident = max(
+        1,
+        min(
+            _MOST_THREADS_RESIDENT // threads // 2, device.shared_memory_per_block // (shared + _STATIC_BYTES)
+        ),
+    )
     slots = device.multiprocessors * resident
     waves = ceil_div(blocks, slots)
     share = min(1.0, min(blocks, device.multiprocessors) / (_ENOUGH_MULTIPROCESSORS * device.multiprocessors))
@@ -276,4 +289,6 @@ def _slices_to_reduce(tiling: Tiling, device: Device) -> tuple[int, int]:
 def _slices_to_apply(tiling: Tiling, device: Device) -> int:
     row = tiling.step(_SLICE_THREADS)
     for_all = ceil_div(_SLICES_RESIDENT * device.multiprocessors, tiling.tiles)
-    return max(ceil_div(tiling.items, row * _SLICE_DEPTH), min(for_all, ceil_div(tiling.items, row * _UNROLL)))
+    return max(
+        ceil_div(tiling.items, row * _SLICE_DEPTH), min(for_all, ceil_div(tiling.items, row * _UNROLL))
+    )
