@@ -205,7 +205,8 @@ def swap_layers(
     modules = dict(target.named_modules(remove_duplicate=False))
     layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
     classes: list[Any] = [(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers]
-    set_classes([*classes, *((modules[name], cls) for name, cls in fused.classes)])
+    classes += [(modules[name], cls) for name, cls in fused.classes]
+    set_classes(classes)
     if backend is not None:
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)

@@ -13,6 +13,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from tconv_swap.blocks import kernels
 from tconv_swap.blocks.form import NORMS, Form, activation_of, by_pytorch
 from tconv_swap.blocks.kernels import Call, Running
+from tconv_swap.cuda.call import ALIGNMENT
 from tconv_swap.eager import is_eager
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -22,9 +23,14 @@ Observer = Callable[[nn.Module, nn.Module | None, Tensor, Tensor, dict[str, Tens
 observers: list[Observer] = []
 
 
+def is_on_gpu(x: object) -> bool:
+    """Whether ``x`` is a plain tensor on CUDA."""
+    return type(x) is Tensor and x.is_cuda
+
+
 def takes(x: object) -> bool:
     """Whether a call with ``x`` may go by our kernels at all: nobody but the caller wants to see it."""
-    return type(x) is Tensor and x.is_cuda and is_eager() and not _has_any_global_hook()
+    return is_on_gpu(x) and is_eager() and not _has_any_global_hook()
 
 
 def is_watched(module: nn.Module) -> bool:
@@ -39,7 +45,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor | None:
-    """What ``activation(norm(x))`` gives, running statistics brought up to date; None, and nothing done, where PyTorch's
+    """What ``activation(norm(x))`` gives, running statistics brought up to date; None, and nothing done, where the
     modules have to compute it. ``takes(x)`` has been asked, and the modules are not watched.
 
     Raises:
@@ -71,7 +77,7 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
         x.stride(),
         x.dtype,
         x.get_device(),
-        x.data_ptr() % kernels.ALIGNMENT,
+        x.data_ptr() % ALIGNMENT,
         trains,
         updates,
         needed,
@@ -109,7 +115,7 @@ def _make(
 ) -> Call | None:
     given: Any = norm
     dimensions, per_image = next(how for cls, how in NORMS.items() if isinstance(norm, cls))
-    weight, _, running_mean, running_var, batches = tensors
+    _, _, running_mean, running_var, batches = tensors
     if per_image and running_mean is not None:
         return None  # the average over images of their statistics is left to PyTorch
     channels_last = kernels.lies(x)

@@ -1,4 +1,4 @@
-"""Which norms of a network are computed by our kernels, which with the activation behind them, and why not the others."""
+"""Which norms of a network our kernels compute, which with the activation behind them, and why not the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
     places = _places(model)
     blocks: list[BlockPlan] = []
     classes: dict[str, type[nn.Module]] = {}
-    for name, norm in model.named_modules():
+    for norm in model.modules():
         if not isinstance(norm, _NormBase | nn.GroupNorm):
             continue
         around = sorted(places.get(id(norm), []), key=lambda place: not is_ours(place.before))
@@ -72,8 +72,10 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
         blocks.append(block)
         if not block.swap:
             continue
-        alone = place.parent is None or not _in_turn(place.parent) or _why_no_container(place.parent, fuse)
-        for module in [norm] if alone else [norm, place.parent]:
+        changing = [norm]
+        if place.parent is not None and _in_turn(place.parent) and not _why_no_container(place.parent, fuse):
+            changing.append(place.parent)
+        for module in changing:
             cls = _class_for(module, fuse)
             if cls is not None and cls is not type(module):
                 classes[names[id(module)]] = cls

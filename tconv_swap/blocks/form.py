@@ -41,9 +41,9 @@ class Form:
 
 def activation_of(module: nn.Module | None) -> tuple[Activation, float] | None:
     """What a module computes, and the slope of a leaky ReLU; no module: the identity. None: no activation of ours."""
-    kind = type(module)
     if module is None:
         return Activation.IDENTITY, 0.0
+    kind = type(module)
     if kind is nn.LeakyReLU:
         return Activation.LEAKY_RELU, module.negative_slope  # type: ignore[return-value]
     if kind is nn.GELU:

@@ -1,8 +1,8 @@
 """The containers and norms that a swap with ``fuse`` gives other classes, and nothing else.
 
-A swapped ``nn.Sequential`` looks at every call, before it calls a norm, whether the norm and the activation that follows it
-can be computed as one. So whatever is done to the modules afterwards (a hook, another activation, a part of the container
-taken out, a module called alone) is seen by the next call; the modules in a block keep their classes.
+A swapped ``nn.Sequential`` looks at every call, before it calls a norm, whether that and the activation that follows
+it can be computed as one. So whatever is done to the modules afterwards (a hook, another activation, a part of the
+container taken out, a module called alone) is seen by the next call; the activations keep their classes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Blocks(nn.Sequential):
     def forward(self, input: Any) -> Any:
         """Calls the modules in turn, as ``nn.Sequential`` does."""
         if not call.takes(input):
-            return super().forward(input)
+            return super().forward(input)  # type: ignore[no-untyped-call]
         modules = list(self._modules.values())
         at, behind_ours = 0, False
         while at < len(modules):
             module = modules[at]
             assert module is not None
             fits = (behind_ours or self._everywhere) and type(module) in FUSED_NORMS
-            if fits and type(input) is Tensor and input.is_cuda:
+            if fits and call.is_on_gpu(input):
                 following = modules[at + 1] if at + 1 < len(modules) else None
                 output, taken = _block(module, following, input)
                 if output is not None:
@@ -85,7 +85,7 @@ class _Norm(Leaf):
             output = call.computed(self, None, input)
             if output is not None:
                 return output
-        return super().forward(input)  # type: ignore[misc,no-any-return]
+        return super().forward(input)  # type: ignore[no-any-return]
 
 
 class BatchNorm1d(_Norm, nn.BatchNorm1d):
@@ -126,7 +126,7 @@ class _PickledByFirstBase:
 
 
 def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
-    """The class that takes the place of ``cls``: of a container, or, with ``fuse="all"``, of a norm. None: none does."""
+    """The class that takes the place of ``cls``, of a container or, with ``"all"``, of a norm. None: none does."""
     if fuse is None:
         return None
     ours = AllBlocks if fuse == "all" else Blocks
@@ -139,7 +139,7 @@ def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
         and not issubclass(cls, Blocks)
         and cls.forward is nn.Sequential.forward
     ):
-        return _made(cls, ours)
+        return _made(cls, ours)  # type: ignore[arg-type]  # mypy compares the hash of the instances
     return None
 
 
@@ -150,7 +150,8 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     for original, ours in _NORM_CLASSES.items():
         if cls is ours:
             return original
-    return cls.__bases__[0] if issubclass(cls, _PickledByFirstBase) and issubclass(cls, Blocks) else None
+    bases: tuple[type, ...] = cls.__bases__
+    return bases[0] if len(bases) == 3 and bases[1] is _PickledByFirstBase else None
 
 
 @functools.cache
@@ -165,5 +166,5 @@ def _made(cls: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
 
 def _new_container(cls: type[nn.Module], ours: type[nn.Module]) -> nn.Module:
     """A container without state, for the unpickler to fill. Pickles name this function: it must stay here."""
-    made = _made(cls, ours)
+    made = _made(cls, ours)  # type: ignore[arg-type]
     return made.__new__(made)

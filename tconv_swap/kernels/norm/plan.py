@@ -75,14 +75,14 @@ class _Together:
 def plan_forward(
     norm: Norm, *, trains: bool, updates: bool, momentum: float | None, saves: bool, device: Device
 ) -> Plan | None:
-    """Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, each but the first None where it
-    is not there. Outputs: the tensor normalised and activated; with ``saves`` also ``[2, groups]`` float32, means and
+    """Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, all but the first or None.
+    Outputs: the tensor normalised and activated; with ``saves`` also ``[2, groups]`` float32, means and
     ``1 / sqrt(variance + eps)``, which the backward pass starts from. None where the kernels do not claim it.
 
     Args:
         trains: by the batch's statistics, else by the running ones.
         updates: bring the running statistics up to date, and count the batch.
-        momentum: of that; None: an average over the batches so far, of which num_batches_tracked counts this one already.
+        momentum: of that; None: the average of all batches, which num_batches_tracked has counted already.
     """
     if not _is_claimed(norm):
         return None

@@ -1,4 +1,4 @@
-"""What is normalised, how it is cut into tiles and slices, and the struct that tells a kernel: no size is compiled in."""
+"""What is normalised, how it is cut into tiles and slices, and the struct that tells a kernel."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ class Tiling:
 
 
 def _lanes(items: int) -> int:
-    """Beside one another, at most a fifth of them idle where that can be had: 16 of 16 bytes are two lines of memory."""
+    """Beside one another: at most a fifth of them idle where that can be had."""
     for lanes in (16, 8, 4):
         if ceil_div(items, lanes) * lanes <= 1.2 * items:
             return lanes
