@@ -72,7 +72,7 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
         blocks.append(block)
         if not block.swap:
             continue
-        changing = [norm]
+        changing: list[nn.Module] = [norm]
         if place.parent is not None and _in_turn(place.parent) and not _why_no_container(place.parent, fuse):
             changing.append(place.parent)
         for module in changing:
