@@ -1,9 +1,9 @@
 """Norms and the activations behind them, alone and in networks: ``python -m benchmarks.blocks --json FILE``.
 
-First the kernels by themselves: normalisation and ReLU, forward and backward, beside PyTorch's (cuDNN's) and beside a copy
-of as many bytes, from a cold L2. Then DCGAN-64, DCGAN-256, a pose network and CycleGAN: an eager training step and an eager
-evaluation, PyTorch's network, ours, ours with ``fuse="blocks"`` and with ``"all"``, each layout in a process of its own: wall
-clock, and the GPU's time by kernel.
+First the kernels by themselves: normalisation and ReLU, forward and backward, beside PyTorch's (cuDNN's) and beside
+a copy of as many bytes, from a cold L2. Then DCGAN-64, DCGAN-256, a pose network and CycleGAN: an eager training step
+and an eager evaluation, PyTorch's network, ours, ours with ``fuse="blocks"`` and with ``"all"``, each layout in a
+process of its own: wall clock, and the GPU's time by kernel.
 """
 
 from __future__ import annotations
@@ -137,7 +137,6 @@ def _kernels() -> Iterator[dict[str, Any]]:
         "copy"
     ].median_ms
     rate = 2 * copied.numel() / copy_ms * 1e-6
-    del copied, target
     for shape, per_image in SHAPES:
         for layout, form in LAYOUTS.items():
             for name, dtype in DTYPES.items():
@@ -215,7 +214,7 @@ def _kernel_line(row: dict[str, Any]) -> str:
 
 def _network(name: str, *, layout: str, precision: str, prepare: bool) -> dict[str, Any]:
     network = MEASURED[name]
-    torch.backends.cudnn.benchmark = True
+    torch.backends.cudnn.benchmark = not prepare
     torch.backends.cudnn.allow_tf32 = True
     device, form = torch.device("cuda"), LAYOUTS[layout]
     torch.manual_seed(0)
@@ -301,8 +300,9 @@ def _network_line(row: dict[str, Any]) -> str:
     lines = []
     for stage in ("step", "eval"):
         wall = row[stage]
+        gpu = {which: row[f"{stage}_gpu"][which]["ms"] for which in VARIANTS}
         parts = [
-            f"{which} {wall[which]:7.2f} ms ({wall['pytorch'] / wall[which]:.2f}x, GPU {row[f'{stage}_gpu'][which]['ms']:.2f})"
+            f"{which} {wall[which]:7.2f} ms ({wall['pytorch'] / wall[which]:.2f}x, GPU {gpu[which]:.2f})"
             for which in VARIANTS
         ]
         lines.append(f"{name} {stage}: " + "; ".join(parts))

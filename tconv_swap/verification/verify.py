@@ -24,6 +24,7 @@ from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import Inputs, model_dtype
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.verification import compare
+from tconv_swap.verification.blocks import BlockChecks, fused_modules
 from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.layer_call import layer_roundoff
 from tconv_swap.verification.layers import LayerChecks, swapped_layers
@@ -106,9 +107,9 @@ def verify(
     inputs = Inputs.of(inputs)
     report = VerifyReport()
     layers = swapped_layers(swapped)
-    if not layers:
+    if not layers and not fused_modules(swapped):
         report.failures.append("nothing is swapped: the network holds no layer of tconv_swap")
-    if both := sorted(swapped_layers(original)):
+    if both := sorted([*swapped_layers(original), *fused_modules(original)]):
         report.failures.append(
             f"the original holds swapped layers itself ({', '.join(name or '(root)' for name in both)}): "
             "nothing to compare with; swap with inplace=False"
@@ -148,6 +149,7 @@ class _Verification:
         self.backward = backward
         self.dtype = model_dtype(original.module)
         self.layers = LayerChecks(swapped.module, backward, runner.seed, tolerance)
+        self.blocks = BlockChecks(swapped.module, backward, tolerance)
         self.float64: Subject | None = None
         self.no_float64 = "as asked" if reference == "original" else ""
         self.why_original: dict[str, str] = {}
@@ -269,7 +271,7 @@ class _Verification:
         """Runs the swapped network and keeps what is found; whether all is well."""
         mode, report = standard.mode, self.report
         try:
-            with self.layers.watch(mode):
+            with self.layers.watch(mode), self.blocks.watch(mode):
                 watched = self.runner.run(self.swapped, mode, standard.how)
             outcome = self.runner.run(self.swapped, mode, standard.how)
             others = self._other_ways(standard)
@@ -348,15 +350,15 @@ class _Verification:
 
     def _conclude(self, verified: list[str]) -> None:
         report, layers = self.report, self.layers
-        report.checks += layers.checks
-        report.notes += layers.notes
+        report.checks += layers.checks + self.blocks.checks
+        report.notes += layers.notes + self.blocks.notes
         report.failures += [check.failure() for check in report.checks if not check.passed]
         report.reference = self._describe_reference(verified)
         if self.reference == "float64" and self.why_original:
             report.failures.append(f"no float64 reference: {report.reference}")
         if not report.checks and not report.failures:
             report.failures.append("nothing compared")
-        first = next((check for check in layers.checks if not check.passed), None)
+        first = next((check for check in layers.checks + self.blocks.checks if not check.passed), None)
         report.first_divergence = self.parted
         if first is not None:
             report.first_divergence = f"layer {first.name or '(root)'}: {first.failure()}"
