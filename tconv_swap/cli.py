@@ -116,6 +116,7 @@ def swap(
     exclude: options.Exclude = None,
     backend: options.BackendOption = None,
     include_1d: options.Include1d = False,
+    fuse: options.FuseOption = "none",
     dry_run: options.DryRun = False,
     no_backward: options.NoBackward = False,
     no_benchmark: options.NoBenchmark = False,
@@ -157,6 +158,7 @@ def swap(
     request = replace(
         request,
         out=out,
+        fuse=None if fuse == "none" else fuse,
         dry_run=dry_run,
         benchmark=not no_benchmark,
         atol=atol,

@@ -290,3 +290,35 @@ def test_the_other_choice_later() -> None:
     assert type(tconv_swap.swap_layers(model)) is AllBlocks  # None leaves what is
     with pytest.raises(ValueError, match="fuse must be"):
         tconv_swap.plan_swap(model, fuse="everything")  # type: ignore[arg-type]
+
+
+class Named(nn.Sequential):
+    """A subclass that a file may name."""
+
+
+def test_files_of_fused_networks_load(tmp_path) -> None:
+    from tconv_swap.files.loading import load_model
+
+    path = tmp_path / "model.pt"
+    for fuse in ("blocks", "all"):
+        model = tconv_swap.swap_layers(nn.Sequential(Named(up(), nn.BatchNorm2d(4), nn.ReLU())), fuse=fuse)
+        torch.save(model, path)
+        loaded = load_model(path, trust=[f"{__name__}:Named"]).model
+        assert [type(m) for m in loaded.modules()] == [type(m) for m in model.modules()]
+        plain = tconv_swap.swap_layers(nn.Sequential(up(), nn.BatchNorm2d(4), nn.ReLU()), fuse=fuse)
+        torch.save(plain, path)
+        assert type(load_model(path).model) is type(plain)
+
+
+def test_the_command_line_fuses(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from tconv_swap.cli import app
+
+    monkeypatch.chdir(tmp_path)
+    torch.save(nn.Sequential(up(), nn.BatchNorm2d(4), nn.ReLU()), "model.pt")
+    for fuse, expected in (("blocks", Blocks), ("none", nn.Sequential)):
+        arguments = ["swap", "model.pt", "--fuse", fuse, "--out", f"{fuse}.pt", "--input-shape", "2,3,6,6"]
+        result = CliRunner().invoke(app, [*arguments, "--no-benchmark", "--device", "cpu"])
+        assert result.exit_code == 0, result.output
+        assert type(torch.load(f"{fuse}.pt", weights_only=False)) is expected

@@ -114,6 +114,10 @@ _NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 FUSED_NORMS = frozenset({*NORMS, *_NORM_CLASSES.values()})
 
 
+#: Every class that a swap gives, but those made for subclasses of ``nn.Sequential``.
+CLASSES = (Blocks, AllBlocks, *_NORM_CLASSES.values())
+
+
 class _PickledByFirstBase:
     """The second base of a class made by ``_made``; pickles its containers by their first base and ours."""
 

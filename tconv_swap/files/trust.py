@@ -26,6 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from tconv_swap import layer
+from tconv_swap.blocks import modules
 from tconv_swap.files.fileformat import GlobalName, LoadError, TorchFile, printable
 from tconv_swap.files.legacy import container_class
 from tconv_swap.files.usercode import defined_classes, find, import_file, let_working_directory_be_imported
@@ -108,6 +109,10 @@ def allowed_names(file: TorchFile, trust: Iterable[str], unsafe: bool, module: P
         if _has_swapped_form(found):
             # layer._new_swapped_layer makes the class of such a layer; the unpickler must know the result.
             allowed.append((layer.swapped_class(found), f"{name.dotted} (swapped)"))
+        if isinstance(found, type) and issubclass(found, nn.Sequential):
+            for fuse in modules.CHOICES:
+                if (fused := modules.fused_class(found, fuse)) is not None:
+                    allowed.append((fused, f"{name.dotted} ({fuse} fused)"))
     return allowed
 
 
@@ -144,6 +149,8 @@ def _own_names() -> dict[str, Any]:
         SpectralNormLoadStateDictPreHook,
         *layer.SWAPPED,
         layer._new_swapped_layer,
+        *modules.CLASSES,
+        modules._new_container,
         container_class,
         *pruning,
     )
