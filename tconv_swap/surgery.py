@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from tconv_swap import flops, op
 from tconv_swap.blocks.finding import BlockPlan, Found, find
@@ -24,6 +24,7 @@ from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
 from tconv_swap.layer_state import LayerState
+from tconv_swap.layer_words import count_parameters, described
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
@@ -144,10 +145,10 @@ def plan_swap(
             a ``forward`` of its own is swapped only where a filter_fn insists: its ``forward`` stays, and
             what that reaches by ``super().forward`` becomes ours.
         include_1d: swap ``nn.ConvTranspose1d`` too, as a 2-D problem of height 1.
-        fuse: what is computed by one kernel on CUDA. ``"blocks"``: in an ``nn.Sequential``, a norm behind a swapped
-            layer (``nn.BatchNorm2d``, ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU,
-            LeakyReLU, ReLU6, Tanh, Sigmoid, SiLU, GELU). ``"all"``: these norms anywhere, those in an
-            ``nn.Sequential`` with the activation behind them. None: nothing. ``include``, ``exclude`` and
+        fuse: what is computed by one kernel on CUDA. ``"blocks"``: a norm behind a swapped layer (``nn.BatchNorm2d``,
+            ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU, LeakyReLU, ReLU6, Tanh,
+            Sigmoid, SiLU, GELU), in an ``nn.Sequential`` or in a ``forward`` that proves what reads the norm's output.
+            ``"all"``: these norms anywhere, with the activation behind them where that is known. None: nothing. ``include``, ``exclude`` and
             ``filter_fn`` are about the layers.
 
     Raises:
@@ -171,8 +172,8 @@ def swap_layers(
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
 
     With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``. With ``fuse``, norms and
-    the activations behind them are computed as one: by another class of the ``nn.Sequential`` that they are in, which
-    looks at every call whether they still can be, and with ``"all"`` of the norms.
+    the activations behind them are computed as one: by other classes of the modules that they are in, and where need
+    be of themselves, which look at every call whether they still can be.
 
     Parameters, buffers, hooks, names, attributes and modes stay the very same objects; so optimizers, tied
     weights and references to a layer go on working. Layers that are ours already stay so. ``plan_swap`` tells
@@ -284,8 +285,8 @@ def _plan(
             LayerPlan(
                 names=names,
                 kind=_kind(module),
-                geometry=_geometry(module),
-                parameters=_count_parameters(module),
+                geometry=described(module),
+                parameters=count_parameters(module),
                 swap=not reason,
                 reason=reason,
                 already=already,
@@ -382,38 +383,3 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return str(getattr(module, "original_name", type(module).__name__))
     return type_before_parametrizations(module).__name__
-
-
-def _geometry(module: Any) -> str:
-    if not hasattr(module, "kernel_size"):  # a traced module keeps no attributes
-        return "of unknown geometry"
-    parts = [f"{module.in_channels or '?'}->{module.out_channels}", f"k{_short(module.kernel_size)}"]
-    arguments = (
-        ("s", module.stride, 1),
-        ("p", module.padding, 0),
-        ("op", module.output_padding, 0),
-        ("d", module.dilation, 1),
-        ("g", module.groups, 1),
-    )
-    parts += [
-        f"{letter}{_short(value)}" for letter, value, default in arguments if _short(value) != str(default)
-    ]
-    if _has_bias(module):
-        parts.append("bias")
-    return " ".join(parts)
-
-
-def _short(value: int | tuple[int, ...]) -> str:
-    """``4`` for (4, 4), ``3x5`` for (3, 5)."""
-    values = [str(v) for v in value] if isinstance(value, tuple | list) else [str(value)]
-    return values[0] if len(set(values)) == 1 else "x".join(values)
-
-
-def _has_bias(module: Any) -> bool:
-    if is_parametrized(module, "bias"):  # reading it would compute it
-        return True
-    return (module.bias() if callable(module.bias) else module.bias) is not None  # quantized: a method
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))

@@ -11,7 +11,9 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from tconv_swap.blocks.call import is_watched
 from tconv_swap.blocks.form import NORMS, activation_of
-from tconv_swap.blocks.modules import FUSED_NORMS, Blocks, Fuse, fused_class, original_class
+from tconv_swap.blocks.handed import ACTIVATION_CLASSES, handing_class
+from tconv_swap.blocks.modules import FUSED_NORMS, NORM_CLASSES, Blocks, Fuse, fused_class, original_class
+from tconv_swap.blocks.proof import Pair, pairs_of
 from tconv_swap.kernels.norm.plan import DTYPES
 
 
@@ -61,12 +63,19 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
     places = _places(model)
     blocks: list[BlockPlan] = []
     classes: dict[str, type[nn.Module]] = {}
+    pairs: dict[int, tuple[Pair, ...]] = {}
     for norm in model.modules():
         if not isinstance(norm, _NormBase | nn.GroupNorm):
             continue
         around = sorted(places.get(id(norm), []), key=lambda place: not is_ours(place.before))
         place = around[0] if around else _Place(None, norm, norm)
-        block = _block(norm, place, fuse, is_ours, lambda module: names.get(id(module), ""))
+        own = place.parent if place.parent is not None and not _in_turn(place.parent) else None
+        pair = None
+        if own is not None and len(around) == 1:
+            if id(own) not in pairs:
+                pairs[id(own)] = pairs_of(own) if _can_hand(own) else ()
+            pair = next((one for one in pairs[id(own)] if one.norm is norm), None)
+        block = _block(norm, place, pair, fuse, is_ours, lambda module: names.get(id(module), ""))
         if block is None:
             continue
         blocks.append(block)
@@ -79,7 +88,30 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
             cls = _class_for(module, fuse)
             if cls is not None and cls is not type(module):
                 classes[names[id(module)]] = cls
+        if pair is not None and own is not None and block.activation:
+            for module, cls in _classes_that_hand(own, pair):
+                if cls is not type(module):
+                    classes[names[id(module)]] = cls
     return Found(tuple(blocks), tuple(classes.items()))
+
+
+def _can_hand(parent: nn.Module) -> bool:
+    try:
+        return "forward" not in vars(parent) and handing_class(_original(parent)) is not None
+    except Exception:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+        return False
+
+
+def _classes_that_hand(parent: nn.Module, pair: Pair) -> list[tuple[nn.Module, type[nn.Module]]]:
+    return [
+        (parent, handing_class(_original(parent))),
+        (pair.norm, NORM_CLASSES[_original(pair.norm)]),
+        (pair.activation, ACTIVATION_CLASSES[_original(pair.activation)]),
+    ]
+
+
+def _original(module: nn.Module) -> Any:  # mypy compares the hash of the instances where a class is cached by
+    return original_class(type(module)) or type(module)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,34 +141,38 @@ def _in_turn(parent: nn.Module) -> bool:
 
 
 def _class_for(module: nn.Module, fuse: Fuse) -> type[nn.Module] | None:
-    return fused_class(original_class(type(module)) or type(module), fuse)
+    return fused_class(_original(module), fuse)
 
 
 def _block(
     norm: nn.Module,
     place: _Place,
+    pair: Pair | None,
     fuse: Fuse,
     is_ours: Callable[[nn.Module], bool],
     name_of: Callable[[nn.Module], str],
 ) -> BlockPlan | None:
     """What happens to a norm; None where ``fuse`` is not about it."""
-    name, kind = name_of(norm), (original_class(type(norm)) or type(norm)).__name__
-    behind = name_of(place.before) if is_ours(place.before) else ""
+    name, kind = name_of(norm), _original(norm).__name__
+    source = place.before if pair is None or pair.source is None else pair.source
+    behind = name_of(source) if is_ours(source) else ""
     container = place.parent if place.parent is not None and _in_turn(place.parent) else None
-    if fuse == "blocks" and not is_ours(place.before):
+    if fuse == "blocks" and not is_ours(source):
         siblings = () if place.parent is None else place.parent._modules.values()
         if container is not None or not any(map(is_ours, filter(None, siblings))):
             return None
 
     def plan(swap: bool, reason: str = "", activation: nn.Module | None = None) -> BlockPlan:
-        whole = kind if activation is None else f"{kind} + {type(activation).__name__}"
+        whole = kind if activation is None else f"{kind} + {_original(activation).__name__}"
         return BlockPlan(
             name, whole, name_of(activation) if activation is not None else "", behind, swap, reason
         )
 
     if reason := _why_unfit(norm):
         return plan(False, reason)
-    why_alone = "not in an nn.Sequential: what else reads its output is not known"
+    if pair is not None and (fuse == "all" or behind) and not is_watched(pair.activation):
+        return plan(True, activation=pair.activation)
+    why_alone = "not in an nn.Sequential, and not proven that an activation alone reads its output"
     if container is not None:
         why_alone = _why_no_container(container, fuse)
     if why_alone:

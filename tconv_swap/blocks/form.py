@@ -22,6 +22,10 @@ NORMS: dict[type[nn.Module], tuple[tuple[int, ...], bool]] = {
 }
 
 
+#: The module with the activations of ours, whose second base is PyTorch's.
+HANDED = "tconv_swap.blocks.handed"
+
+
 @dataclass(frozen=True, slots=True)
 class Form:
     """The arithmetic of a block, sizes and tensors apart.
@@ -44,6 +48,8 @@ def activation_of(module: nn.Module | None) -> tuple[Activation, float] | None:
     if module is None:
         return Activation.IDENTITY, 0.0
     kind = type(module)
+    if kind.__module__ == HANDED:
+        kind = kind.__bases__[1]
     if kind is nn.LeakyReLU:
         return Activation.LEAKY_RELU, module.negative_slope  # type: ignore[return-value]
     if kind is nn.GELU:

@@ -23,7 +23,7 @@ class Running:
     momentum: float | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)  # looked up by what it is, not by what it says
 class Call:
     """One block on tensors of one kind, ready to run. ``saves``: for a backward pass."""
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call
+from tconv_swap.blocks import call, handed
 from tconv_swap.blocks.form import NORMS, activation_of
 from tconv_swap.layer import SWAPPED
 from tconv_swap.leaf import Leaf
@@ -82,8 +82,11 @@ class _Norm(Leaf):
             RuntimeError, ValueError: as PyTorch's module.
         """
         if call.takes(input):
-            output = call.computed(self, None, input)
+            activation = handed.activation_behind(self)
+            output = call.computed(self, activation, input)
             if output is not None:
+                if activation is not None:
+                    handed.hand_over(output, activation)
                 return output
         return super().forward(input)  # type: ignore[no-any-return]
 
@@ -104,18 +107,18 @@ class InstanceNorm2d(_Norm, nn.InstanceNorm2d):
     """``nn.InstanceNorm2d``, computed by our kernels."""
 
 
-_NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
     nn.BatchNorm1d: BatchNorm1d,
     nn.BatchNorm2d: BatchNorm2d,
     nn.InstanceNorm1d: InstanceNorm1d,
     nn.InstanceNorm2d: InstanceNorm2d,
 }
 #: Exact types, since a subclass may compute something else.
-FUSED_NORMS = frozenset({*NORMS, *_NORM_CLASSES.values()})
+FUSED_NORMS = frozenset({*NORMS, *NORM_CLASSES.values()})
 
 
-#: Every class that a swap gives, but those made for subclasses of ``nn.Sequential``.
-CLASSES = (Blocks, AllBlocks, *_NORM_CLASSES.values())
+#: Every class that a swap gives, but those made from a user's.
+CLASSES = (Blocks, AllBlocks, *NORM_CLASSES.values(), *handed.ACTIVATION_CLASSES.values())
 
 
 class _PickledByFirstBase:
@@ -136,8 +139,8 @@ def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
     ours = AllBlocks if fuse == "all" else Blocks
     if cls is nn.Sequential:
         return ours
-    if fuse == "all" and cls in _NORM_CLASSES:
-        return _NORM_CLASSES[cls]
+    if fuse == "all" and cls in NORM_CLASSES:
+        return NORM_CLASSES[cls]
     if (
         issubclass(cls, nn.Sequential)
         and not issubclass(cls, Blocks)
@@ -151,9 +154,11 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The inverse of ``fused_class``; None for a class that it does not give."""
     if cls in (Blocks, AllBlocks):
         return nn.Sequential
-    for original, ours in _NORM_CLASSES.items():
+    for plain, ours in NORM_CLASSES.items():
         if cls is ours:
-            return original
+            return plain
+    if (original := handed.before_handing(cls)) is not None:
+        return original
     bases: tuple[type, ...] = cls.__bases__
     return bases[0] if len(bases) == 3 and bases[1] is _PickledByFirstBase else None
 

@@ -26,7 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from tconv_swap import layer
-from tconv_swap.blocks import modules
+from tconv_swap.blocks import handed, modules
 from tconv_swap.files.fileformat import GlobalName, LoadError, TorchFile, printable
 from tconv_swap.files.legacy import container_class
 from tconv_swap.files.usercode import defined_classes, find, import_file, let_working_directory_be_imported
@@ -151,6 +151,7 @@ def _own_names() -> dict[str, Any]:
         layer._new_swapped_layer,
         *modules.CLASSES,
         modules._new_container,
+        handed._new_handing,
         container_class,
         *pruning,
     )
