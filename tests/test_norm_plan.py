@@ -113,6 +113,7 @@ def test_tiles_and_slices_cover_the_tensor_once(name: str, channels_last: bool, 
 def test_small_tensors_take_one_launch_and_large_ones_two_at_most(name: str) -> None:
     for made in plans(norm(SHAPES[name]), HOPPER):
         assert len(made.launches) <= 2
+        assert [one.overlaps_previous for one in made.launches] == [False, True][: len(made.launches)]
         if math.prod(SHAPES[name]) <= 128 * 64 * 32 * 32 and SHAPES[name][1] >= 32:
             assert len(made.launches) == 1
 

@@ -48,6 +48,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
   __shared__ float firsts[WIDTH], seconds[WIDTH];
   const Tile tile(s, STAGE == APPLY ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   const int t = threadIdx.x, width = tile.width();
+  if constexpr (STAGE == APPLY) ptx::wait_for_previous_launch();
   Constants of{};
   if (tile.inside) {
 #pragma unroll
@@ -57,7 +58,6 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
       of.shift[j] = bias ? load_as(bias[tile.parameter + j]) : 0.f;
     }
   }
-  if constexpr (STAGE == APPLY) ptx::wait_for_previous_launch();
 
   Sums of_tile;
   if constexpr (STAGE != APPLY) {

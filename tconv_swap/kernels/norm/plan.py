@@ -6,7 +6,7 @@ The choice is by predicted time, of which docs/kernels/norm.md has the byte coun
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -112,7 +112,7 @@ def plan_forward(
         slices = _slices_to_apply(tiling, device)
         words = tiling.words(slices, trains=False)
         one = launch(_SLICE_THREADS, _APPLY, 1, tiling.tiles * slices, words, 0)
-        return Plan("norm", "running statistics: one pass", tuple(outputs), (one,))
+        return Plan("norm", "running statistics: one pass", tuple(outputs), (_alone(one),))
     return _planned(tiling, device, 1, True, counts, factor, tuple(outputs), launch)
 
 
@@ -151,8 +151,15 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
         slices = _slices_to_apply(tiling, device)
         words = tiling.words(slices, trains=False)
         one = launch(_SLICE_THREADS, _APPLY, 1, tiling.tiles * slices, words, 0)
-        return Plan("norm", "fixed statistics, no gradient of a parameter: one pass", tuple(outputs), (one,))
+        return Plan(
+            "norm", "fixed statistics, no gradient of a parameter: one pass", tuple(outputs), (_alone(one),)
+        )
     return _planned(tiling, device, 2, trains, 0, 0.0, tuple(outputs), launch)
+
+
+def _alone(launch: Launch) -> Launch:
+    """Of a plan by itself: what runs before it is somebody else's."""
+    return replace(launch, overlaps_previous=False)
 
 
 def _is_claimed(norm: Norm) -> bool:
