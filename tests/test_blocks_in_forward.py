@@ -113,6 +113,11 @@ def test_hooks_and_changes_later_are_seen(kernels: Pretended) -> None:
         compare(original, swapped, images())
         handle.remove()
     assert (seen[0] < 0).any()  # what the hook of the norm sees is not activated
+    given: list[Tensor] = []
+    handle = swapped.relu.register_forward_pre_hook(lambda module, args: given.append(args[0].clone()))
+    compare(original, swapped, images())
+    handle.remove()
+    assert (given[0] < 0).any()
     for model in (original, swapped):
         model.side = None
     compare(original, swapped, images())
@@ -137,9 +142,9 @@ def test_copies_pickles_and_compiled_graphs(kernels: Pretended) -> None:
 
 class Keeps(Residual):
     def forward(self, x: Tensor) -> Tensor:
-        self.kept = self.bn1(self.up(x))
-        y: Tensor = self.relu(self.kept)
-        return y
+        y = self.kept = self.bn1(self.up(x))
+        z: Tensor = self.relu(y)
+        return z
 
 
 class Optional(Residual):
