@@ -96,6 +96,12 @@ Include1d = Annotated[
     bool,
     typer.Option("--include-1d", help="Swap nn.ConvTranspose1d too, as a 2-D problem of height 1."),
 ]
+FuseOption = Annotated[
+    Literal["blocks", "all", "none"],
+    typer.Option(
+        help="Compute as one kernel a norm and the activation behind it: behind a swapped layer, or everywhere."
+    ),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which layers would be swapped.")]
 NoBackward = Annotated[bool, typer.Option("--no-backward", help="Neither verify nor time gradients.")]
 NoBenchmark = Annotated[bool, typer.Option("--no-benchmark", help="Verify, but do not time.")]

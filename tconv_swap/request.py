@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 
+from tconv_swap.blocks.modules import Fuse
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.report import Facts, to_json_dict
 
@@ -52,6 +53,7 @@ class Request:
     exclude: tuple[str, ...] = ()
     backend: Backend | None = None
     include_1d: bool = False
+    fuse: Fuse = None
     dry_run: bool = False
     backward: bool = True
     benchmark: bool = True

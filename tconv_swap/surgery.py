@@ -14,13 +14,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from tconv_swap import flops, op
+from tconv_swap.blocks.finding import BlockPlan, Found, find
+from tconv_swap.blocks.modules import CHOICES, Fuse
+from tconv_swap.blocks.modules import original_class as before_fusing
 from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
 from tconv_swap.layer_state import LayerState
+from tconv_swap.layer_words import count_parameters, described
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
@@ -73,10 +77,12 @@ class SwapPlan:
     Attributes:
         layers: every transposed convolution found, in the order of ``named_modules``.
         unused_patterns: the include and exclude patterns that match none of them.
+        blocks: with ``fuse``, every normalisation that it is about.
     """
 
     layers: tuple[LayerPlan, ...]
     unused_patterns: tuple[str, ...] = ()
+    blocks: tuple[BlockPlan, ...] = ()
 
     @property
     def swapped(self) -> tuple[LayerPlan, ...]:
@@ -93,6 +99,7 @@ class SwapPlan:
         return {
             "layers": [layer.to_dict() for layer in self.layers],
             "unused_patterns": list(self.unused_patterns),
+            "blocks": [block.to_dict() for block in self.blocks],
         }
 
     def __str__(self) -> str:
@@ -103,6 +110,7 @@ class SwapPlan:
         else:
             lines = [f"swapped: {len(self.swapped)} of {len(self.layers)} transposed convolutions"]
         lines += [str(layer) for layer in self.layers]
+        lines += [str(block) for block in self.blocks]
         lines += [self.describe_unused(pattern) for pattern in self.unused_patterns]
         return "\n  ".join(lines)
 
@@ -120,6 +128,7 @@ def plan_swap(
     exclude: Patterns = None,
     filter_fn: FilterFn | None = None,
     include_1d: bool = False,
+    fuse: Fuse = None,
 ) -> SwapPlan:
     """Says what ``swap_layers`` would do with the same arguments; changes nothing.
 
@@ -136,11 +145,17 @@ def plan_swap(
             a ``forward`` of its own is swapped only where a filter_fn insists: its ``forward`` stays, and
             what that reaches by ``super().forward`` becomes ours.
         include_1d: swap ``nn.ConvTranspose1d`` too, as a 2-D problem of height 1.
+        fuse: what is computed by one kernel on CUDA. ``"blocks"``: a norm behind a swapped layer (``nn.BatchNorm2d``,
+            ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU, LeakyReLU, ReLU6, Tanh,
+            Sigmoid, SiLU, GELU), in an ``nn.Sequential`` or in a ``forward`` that proves what reads the norm's output.
+            ``"all"``: these norms anywhere, with the activation behind them where that is known. None: nothing.
+            ``include``, ``exclude`` and ``filter_fn`` are about the layers.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
+        ValueError: ``fuse`` is something else.
     """
-    return _plan(model, include, exclude, filter_fn, include_1d)
+    return _plan(model, include, exclude, filter_fn, include_1d, fuse)[0]
 
 
 def swap_layers(
@@ -151,18 +166,21 @@ def swap_layers(
     filter_fn: FilterFn | None = None,
     backend: Backend | None = None,
     include_1d: bool = False,
+    fuse: Fuse = None,
     inplace: bool = True,
 ) -> nn.Module:
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
 
-    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``.
+    With ``include_1d`` also each ``nn.ConvTranspose1d`` a ``tconv_swap.ConvTranspose1d``. With ``fuse``, norms and
+    the activations behind them are computed as one: by other classes of the modules that they are in, and where need
+    be of themselves, which look at every call whether they still can be.
 
     Parameters, buffers, hooks, names, attributes and modes stay the very same objects; so optimizers, tied
     weights and references to a layer go on working. Layers that are ours already stay so. ``plan_swap`` tells
     which layers are left, and why.
 
     Args:
-        model, include, exclude, filter_fn, include_1d: as in ``plan_swap``.
+        model, include, exclude, filter_fn, include_1d, fuse: as in ``plan_swap``.
         backend: what computes the layers that are ours after the swap: ``"auto"``, ``"kernel"`` or ``"native"``
             (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
@@ -172,22 +190,24 @@ def swap_layers(
 
     Raises:
         TypeError: as in ``plan_swap``. Whatever is raised, ``model`` is as it was.
-        ValueError: there is no such backend.
+        ValueError: there is no such backend, or ``fuse``.
 
     Warns:
         SwapWarning: nothing to swap, or a pattern matches no layer.
     """
     if backend is not None:
         check_backend(backend)
-    plan = _plan(model, include, exclude, filter_fn, include_1d)
+    plan, fused = _plan(model, include, exclude, filter_fn, include_1d, fuse)
     for pattern in plan.unused_patterns:
         warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
-    if not plan.swapped:
+    if not plan.swapped and not any(block.swap for block in plan.blocks):
         warnings.warn(str(plan), SwapWarning, stacklevel=2)
     target = model if inplace else deep_copy(model)
     modules = dict(target.named_modules(remove_duplicate=False))
     layers = [modules[layer.names[0]] for layer in plan.swapped if not layer.already]
-    set_classes([(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers])
+    classes: list[Any] = [(layer, swapped_class(type_before_parametrizations(layer))) for layer in layers]
+    classes += [(modules[name], cls) for name, cls in fused.classes]
+    set_classes(classes)
     if backend is not None:
         for layer in plan.swapped:
             object.__setattr__(modules[layer.names[0]], "tconv_backend", backend)
@@ -214,15 +234,17 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
     """
     _check_model(model)
     target = model if inplace else deep_copy(model)
-    originals = []
+    originals: list[Any] = []
     for name, layer in target.named_modules():
+        if (original := before_fusing(type(layer))) is not None:
+            originals.append((layer, original))
         if isinstance(layer, SWAPPED):
             if reason := _why_kept(layer):
                 warnings.warn(f"{name or 'the layer'} stays swapped: {reason}", SwapWarning, stacklevel=2)
             else:
                 originals.append((layer, original_class(type_before_parametrizations(layer))))
     for layer, original in originals:
-        if not issubclass(original, LayerState):
+        if isinstance(layer, LayerState) and not issubclass(original, LayerState):
             layer.tconv_forget()
     set_classes(originals)
     return target
@@ -238,9 +260,16 @@ def _why_kept(layer: nn.Module) -> str:
 
 
 def _plan(
-    model: nn.Module, include: Patterns, exclude: Patterns, filter_fn: FilterFn | None, include_1d: bool
-) -> SwapPlan:
+    model: nn.Module,
+    include: Patterns,
+    exclude: Patterns,
+    filter_fn: FilterFn | None,
+    include_1d: bool,
+    fuse: Fuse,
+) -> tuple[SwapPlan, Found]:
     _check_model(model)
+    if fuse not in CHOICES:
+        raise ValueError(f"fuse must be 'blocks', 'all' or None, not {fuse!r}")
     included = None if include is None else as_patterns(include, "include")
     excluded = as_patterns(exclude, "exclude")
     found = _transposed_convolutions(model)
@@ -256,17 +285,19 @@ def _plan(
             LayerPlan(
                 names=names,
                 kind=_kind(module),
-                geometry=_geometry(module),
-                parameters=_count_parameters(module),
+                geometry=described(module),
+                parameters=count_parameters(module),
                 swap=not reason,
                 reason=reason,
                 already=already,
             )
         )
+    ours = {id(module) for (module, _), layer in zip(found, layers, strict=True) if layer.swap}
+    fused = find(model, fuse, lambda module: id(module) in ours)
     all_names = [name for _, names in found for name in names]
     patterns = dict.fromkeys([*(included or ()), *excluded])
     unused = tuple(pattern for pattern in patterns if not matches_any(pattern, all_names))
-    return SwapPlan(tuple(layers), unused)
+    return SwapPlan(tuple(layers), unused, fused.blocks), fused
 
 
 def _check_model(model: nn.Module) -> None:
@@ -352,38 +383,3 @@ def _kind(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return str(getattr(module, "original_name", type(module).__name__))
     return type_before_parametrizations(module).__name__
-
-
-def _geometry(module: Any) -> str:
-    if not hasattr(module, "kernel_size"):  # a traced module keeps no attributes
-        return "of unknown geometry"
-    parts = [f"{module.in_channels or '?'}->{module.out_channels}", f"k{_short(module.kernel_size)}"]
-    arguments = (
-        ("s", module.stride, 1),
-        ("p", module.padding, 0),
-        ("op", module.output_padding, 0),
-        ("d", module.dilation, 1),
-        ("g", module.groups, 1),
-    )
-    parts += [
-        f"{letter}{_short(value)}" for letter, value, default in arguments if _short(value) != str(default)
-    ]
-    if _has_bias(module):
-        parts.append("bias")
-    return " ".join(parts)
-
-
-def _short(value: int | tuple[int, ...]) -> str:
-    """``4`` for (4, 4), ``3x5`` for (3, 5)."""
-    values = [str(v) for v in value] if isinstance(value, tuple | list) else [str(value)]
-    return values[0] if len(set(values)) == 1 else "x".join(values)
-
-
-def _has_bias(module: Any) -> bool:
-    if is_parametrized(module, "bias"):  # reading it would compute it
-        return True
-    return (module.bias() if callable(module.bias) else module.bias) is not None  # quantized: a method
-
-
-def _count_parameters(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))

@@ -283,6 +283,7 @@ def _plan(model: nn.Module, request: Request) -> SwapPlan:
         include=request.include or None,
         exclude=request.exclude,
         include_1d=request.include_1d,
+        fuse=request.fuse,
     )
 
 
@@ -296,6 +297,7 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
             exclude=request.exclude,
             backend=request.backend,
             include_1d=request.include_1d,
+            fuse=request.fuse,
         )
 
 

@@ -21,13 +21,13 @@ OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-option
 def _kernel_files() -> dict[str, str]:
     directory = csrc_directory() / "kernels"
     return {
-        path.name: path.read_text() for path in sorted(directory.iterdir()) if path.suffix in (".cu", ".cuh")
+        path.name: path.read_text() for path in sorted(directory.rglob("*")) if path.suffix in (".cu", ".cuh")
     }
 
 
 @lru_cache(maxsize=1)
 def sources_digest() -> bytes:
-    """Of every file in csrc/kernels."""
+    """Of every file in and below csrc/kernels."""
     digest = hashlib.sha256()
     for name, text in _kernel_files().items():
         digest.update(f"{name}\0{text}\0".encode())

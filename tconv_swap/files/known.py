@@ -25,6 +25,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils.hooks import RemovableHandle
 
 from tconv_swap import layer
+from tconv_swap.blocks import modules as blocks
 from tconv_swap.files.records import GlobalName
 
 
@@ -125,7 +126,7 @@ def network_names() -> Mapping[GlobalName, Meaning]:
     ]
     found = {
         **plain_names(),
-        **_values(Kind.LAYER, *layers, DataParallel, *layer.SWAPPED),
+        **_values(Kind.LAYER, *layers, DataParallel, *layer.SWAPPED, *blocks.CLASSES),
         **_values(Kind.SWAPPED, layer._new_swapped_layer),
         **_values(Kind.HOOK, *HOOKS),
         **_values(Kind.HANDLE, RemovableHandle),

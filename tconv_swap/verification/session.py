@@ -16,6 +16,7 @@ from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import model_dtype
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.verification import compare
+from tconv_swap.verification.blocks import BlockChecks
 from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.judge import LayerJudge, first_line
 from tconv_swap.verification.layer_call import layer_roundoff
@@ -82,6 +83,7 @@ class Session:
         self.backward = backward
         self.dtype = model_dtype(original.module)
         self.layers = LayerChecks(swapped.module, backward, runner.seed, LayerJudge(tolerance))
+        self.blocks = BlockChecks(swapped.module, backward, tolerance)
         self.under = under
         self.float64: Subject | None = None
         self.no_float64 = "as asked" if reference == "original" else ""
@@ -211,7 +213,7 @@ class Session:
         """Runs the swapped network and keeps what is found; whether all is well."""
         mode, report = standard.mode, self.report
         try:
-            with self.layers.watch(mode):
+            with self.layers.watch(mode), self.blocks.watch(mode):
                 watched = self.runner.run(self.swapped, mode, standard.how)
             outcome = self.runner.run(self.swapped, mode, standard.how)
             others = self._other_ways(standard)
@@ -295,15 +297,15 @@ class Session:
 
     def _conclude(self, verified: list[str]) -> None:
         report, layers = self.report, self.layers
-        report.checks += layers.checks
-        report.notes += layers.judge.notes
+        report.checks += layers.checks + self.blocks.checks
+        report.notes += layers.judge.notes + self.blocks.notes
         report.failures += [check.failure() for check in report.checks if not check.passed]
         report.reference = self._describe_reference(verified)
         if self.reference == "float64" and self.why_original:
             report.failures.append(f"no float64 reference: {report.reference}")
         if not report.checks and not report.failures:
             report.failures.append("nothing compared")
-        first = next((check for check in layers.checks if not check.passed), None)
+        first = next((check for check in layers.checks + self.blocks.checks if not check.passed), None)
         report.first_divergence = self.parted
         if first is not None:
             report.first_divergence = f"layer {first.name or '(root)'}: {first.failure()}"

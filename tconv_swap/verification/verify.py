@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from tconv_swap.inputs import Inputs
+from tconv_swap.verification.blocks import fused_modules
 from tconv_swap.verification.compare import Tolerance
 from tconv_swap.verification.layers import swapped_layers
 from tconv_swap.verification.repeated import CALLS_IN_TURN
@@ -85,9 +86,9 @@ def verify(
     inputs = Inputs.of(inputs)
     report = VerifyReport()
     layers = swapped_layers(swapped)
-    if require_swapped and not layers:
+    if require_swapped and not layers and not fused_modules(swapped):
         report.failures.append("nothing is swapped: the network holds no layer of tconv_swap")
-    if both := sorted(swapped_layers(original)):
+    if both := sorted([*swapped_layers(original), *fused_modules(original)]):
         report.failures.append(
             f"the original holds swapped layers itself ({', '.join(name or '(root)' for name in both)}): "
             "nothing to compare with; swap with inplace=False"

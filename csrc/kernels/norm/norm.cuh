@@ -1,0 +1,181 @@
+// What the kernels of normalisation share: where the values of a tile lie, and the activations behind it.
+//
+// A tile is what one block, or the SLICES blocks that share it, reduces:
+//   NCHW           one channel of all images (BatchNorm) or of one (InstanceNorm): SEGMENTS rows of `spatial` values that
+//                  lie together; one statistic.
+//   channels_last  LANES * VALUES channels of all pixels (BatchNorm), or of one image's (InstanceNorm): one statistic for
+//                  each channel.
+// An item is what one thread takes at a time: VALUES neighbours in memory, at most 16 bytes.
+//
+// Constants: Element, Parameter (of weight, bias and running statistics), VALUES, THREADS, CHANNELS_LAST, ACTIVATION,
+// CLUSTER (blocks of a cluster, which share a tile; 1: none), STAGE.
+#pragma once
+#include "mma.cuh"
+#include "raw.cuh"
+
+#if __CUDA_ARCH__ >= 900
+#define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)
+#else
+#define IN_CLUSTERS
+static_assert(CLUSTER == 1, "clusters are of sm_90 and later");
+#endif
+
+/// ``together``: all of a tile in one launch, by a block or a cluster. Else a launch that reduces and one that applies.
+constexpr int TOGETHER = 0, REDUCE = 1, APPLY = 2;
+/// Items of a thread that are on their way at once.
+constexpr int UNROLL = CHANNELS_LAST || VALUES >= 4 ? 4 : 8;
+constexpr int STATISTICS = CHANNELS_LAST ? VALUES : 1;
+
+using Item = Raw<VALUES>;
+
+/// Of tconv_swap/kernels/norm/shape.py, word for word.
+struct Shape {
+  int channels, spatial, items;
+  int segment;               // NCHW: items of a segment, and how to divide by it
+  unsigned magic;
+  int shift;
+  int segments_stride;       // NCHW: from one segment to the next, in units of `spatial`
+  int channel_tiles, lane_bits;  // channels_last
+  int slices, slice;         // blocks that share a tile, and how many items each takes
+  int cached;                // items of each thread that stay in shared memory
+  int partials, partial;     // what the launch before left: slices, and how many items each took
+  int groups;                // statistics of the tensor: channels, or images times channels
+  int trains;                // whether the statistics are the batch's
+  int counts;                // whether num_batches_tracked goes up, or else is up already and gives the momentum (-1)
+  float count, eps, momentum, slope;
+};
+
+/// Which part of which tile a block has.
+struct Tile {
+  int index, slice, first, step, end;
+  int lanes, lane, statistic, parameter;
+  bool inside;
+  long long base;
+
+  __device__ __forceinline__ Tile(const Shape& s, unsigned block) {
+    index = static_cast<int>(block / (unsigned)s.slices), slice = static_cast<int>(block % (unsigned)s.slices);
+    const int begin = slice * s.slice;
+    end = min(s.items, begin + s.slice);
+    if constexpr (CHANNELS_LAST) {
+      lanes = 1 << s.lane_bits, lane = threadIdx.x & (lanes - 1);
+      const int set = index / s.channel_tiles;
+      parameter = ((index - set * s.channel_tiles) * lanes + lane) * VALUES;
+      inside = parameter < s.channels;
+      statistic = set * s.channels + parameter;
+      base = (long long)set * s.items * s.channels + parameter;
+      first = begin + (threadIdx.x >> s.lane_bits), step = THREADS >> s.lane_bits;
+      if (!inside) first = end;
+    } else {
+      lanes = 1, lane = 0, inside = true;
+      statistic = index, parameter = index % s.channels;
+      base = (long long)index * s.spatial;
+      first = begin + threadIdx.x, step = THREADS;
+    }
+  }
+  __device__ __forceinline__ long long offset(const Shape& s, int item) const {
+    if constexpr (CHANNELS_LAST) {
+      return base + (long long)item * s.channels;
+    } else {
+      const int segment = static_cast<int>((__umulhi((unsigned)item, s.magic) + (unsigned)item) >> s.shift);
+      return base + (long long)segment * s.segments_stride * s.spatial + (item - segment * s.segment) * VALUES;
+    }
+  }
+  /// How many items a slice of so many has.
+  __device__ __forceinline__ static int taken(const Shape& s, int slice, int each) {
+    return max(0, min(s.items - slice * each, each));
+  }
+  /// Statistics of the tile, and which of them thread `t` of the first so many is for; less than 0: none.
+  __device__ __forceinline__ int width() const { return CHANNELS_LAST ? lanes * VALUES : 1; }
+  __device__ __forceinline__ int group(const Shape& s, int t) const {
+    if constexpr (!CHANNELS_LAST) return index;
+    const int set = index / s.channel_tiles, channel = (index - set * s.channel_tiles) * lanes * VALUES + t;
+    return channel < s.channels ? set * s.channels + channel : -1;
+  }
+};
+
+// ---- what stays in shared memory from the reduction to the last pass -------------------------------------------------
+
+extern __shared__ uint4 kept_items[];
+
+/// Item `k` of this thread: neighbours of a warp lie together.
+__device__ __forceinline__ unsigned kept_at(int k) {
+  const unsigned base = static_cast<unsigned>(__cvta_generic_to_shared(kept_items));
+  return base + (unsigned)(k * THREADS + threadIdx.x) * Item::BYTES;
+}
+__device__ __forceinline__ void keep(int k, const Item& item) {
+  if constexpr (Item::BYTES == 16)
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(kept_at(k)), "r"(item.words[0]), "r"(item.words[1]),
+                 "r"(item.words[2]), "r"(item.words[3])
+                 : "memory");
+  else if constexpr (Item::BYTES == 8)
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(kept_at(k)), "r"(item.words[0]), "r"(item.words[1]) : "memory");
+  else if constexpr (Item::BYTES == 4)
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(kept_at(k)), "r"(item.words[0]) : "memory");
+  else
+    asm volatile("st.shared.u16 [%0], %1;" ::"r"(kept_at(k)), "h"((unsigned short)item.words[0]) : "memory");
+}
+__device__ __forceinline__ void recall(int k, Item& item) {
+  if constexpr (Item::BYTES == 16) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(item.words[0]), "=r"(item.words[1]), "=r"(item.words[2]), "=r"(item.words[3])
+                 : "r"(kept_at(k))
+                 : "memory");
+  } else if constexpr (Item::BYTES == 8) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(item.words[0]), "=r"(item.words[1]) : "r"(kept_at(k)) : "memory");
+  } else if constexpr (Item::BYTES == 4) {
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(item.words[0]) : "r"(kept_at(k)) : "memory");
+  } else {
+    unsigned short word;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(word) : "r"(kept_at(k)) : "memory");
+    item.words[0] = word;
+  }
+}
+
+// ---- activations: torch.nn's, and their derivatives by what they are given -----------------------------------------
+
+constexpr int IDENTITY = 0, RELU = 1, LEAKY_RELU = 2, RELU6 = 3, TANH = 4, SIGMOID = 5, SILU = 6, GELU = 7, GELU_TANH = 8;
+
+constexpr float SQRT_HALF = 0.70710678118654752f, SQRT_TWO_OVER_PI = 0.79788456080286536f;
+constexpr float ONE_OVER_SQRT_TWO_PI = 0.39894228040143268f, GELU_CUBE = 0.044715f;
+
+__device__ __forceinline__ float sigmoid(float u) { return 1.f / (1.f + expf(-u)); }
+
+__device__ __forceinline__ float activated(float u, float slope) {
+  if constexpr (ACTIVATION == RELU) return u < 0.f ? 0.f : u;
+  if constexpr (ACTIVATION == LEAKY_RELU) return u > 0.f ? u : u * slope;
+  if constexpr (ACTIVATION == RELU6) return u < 0.f ? 0.f : u > 6.f ? 6.f : u;
+  if constexpr (ACTIVATION == TANH) return tanhf(u);
+  if constexpr (ACTIVATION == SIGMOID) return sigmoid(u);
+  if constexpr (ACTIVATION == SILU) return u * sigmoid(u);
+  if constexpr (ACTIVATION == GELU) return 0.5f * u * (1.f + erff(u * SQRT_HALF));
+  if constexpr (ACTIVATION == GELU_TANH)
+    return 0.5f * u * (1.f + tanhf(SQRT_TWO_OVER_PI * (u + GELU_CUBE * u * u * u)));
+  return u;
+}
+
+/// The gradient of what the activation was given, from that of what it gave.
+__device__ __forceinline__ float passed_back(float gradient, float u, float slope) {
+  if constexpr (ACTIVATION == RELU) return u <= 0.f ? 0.f : gradient;
+  if constexpr (ACTIVATION == LEAKY_RELU) return u > 0.f ? gradient : gradient * slope;
+  if constexpr (ACTIVATION == RELU6) return u <= 0.f || u >= 6.f ? 0.f : gradient;
+  if constexpr (ACTIVATION == TANH) {
+    const float z = tanhf(u);
+    return gradient * (1.f - z * z);
+  }
+  if constexpr (ACTIVATION == SIGMOID) {
+    const float z = sigmoid(u);
+    return gradient * (z * (1.f - z));
+  }
+  if constexpr (ACTIVATION == SILU) {
+    const float z = sigmoid(u);
+    return gradient * (z * (1.f + u * (1.f - z)));
+  }
+  if constexpr (ACTIVATION == GELU)
+    return gradient * (0.5f * (1.f + erff(u * SQRT_HALF)) + u * ONE_OVER_SQRT_TWO_PI * expf(-0.5f * u * u));
+  if constexpr (ACTIVATION == GELU_TANH) {
+    const float t = tanhf(SQRT_TWO_OVER_PI * (u + GELU_CUBE * u * u * u));
+    const float slope_of_t = (1.f - t * t) * SQRT_TWO_OVER_PI * (1.f + 3.f * GELU_CUBE * u * u);
+    return gradient * (0.5f * (1.f + t) + 0.5f * u * slope_of_t);
+  }
+  return gradient;
+}

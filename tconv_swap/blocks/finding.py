@@ -1,0 +1,212 @@
+"""Which norms of a network our kernels compute, which with the activation behind them, and why not the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from tconv_swap.blocks.call import is_watched
+from tconv_swap.blocks.form import NORMS, activation_of
+from tconv_swap.blocks.handed import ACTIVATION_CLASSES, handing_class
+from tconv_swap.blocks.modules import FUSED_NORMS, NORM_CLASSES, Blocks, Fuse, fused_class, original_class
+from tconv_swap.blocks.proof import Pair, pairs_of
+from tconv_swap.kernels.norm.plan import DTYPES
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """What happens to one normalisation of a network, and why.
+
+    Attributes:
+        name: its (first) dotted name.
+        kind: the names of its class and of the activation's that is computed with it: ``"BatchNorm2d + ReLU"``.
+        activation: the dotted name of that activation; ``""`` where there is none.
+        behind: the dotted name of the transposed convolution that it follows; ``""`` where it follows none.
+        swap: whether our kernels compute it after the swap.
+        reason: why not, or, where ``swap``, why without the activation behind it; ``""`` where there is nothing to say.
+    """
+
+    name: str
+    kind: str
+    activation: str
+    behind: str
+    swap: bool
+    reason: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values that ``json`` can write."""
+        return dict(vars(self))
+
+    def __str__(self) -> str:
+        names = f"{self.name}, {self.activation}" if self.activation else self.name
+        what = "one kernel" if self.swap and self.activation else "our kernel" if self.swap else "leave"
+        return f"{names}: {self.kind}: {what}{': ' + self.reason if self.reason else ''}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What ``find`` finds. ``classes``: of the modules that get another one."""
+
+    blocks: tuple[BlockPlan, ...]
+    classes: tuple[tuple[str, type[nn.Module]], ...]
+
+
+def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> Found:
+    """What a swap fuses. ``is_ours``: whether a module is a transposed convolution of ours after the swap."""
+    if fuse is None:
+        return Found((), ())
+    names = {id(module): name for name, module in model.named_modules()}
+    places = _places(model)
+    blocks: list[BlockPlan] = []
+    classes: dict[str, type[nn.Module]] = {}
+    pairs: dict[int, tuple[Pair, ...]] = {}
+    for norm in model.modules():
+        if not isinstance(norm, _NormBase | nn.GroupNorm):
+            continue
+        around = sorted(places.get(id(norm), []), key=lambda place: not is_ours(place.before))
+        place = around[0] if around else _Place(None, norm, norm)
+        own = place.parent if place.parent is not None and not _in_turn(place.parent) else None
+        pair = None
+        if own is not None and len(around) == 1:
+            if id(own) not in pairs:
+                pairs[id(own)] = pairs_of(own) if _can_hand(own) else ()
+            pair = next((one for one in pairs[id(own)] if one.norm is norm), None)
+        block = _block(norm, place, pair, fuse, is_ours, lambda module: names.get(id(module), ""))
+        if block is None:
+            continue
+        blocks.append(block)
+        if not block.swap:
+            continue
+        changing: list[nn.Module] = [norm]
+        if place.parent is not None and _in_turn(place.parent) and not _why_no_container(place.parent, fuse):
+            changing.append(place.parent)
+        for module in changing:
+            cls = _class_for(module, fuse)
+            if cls is not None and cls is not type(module):
+                classes[names[id(module)]] = cls
+        if pair is not None and own is not None and block.activation:
+            for module, cls in _classes_that_hand(own, pair):
+                if cls is not type(module):
+                    classes[names[id(module)]] = cls
+    return Found(tuple(blocks), tuple(classes.items()))
+
+
+def _can_hand(parent: nn.Module) -> bool:
+    try:
+        return "forward" not in vars(parent) and handing_class(_original(parent)) is not None
+    except Exception:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+        return False
+
+
+def _classes_that_hand(parent: nn.Module, pair: Pair) -> list[tuple[nn.Module, type[nn.Module]]]:
+    return [
+        (parent, handing_class(_original(parent))),
+        (pair.norm, NORM_CLASSES[_original(pair.norm)]),
+        (pair.activation, ACTIVATION_CLASSES[_original(pair.activation)]),
+    ]
+
+
+def _original(module: nn.Module) -> Any:  # mypy compares the hash of the instances where a class is cached by
+    return original_class(type(module)) or type(module)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a norm stands: its parent, and its neighbours if that is an ``nn.Sequential``, else the norm itself."""
+
+    parent: nn.Module | None
+    before: nn.Module
+    after: nn.Module
+
+
+def _places(model: nn.Module) -> dict[int, list[_Place]]:
+    """Of every norm, by its ``id``: one that is shared has several."""
+    found: dict[int, list[_Place]] = {}
+    for parent in model.modules():
+        children = [child for child in parent._modules.values() if child is not None]
+        for at, child in enumerate(children):
+            if isinstance(child, _NormBase | nn.GroupNorm):
+                before = children[at - 1] if at and _in_turn(parent) else child
+                after = children[at + 1] if at + 1 < len(children) and _in_turn(parent) else child
+                found.setdefault(id(child), []).append(_Place(parent, before, after))
+    return found
+
+
+def _in_turn(parent: nn.Module) -> bool:
+    return isinstance(parent, nn.Sequential)
+
+
+def _class_for(module: nn.Module, fuse: Fuse) -> type[nn.Module] | None:
+    return fused_class(_original(module), fuse)
+
+
+def _block(
+    norm: nn.Module,
+    place: _Place,
+    pair: Pair | None,
+    fuse: Fuse,
+    is_ours: Callable[[nn.Module], bool],
+    name_of: Callable[[nn.Module], str],
+) -> BlockPlan | None:
+    """What happens to a norm; None where ``fuse`` is not about it."""
+    name, kind = name_of(norm), _original(norm).__name__
+    source = place.before if pair is None or pair.source is None else pair.source
+    behind = name_of(source) if is_ours(source) else ""
+    container = place.parent if place.parent is not None and _in_turn(place.parent) else None
+    if fuse == "blocks" and not is_ours(source):
+        siblings = () if place.parent is None else place.parent._modules.values()
+        if container is not None or not any(map(is_ours, filter(None, siblings))):
+            return None
+
+    def plan(swap: bool, reason: str = "", activation: nn.Module | None = None) -> BlockPlan:
+        whole = kind if activation is None else f"{kind} + {_original(activation).__name__}"
+        return BlockPlan(
+            name, whole, name_of(activation) if activation is not None else "", behind, swap, reason
+        )
+
+    if reason := _why_unfit(norm):
+        return plan(False, reason)
+    if pair is not None and (fuse == "all" or behind) and not is_watched(pair.activation):
+        return plan(True, activation=pair.activation)
+    why_alone = "not in an nn.Sequential, and not proven that an activation alone reads its output"
+    if container is not None:
+        why_alone = _why_no_container(container, fuse)
+    if why_alone:
+        return plan(fuse == "all", why_alone)
+    if place.after is norm or activation_of(place.after) is None:
+        return plan(True)
+    if is_watched(place.after):
+        return plan(True, f"without {name_of(place.after)}, which has a hook or a forward of its own")
+    return plan(True, activation=place.after)
+
+
+def _why_unfit(norm: nn.Module) -> str:
+    kind = type(norm)
+    if kind not in FUSED_NORMS:
+        known = ", ".join(cls.__name__ for cls in NORMS)
+        return f"{kind.__name__} is none of {known}"
+    if is_watched(norm):
+        return "it has a hook or a forward of its own"
+    given: Any = norm
+    if isinstance(norm, nn.InstanceNorm1d | nn.InstanceNorm2d) and given.track_running_stats:
+        return "running statistics of every image: PyTorch's operator averages them"
+    dtypes = {one.dtype for one in norm.parameters()}
+    if unsupported := sorted(str(dtype) for dtype in dtypes.difference(DTYPES)):
+        return f"unsupported dtype {', '.join(unsupported)}"
+    return ""
+
+
+def _why_no_container(container: nn.Module, fuse: Fuse) -> str:
+    kind = type(container).__name__
+    if "forward" in vars(container):
+        return "the forward of its nn.Sequential was replaced on the instance"
+    if isinstance(container, Blocks) and original_class(type(container)) is not None:
+        return ""
+    try:
+        return "" if fused_class(type(container), fuse) else f"{kind} has a forward of its own"
+    except Exception as error:  # the __init_subclass__ or metaclass of somebody's class may raise anything
+        return f"{kind} cannot be subclassed ({error})"

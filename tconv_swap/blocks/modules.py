@@ -1,0 +1,179 @@
+"""The containers and norms that a swap with ``fuse`` gives other classes, and nothing else.
+
+A swapped ``nn.Sequential`` looks at every call, before it calls a norm, whether that and the activation that follows
+it can be computed as one. So whatever is done to the modules afterwards (a hook, another activation, a part of the
+container taken out, a module called alone) is seen by the next call; the activations keep their classes.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor, nn
+
+from tconv_swap.blocks import call, handed
+from tconv_swap.blocks.form import NORMS, activation_of
+from tconv_swap.layer import SWAPPED
+from tconv_swap.leaf import Leaf
+
+#: What is fused: blocks behind a transposed convolution of ours; these and every other norm; nothing.
+Fuse: TypeAlias = Literal["blocks", "all"] | None
+CHOICES: tuple[Fuse, ...] = ("blocks", "all", None)
+
+
+class Blocks(nn.Sequential):
+    """``nn.Sequential`` that computes a norm and the activation behind it as one, where both follow a transposed
+    convolution of ours."""
+
+    def forward(self, input: Any) -> Any:
+        """Calls the modules in turn, as ``nn.Sequential`` does."""
+        if not call.takes(input):
+            return super().forward(input)  # type: ignore[no-untyped-call]
+        modules = list(self._modules.values())
+        at, behind_ours = 0, False
+        while at < len(modules):
+            module = modules[at]
+            assert module is not None
+            fits = (behind_ours or self._everywhere) and type(module) in FUSED_NORMS
+            if fits and call.is_on_gpu(input):
+                following = modules[at + 1] if at + 1 < len(modules) else None
+                output, taken = _block(module, following, input)
+                if output is not None:
+                    input, at, behind_ours = output, at + taken, False
+                    continue
+            input = module(input)
+            behind_ours = isinstance(module, SWAPPED)
+            at += 1
+        return input
+
+    _everywhere = False
+
+
+class AllBlocks(Blocks):
+    """The same behind any module."""
+
+    _everywhere = True
+
+
+def _block(norm: nn.Module, following: nn.Module | None, input: Tensor) -> tuple[Tensor | None, int]:
+    """The output of a norm and of the activation behind it, if one follows, and how many modules that are; None where
+    the modules have to compute it."""
+    if call.is_watched(norm):
+        return None, 0
+    fits = following is not None and activation_of(following) is not None and not call.is_watched(following)
+    return call.computed(norm, following if fits else None, input), 1 + fits
+
+
+class _Norm(Leaf):
+    """Base of the norms of ours, in front of the one of PyTorch's that each stands for."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Computes the normalisation by our kernels where they take the call.
+
+        Args:
+            input: as PyTorch's module.
+
+        Returns:
+            As PyTorch's module, but that an ``nn.InstanceNorm2d`` keeps its input's memory format.
+
+        Raises:
+            RuntimeError, ValueError: as PyTorch's module.
+        """
+        if call.takes(input):
+            activation = handed.activation_behind(self)
+            output = call.computed(self, activation, input)
+            if output is not None:
+                if activation is not None:
+                    handed.hand_over(output, activation)
+                return output
+        return super().forward(input)  # type: ignore[no-any-return]
+
+
+class BatchNorm1d(_Norm, nn.BatchNorm1d):
+    """``nn.BatchNorm1d``, computed by our kernels."""
+
+
+class BatchNorm2d(_Norm, nn.BatchNorm2d):
+    """``nn.BatchNorm2d``, computed by our kernels."""
+
+
+class InstanceNorm1d(_Norm, nn.InstanceNorm1d):
+    """``nn.InstanceNorm1d``, computed by our kernels."""
+
+
+class InstanceNorm2d(_Norm, nn.InstanceNorm2d):
+    """``nn.InstanceNorm2d``, computed by our kernels."""
+
+
+NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: BatchNorm1d,
+    nn.BatchNorm2d: BatchNorm2d,
+    nn.InstanceNorm1d: InstanceNorm1d,
+    nn.InstanceNorm2d: InstanceNorm2d,
+}
+#: Exact types, since a subclass may compute something else.
+FUSED_NORMS = frozenset({*NORMS, *NORM_CLASSES.values()})
+
+
+#: Every class that a swap gives, but those made from a user's.
+CLASSES = (Blocks, AllBlocks, *NORM_CLASSES.values(), *handed.ACTIVATION_CLASSES.values())
+
+
+class _PickledByFirstBase:
+    """The second base of a class made by ``_made``; pickles its containers by their first base and ours."""
+
+    __slots__ = ()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        reduced: Any = super().__reduce_ex__(protocol)
+        first, ours = type(self).__bases__[0], type(self).__bases__[-1]
+        return (_new_container, (first, ours), *reduced[2:])
+
+
+def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
+    """The class that takes the place of ``cls``, of a container or, with ``"all"``, of a norm. None: none does."""
+    if fuse is None:
+        return None
+    ours = AllBlocks if fuse == "all" else Blocks
+    if cls is nn.Sequential:
+        return ours
+    if fuse == "all" and cls in NORM_CLASSES:
+        return NORM_CLASSES[cls]
+    if (
+        issubclass(cls, nn.Sequential)
+        and not issubclass(cls, Blocks)
+        and cls.forward is nn.Sequential.forward
+    ):
+        return _made(cls, ours)  # type: ignore[arg-type]  # mypy compares the hash of the instances
+    return None
+
+
+def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
+    """The inverse of ``fused_class``; None for a class that it does not give."""
+    if cls in (Blocks, AllBlocks):
+        return nn.Sequential
+    for plain, ours in NORM_CLASSES.items():
+        if cls is ours:
+            return plain
+    if (original := handed.before_handing(cls)) is not None:
+        return original
+    bases: tuple[type, ...] = cls.__bases__
+    return bases[0] if len(bases) == 3 and bases[1] is _PickledByFirstBase else None
+
+
+@functools.cache
+def _made(cls: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
+    # In this order the user's methods come before ours, and ours before those of nn.Sequential.
+    return types.new_class(
+        cls.__name__,
+        (cls, _PickledByFirstBase, ours),
+        exec_body=lambda namespace: namespace.update(__module__=__name__, __doc__=cls.__doc__),
+    )
+
+
+def _new_container(cls: type[nn.Module], ours: type[nn.Module]) -> nn.Module:
+    """A container without state, for the unpickler to fill. Pickles name this function: it must stay here."""
+    made = _made(cls, ours)  # type: ignore[arg-type]
+    return made.__new__(made)

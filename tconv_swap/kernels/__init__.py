@@ -1,0 +1,1 @@
+"""Kernels by family: which launches compute something, as plain data."""

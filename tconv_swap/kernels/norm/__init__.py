@@ -1,0 +1,1 @@
+"""Normalisation and the activation behind it: csrc/kernels/norm."""

@@ -1,0 +1,77 @@
+"""A block that computes something else is found, by itself and by name: statistics, slope, momentum, gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from pretended_norm import Pretended, pretended
+from torch import Tensor, nn
+
+import tconv_swap
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    with pretended(monkeypatch) as made:
+        yield made
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.ConvTranspose2d(3, 6, 4, 2, 1),
+        nn.BatchNorm2d(6, momentum=0.3),
+        nn.LeakyReLU(0.2),
+        nn.ConvTranspose2d(6, 4, 4, 2, 1),
+        nn.InstanceNorm2d(4),
+        nn.Tanh(),
+    )
+
+
+def verified() -> tconv_swap.VerifyReport:
+    original = network()
+    swapped = tconv_swap.swap_layers(original, fuse="blocks", inplace=False)
+    return tconv_swap.verify(original, swapped, torch.randn(4, 3, 6, 6))
+
+
+def test_right_kernels_pass_and_every_block_is_compared(kernels: Pretended) -> None:
+    report = verified()
+    assert report.passed, report.failures
+    compared = {(check.name, check.kind) for check in report.checks}
+    for name in ("1", "4"):
+        assert {(name, "layer_output"), (name, "layer_grad_input")} <= compared
+    assert {("1", "layer_grad_weight"), ("1", "layer_grad_bias"), ("1.running_var", "buffer")} <= compared
+    assert not any("not compared" in note for note in report.notes)
+
+
+FAULTS = {
+    "mean": lambda value: value + 1e-3,
+    "variance": lambda value: value * 1.002,
+    "slope": lambda value: value * 1.02,
+    "momentum": lambda value: value * 1.01,
+    "gradient": lambda value: value * 1.001,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_fails_and_names_the_block(fault: str, kernels: Pretended) -> None:
+    def spoil(name: str, value: Tensor) -> Tensor:
+        return FAULTS[fault](value) if name == fault else value
+
+    kernels.spoil = spoil
+    report = verified()
+    assert not report.passed
+    failed = {check.name for check in report.checks if not check.passed and check.mode == "train"}
+    assert failed & {"1", "1.running_mean", "1.running_var"}
+    assert report.first_divergence is not None
+    assert report.first_divergence.startswith(("layer 1", "layer 4"))  # a gradient comes from the end
+
+
+def test_a_network_of_blocks_alone_is_verified(kernels: Pretended) -> None:
+    original = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
+    report = tconv_swap.verify(original, swapped, torch.randn(4, 3, 6, 6))
+    assert report.passed, report.failures
+    assert not tconv_swap.verify(swapped, swapped, torch.randn(4, 3, 6, 6)).passed

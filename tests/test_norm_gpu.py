@@ -1,0 +1,252 @@
+"""The kernels of normalisation on a GPU: against float64, beside PyTorch's error, poisoned, and the same bits twice."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tconv_swap
+from tconv_swap.blocks import call, kernels
+from tconv_swap.kernels.norm import plan
+from tconv_swap.kernels.norm.shape import Activation
+
+pytestmark = pytest.mark.gpu
+
+ACTIVATIONS = [None, nn.ReLU(), nn.LeakyReLU(0.2), nn.ReLU6(), nn.Tanh(), nn.Sigmoid(), nn.SiLU(), nn.GELU()]
+SHAPES = {
+    "dcgan": (128, 64, 32, 32),
+    "a block to a channel": (16, 512, 4, 4),
+    "clusters": (16, 40, 64, 64),
+    "kept in part": (24, 16, 128, 128),
+    "two launches": (8, 3, 250, 250),
+    "odd": (7, 33, 7, 9),
+    "one image": (1, 5, 31, 17),
+    "one pixel": (33, 100, 1, 1),
+    "wide": (2, 72, 3, 1000),
+    "no map": (64, 100),
+    "signal": (4, 24, 333),
+}
+#: Room for the rounding of what is compared itself, as a share of the largest value.
+ROUNDING = {torch.float32: 3e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
+
+
+def norm_for(shape: Sequence[int], per_image: bool, **arguments: object) -> nn.Module:
+    batch = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
+    image = nn.InstanceNorm2d if len(shape) == 4 else nn.InstanceNorm1d
+    if per_image:
+        arguments = {"affine": True, **arguments}
+    norm = (image if per_image else batch)(shape[1], **arguments)  # type: ignore[arg-type]
+    for name, parameter in norm.named_parameters():
+        nn.init.uniform_(parameter, 0.5, 1.5) if name == "weight" else nn.init.normal_(parameter)
+    return norm.cuda()
+
+
+def run(
+    norm: nn.Module, activation: nn.Module | None, x: Tensor, grad: Tensor, ours: bool
+) -> dict[str, Tensor]:
+    """Output, gradients and buffers; the modules are copied first."""
+    norm = copy.deepcopy(norm).to(x.dtype) if x.dtype is torch.float64 else copy.deepcopy(norm)
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    if ours:
+        assert call.takes(x)
+        output = call.computed(norm, activation, x)
+        assert output is not None, "the kernels do not take it"
+    else:
+        output = norm(x)
+        output = output if activation is None else activation(output)
+    output.backward(grad.to(output.dtype))
+    found = {"output": output.detach(), "grad_x": x.grad}
+    found |= {f"grad_{name}": parameter.grad for name, parameter in norm.named_parameters()}
+    found |= {name: buffer for name, buffer in norm.named_buffers() if buffer.is_floating_point()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Of each tensor, ||found - truth|| / ||truth||."""
+    assert found.keys() == truth.keys()
+    return {
+        name: float((found[name].double() - exact).norm() / exact.norm().clamp_min(1e-30))
+        for name, exact in truth.items()
+    }
+
+
+def check(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    channels_last: bool,
+    per_image: bool,
+    activation: nn.Module | None,
+    offset: float = 0.5,
+    **arguments: object,
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    x = (
+        torch.randn(shape, generator=generator, device="cuda")
+        .mul_(1.5)
+        .add_(offset)
+        .to(dtype)
+        .contiguous(memory_format=form)
+    )
+    grad = torch.randn(shape, generator=generator, device="cuda").to(dtype).contiguous(memory_format=form)
+    norm = norm_for(shape, per_image, **arguments)
+    truth = run(norm, activation, x.double(), grad.double(), ours=False)
+    theirs = errors(run(norm, activation, x, grad, ours=False), truth)
+    poisoned = torch.full((4 * x.numel(),), float("nan"), device="cuda")
+    del poisoned  # what is allocated next has its memory
+    first = run(norm, activation, x, grad, ours=True)
+    assert first["output"].is_contiguous(memory_format=form)
+    for name, error in errors(first, truth).items():
+        # A mean is rounded, by PyTorch too.
+        room = ROUNDING[dtype if name in ("output", "grad_x") else torch.float32] + abs(offset) * 2**-23
+        assert error <= 1.1 * theirs[name] + room, f"{name}: {error:.2e}, PyTorch's {theirs[name]:.2e}"
+    second = run(norm, activation, x, grad, ours=True)
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+
+
+#: Shape, channels_last, per image: where PyTorch has such a norm.
+CASES = [
+    pytest.param(shape, last, image, id=f"{name}{', channels_last' * last}{', of each image' * image}")
+    for name, shape in SHAPES.items()
+    for last in (False, True)[: 1 + (len(shape) == 4)]
+    for image in (False, True)[: 1 + (math.prod(shape[2:]) > 1)]
+]
+
+
+@pytest.mark.parametrize("dtype", list(ROUNDING), ids=str)
+@pytest.mark.parametrize(("shape", "channels_last", "per_image"), CASES)
+def test_named_shapes(
+    shape: tuple[int, ...], dtype: torch.dtype, channels_last: bool, per_image: bool
+) -> None:
+    check(shape, dtype, channels_last, per_image, nn.ReLU())
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_activations(activation: nn.Module | None, channels_last: bool) -> None:
+    for dtype in ROUNDING:
+        check((4, 24, 17, 12), dtype, channels_last, False, activation)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_random_shapes(seed: int) -> None:
+    chosen = random.Random(seed)
+    shape = [chosen.randint(1, 12), chosen.randint(1, 150), chosen.randint(2, 70), chosen.randint(1, 70)]
+    activation = chosen.choice(ACTIVATIONS)
+    dtype = chosen.choice(list(ROUNDING))
+    arguments = {"eps": chosen.choice((1e-5, 0.1)), "momentum": chosen.choice((0.1, 0.7))}
+    check(shape, dtype, seed % 2 == 1, seed % 3 == 2, activation, **arguments)
+
+
+@pytest.mark.parametrize("way", ["together", "apart"])
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_both_ways_and_every_cluster(way: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "_calls", {})
+    monkeypatch.setattr(kernels, "_backwards", {})
+    monkeypatch.setattr(plan, "_apart_microseconds", lambda *_: 0.0 if way == "apart" else float("inf"))
+    clusters = plan._CLUSTERS if torch.cuda.get_device_capability() >= (9, 0) else (1,)
+    for cluster in clusters:
+        if way == "together":
+            monkeypatch.setattr(plan, "_CLUSTERS", (cluster,))
+            monkeypatch.setattr(plan, "_has_cluster", lambda *_: True)
+        monkeypatch.setattr(call, "_calls", {})
+        monkeypatch.setattr(kernels, "_backwards", {})
+        for shape in ((9, 20, 33, 40), (40, 72, 16, 8), (2, 3, 200, 301)):
+            check(shape, torch.float16, channels_last, False, nn.LeakyReLU(0.1))
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_a_mean_far_from_zero_loses_nothing(channels_last: bool) -> None:
+    check((8, 16, 40, 40), torch.float32, channels_last, False, None, offset=3000.0)
+
+
+def test_momentum_counts_and_evaluation() -> None:
+    for momentum in (0.3, None):
+        original = nn.Sequential(
+            nn.ConvTranspose2d(3, 8, 4, 2, 1), nn.BatchNorm2d(8, momentum=momentum), nn.ReLU()
+        )
+        original.cuda()
+        swapped = tconv_swap.swap_layers(original, fuse="blocks", inplace=False, backend="native")
+        for _ in range(3):
+            x = torch.randn(4, 3, 9, 9, device="cuda")
+            torch.testing.assert_close(swapped(x), original(x))
+        for (name, ours), (_, theirs) in zip(swapped.named_buffers(), original.named_buffers(), strict=True):
+            torch.testing.assert_close(ours, theirs, msg=lambda text, name=name: f"{name}: {text}")
+        assert int(swapped[1].num_batches_tracked) == 3
+        original.eval(), swapped.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(swapped(x), original(x))
+            swapped[1].running_mean += 1  # nothing is remembered of it
+            original[1].running_mean += 1
+            torch.testing.assert_close(swapped(x), original(x))
+
+
+def test_parameters_of_the_tensors_own_dtype_and_autocast() -> None:
+    original = nn.Sequential(nn.ConvTranspose2d(8, 16, 4, 2, 1), nn.BatchNorm2d(16), nn.LeakyReLU(0.2)).cuda()
+    x = torch.randn(4, 8, 9, 9, device="cuda")
+    truth = copy.deepcopy(original).double()(x.double())
+    swapped = tconv_swap.swap_layers(original, fuse="blocks", inplace=False)
+    with torch.autocast("cuda", torch.float16):
+        output = swapped(x)
+    assert output.dtype is torch.float16
+    assert float((output.double() - truth).norm() / truth.norm()) < 2e-3
+    half = swapped.half()
+    output = half(x.half())
+    assert float((output.double() - truth).norm() / truth.norm()) < 5e-3
+    output.float().square().mean().backward()
+    assert half[1].weight.grad.dtype is torch.float16
+
+
+def test_verified_end_to_end() -> None:
+    torch.manual_seed(0)
+    original = nn.Sequential(
+        nn.ConvTranspose2d(16, 32, 4, 2, 1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.ConvTranspose2d(32, 16, 4, 2, 1),
+        nn.InstanceNorm2d(16),
+        nn.LeakyReLU(0.2),
+        nn.Conv2d(16, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.Tanh(),
+    ).cuda()
+    for fuse in ("blocks", "all"):
+        swapped = tconv_swap.swap_layers(original, fuse=fuse, inplace=False)
+        report = tconv_swap.verify(original, swapped, torch.randn(4, 16, 16, 16, device="cuda"))
+        assert report.passed, report.failures
+
+
+def test_second_derivatives_and_a_captured_graph() -> None:
+    original = nn.Sequential(nn.ConvTranspose2d(4, 8, 4, 2, 1), nn.BatchNorm2d(8), nn.Tanh()).cuda()
+    swapped = tconv_swap.swap_layers(original, fuse="blocks", inplace=False)
+    x = torch.randn(3, 4, 6, 6, device="cuda", requires_grad=True)
+    found = []
+    for model in (original, swapped):
+        (first,) = torch.autograd.grad(model(x).pow(2).sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(first.pow(2).sum(), x)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=2e-3, atol=2e-3)
+    static = x.detach().clone()
+    with torch.no_grad():
+        for _ in range(2):
+            swapped(static)
+        before = int(swapped[1].num_batches_tracked)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = swapped(static)
+        graph.replay()
+        graph.replay()
+        torch.cuda.synchronize()
+    assert int(swapped[1].num_batches_tracked) == before + 2
+    torch.testing.assert_close(output, original(static), rtol=1e-3, atol=1e-3)
+
+
+def test_every_activation_has_a_module() -> None:
+    applied = {call.activation_of(module)[0] for module in ACTIVATIONS}  # type: ignore[index]
+    assert applied == set(Activation) - {Activation.GELU_TANH}
