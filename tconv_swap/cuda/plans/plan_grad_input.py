@@ -323,6 +323,11 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
     name = "grad_input_wgmma" if tile.wgmma else "grad_input_tile"
     constants: tuple[tuple[str, Constant], ...] = (
         *plan_tile.tile_constants(problem, tile),
+        ("HEIGHT", problem.geometry.height),
+        ("WIDTH", problem.geometry.width),
+        ("OUT_HEIGHT", problem.geometry.out_height),
+        ("OUT_WIDTH", problem.geometry.out_width),
+        ("SPLITS", tile.splits),
         ("STEP_H", problem.step[0]),
         ("STEP_W", problem.step[1]),
         ("SHARED_BYTES", shared),
