@@ -39,6 +39,9 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
 def pays(problem: TileProblem, tile: Tile) -> bool:
     """Whether the first of ``candidates`` is expected to be the fastest of all tiles."""
+    # Threads bring maps of a few columns to mma.sync alone.
+    if not problem.flat and tile.cols < 8:
+        return True
     if tile.pixel_boxes:
         return max(problem.geometry.stride) > 1
     geometry = problem.geometry

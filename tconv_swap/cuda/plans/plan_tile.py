@@ -195,7 +195,8 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What of a plan no size changes: the kernels, and what they take of memory. ``packed_bytes`` 0: nothing is packed."""
+    """What of a plan no size changes: the kernels, and what they take of memory; ``packed_bytes`` is 0 where nothing is
+    packed."""
 
     forward: Kernel
     shared_bytes: int

@@ -1,5 +1,5 @@
-"""Which kernels of the halo tile a layer has, whatever its sizes: at most four schedules, and which of them computes one
-size. Pure functions of data.
+"""Which kernels of the halo tile a layer has, whatever its sizes: at most four schedules; and which of them computes
+one size. Pure functions of data.
 
 A schedule is the tile that tile_choice.py takes for a size that stands for its class; a size takes the schedule that
 covers its map with the fewest cells too many. So a layer has no more kernels than schedules.
@@ -16,7 +16,13 @@ from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans import nchw_boxes
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.plans.tile_choice import candidates, power_above
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, has_stride_of_one_pixel
+from tconv_swap.cuda.plans.tile_layout import (
+    Tile,
+    TileProblem,
+    block_count,
+    can_be_aligned,
+    has_stride_of_one_pixel,
+)
 from tconv_swap.cuda.problem import Device
 
 #: Kernels of one stage of a layer that multiply, in one dtype and layout, over all sizes.
@@ -35,21 +41,19 @@ CHANNEL_IMAGES = 65536
 SMALL_IMAGES = (32, 128)
 #: So many where those would leave the warpgroup's multiply idle.
 MANY_IMAGES = 2048
-#: Columns of a row of cells that whole rows of them divide (ROW_FRAGMENTS, 7 of them), in images that lie one after another.
+#: Columns of a row of cells that whole rows of them divide (ROW_FRAGMENTS, 7 of them), where images follow each other.
 WHOLE_ROW_CELLS = 56
-#: Cells that images with ``aligned`` are multiples of, if they are flat.
-ALIGNED_PIXELS = 128
 #: Of an image: a tile takes several images only where an offset from the first to the last is below 2^31.
 MANY_IMAGES_BYTES = 1 << 24
-#: By what the cells of a tile count for more: those of other large maps, and of small ones, whose halo is a larger part.
+#: By what the cells of a tile count for more: those of other large maps, and of small ones, whose halo is larger.
 HANDICAP_LARGE, HANDICAP_SMALL = 1.05, 1.15
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What one kernel computes. ``problem``: of the size that stands for the class. ``whole_rows``: rows of cells must
-    divide ``WHOLE_ROW_CELLS``. ``few``: for sizes that leave multiprocessors idle otherwise. ``handicap``: what a cell of
-    it costs, compared with the first schedule's."""
+    divide ``WHOLE_ROW_CELLS``. ``few``: for sizes that leave multiprocessors idle otherwise. ``handicap``: what a cell
+    of it costs, compared with the first schedule's."""
 
     problem: TileProblem
     tile: Tile
@@ -67,15 +71,12 @@ class Schedule:
         image = geometry.in_channels * geometry.height * geometry.width * problem.item
         if posed.arranged and geometry.batch * image > MOST_ARRANGED_BYTES:
             return False
+        if posed.aligned and not can_be_aligned(self.posed(problem)):
+            return False
         if posed.flat:
-            pixels = geometry.height * geometry.width
-            if posed.aligned and (pixels % ALIGNED_PIXELS or geometry.width % 2):
-                return False
-            if (tile.pixel_boxes or tile.raw_stages) and pixels % tile.cols:
+            if (tile.pixel_boxes or tile.raw_stages) and geometry.height * geometry.width % tile.cols:
                 return False
             return not self.whole_rows or (WHOLE_ROW_CELLS % geometry.width == 0 and geometry.width % 2 == 0)
-        if posed.aligned and geometry.width % posed.row_multiple:
-            return False
         if tile.images > 2 and image > MANY_IMAGES_BYTES:
             return False
         return not (tile.wgmma and tile.cols < 8) or self.posed(problem).cells[1] <= tile.cols
@@ -152,8 +153,11 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         if len(found) == most:
             break
         one = make(device)
-        if one is not None and not (one[0].problem.aligned and _copies(found.values())):
-            found.setdefault((replace(one[0].problem, geometry=layer.geometry), one[0].tile), one)
+        if one is None or (
+            one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_boxes
+        ):
+            continue
+        found.setdefault((replace(one[0].problem, geometry=layer.geometry), one[0].tile), one)
     return tuple(found.values())
 
 
@@ -177,7 +181,9 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
     def made(batch: int, height: int, width: int, handicap: float = 1.0, aligned: bool = False) -> Make:
         def make(device: Device) -> Ranked | None:
             found = _best(layer, _sized(layer, batch, height, width, aligned), device)
-            return None if found is None else (replace(found[0], handicap=handicap), found[1])
+            if found is None or found[0].problem.aligned != aligned:
+                return None
+            return replace(found[0], handicap=handicap), found[1]
 
         return make
 
@@ -223,7 +229,8 @@ def _classes(layer: TileProblem) -> Iterator[Make]:
         yield made(images, side, side, aligned=True)
     elif max(geometry.stride) == 1:
         yield made(images, USUAL_COLUMNS, USUAL_COLUMNS, HANDICAP_LARGE)
-    yield small(8)
+    if layer.precision != "IEEE" or channels <= MOST_CHANNELS:
+        yield small(8)
     yield small(4)
 
 

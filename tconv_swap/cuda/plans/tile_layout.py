@@ -10,6 +10,8 @@ import torch
 from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.geometry import Geometry, Pair
 
+#: Pixels that images with ``aligned`` are multiples of, if they are flat.
+ALIGNED_PIXELS = 128
 #: Threads of grad_input_wgmma.cu that bring the input.
 FILL_THREADS = 128
 
@@ -114,8 +116,8 @@ class TileProblem:
     of_grad_input: bool = False
     #: ``input_channels_last`` is a copy in the workspace, which a launch of its own makes of an NCHW input.
     arranged: bool = False
-    #: Rows of an NCHW input are known to be whole pieces of 16 bytes; with ``flat``, images to be whole tiles of at most
-    #: 128 cells, and rows to have an even number of them.
+    #: Rows of an NCHW input are known to be whole pieces of 16 bytes; with ``flat``, images to be whole tiles of at
+    #: most 128 cells, and rows to have an even number of them.
     aligned: bool = False
     #: A map of one pixel with another stride than the layer's, for which the rest of the layer's sizes say nothing.
     one_pixel: bool = False
@@ -233,6 +235,14 @@ def make_problem(
         has_bias,
         one_pixel=one_pixel,
     )
+
+
+def can_be_aligned(problem: TileProblem) -> bool:
+    """Whether ``aligned`` is true of this size."""
+    width, pixels = problem.geometry.width, problem.geometry.height * problem.geometry.width
+    if problem.flat:
+        return width % 2 == 0 and pixels % ALIGNED_PIXELS == 0
+    return width * problem.item % 16 == 0
 
 
 def has_stride_of_one_pixel(geometry: Geometry) -> bool:
