@@ -1,5 +1,5 @@
-"""Kernels that are told sizes at their launch: how many a layer has over all sizes, the arithmetic that they do with the
-sizes, and one kernel at several of them."""
+"""Kernels that are told sizes at their launch: how many a layer has over all sizes, what they compute with the sizes,
+and one kernel at several of them."""
 
 from __future__ import annotations
 
