@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(run_stream(STREAMS[options.stream[0]], options.side, device, options)))
         return 0
     if device.type == "cuda":
-        _build_host_parts()
+        build_host_parts()
     document: dict[str, Any] = {"benchmark": "varying", "environment": environment(device), "streams": []}
     failed = False
     for name in options.stream or list(STREAMS):
@@ -64,7 +64,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """A stream's sides, each in a process of its own; cold and warm share a cache that is empty at first."""
     sides: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="tconv-swap-varying-") as cache:
-        _link_host_parts(Path(cache))
+        link_host_parts(Path(cache))
         for side in SIDES:
             sides[side] = _in_a_process(name, side, cache, options)
     return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": sides}
@@ -102,7 +102,7 @@ def run_stream(
     step = _step(network, stream.trains)
     step(torch.randn(stream.warm_up(options.tiny), device=device))
     if side != PYTORCH:
-        network = tconv_swap.swap_layers(network)
+        network = tconv_swap.swap_layers(network, include_1d=True)
         step = _step(network, stream.trains)
     _finish(device)
     begin = time.perf_counter()
@@ -139,7 +139,7 @@ def _finish(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _build_host_parts() -> None:
+def build_host_parts() -> None:
     """Builds the C++ parts where this process's cache lacks them: seconds that belong to no stream."""
     from tconv_swap.cuda import launch
 
@@ -147,7 +147,7 @@ def _build_host_parts() -> None:
         launch.build(source)
 
 
-def _link_host_parts(cache: Path) -> None:
+def link_host_parts(cache: Path) -> None:
     """What is built of C++, in the cache of this process, for processes with another."""
     from tconv_swap.cuda.cache import cache_directory
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import varying
+from benchmarks import sizes, varying
 from benchmarks.streams import STREAMS
 from tconv_swap import plan_swap
 
@@ -16,7 +16,7 @@ from tconv_swap import plan_swap
 @pytest.mark.parametrize("stream", STREAMS.values(), ids=STREAMS)
 def test_a_stream_has_layers_to_swap_and_sizes_that_they_take(stream: varying.Stream) -> None:
     network = stream.network(True)
-    assert len(plan_swap(network).swapped) > 0
+    assert len(plan_swap(network, include_1d=True).swapped) > 0
     with torch.no_grad():
         for shape in (*stream.shapes(True), stream.warm_up(True)):
             assert network(torch.randn(shape)).isfinite().all()
@@ -59,3 +59,14 @@ def test_a_process_that_fails_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / "varying.json"
     assert varying.main(["--device", "cpu", "--tiny", "--stream", "hifigan", "--json", str(path)]) == 1
     assert json.loads(path.read_text())["streams"][0]["sides"]["cold"] == {"error": "killed"}
+
+
+def test_the_cost_of_sizes_is_listed_with_the_worst_first() -> None:
+    rows = [
+        {"row": "a", "before_us": 10.0, "after_us": 5.0},
+        {"row": "b", "before_us": 10.0, "after_us": 20.0},
+    ]
+    _, worst, best, mean = sizes.table(rows).splitlines()
+    assert worst.split() == ["b", "10.0", "20.0", "0.500"]
+    assert best.split() == ["a", "10.0", "5.0", "2.000"]
+    assert mean.split()[-1] == "1.000"
