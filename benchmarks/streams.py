@@ -16,8 +16,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """``network`` is called with an input of each of ``shapes`` in turn, with ``trains`` as a training step. ``warm_up``
-    is a shape not among them. ``tiny`` asks for a network and sizes that a test on a CPU has time for."""
+    """``network`` is called with an input of each of ``shapes`` in turn; with ``trains`` to train. ``warm_up`` is
+    a shape not among them. ``tiny`` asks for a network and sizes that a test on a CPU has time for."""
 
     name: str
     network: Callable[[bool], nn.Module]

@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_up(const float (&sums)[VECTOR], const Block&
   partial[static_cast<long long>(block.slice) * ROWS + block.row + row] = of_warps[0][row];
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     arrange(const Element* __restrict__ from, Element* __restrict__ to, float* __restrict__ partial,
             const __grid_constant__ ArrangeSizes sizes) {
   extern __shared__ __align__(128) char memory[];

@@ -11,7 +11,7 @@
 //
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
 // stride, padding, output padding, dilation, groups; sm_80 and up. plan_tile.py says for which it pays.
-// Input: 16-byte aligned. SPLITS > 1: `output` is a workspace of float32 [SPLITS, output], which
+// Input: 16-byte aligned. PARTIAL: `output` is a workspace of float32 [sizes.splits, output], which
 // forward_tile_reduce.cu adds up.
 #include "mma.cuh"
 #include "forward_tile_taps.cuh"

@@ -15,7 +15,7 @@
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW inputs (forward_boxes.cu computes channels_last); any kernel, stride,
 // padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
+// Input: 16-byte aligned. PARTIAL: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
