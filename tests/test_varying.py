@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import sizes, varying
+from benchmarks import planning, sizes, varying
 from benchmarks.streams import STREAMS
 from tconv_swap import plan_swap
 
@@ -70,3 +70,11 @@ def test_the_cost_of_sizes_is_listed_with_the_worst_first() -> None:
     assert worst.split() == ["b", "10.0", "20.0", "0.500"]
     assert best.split() == ["a", "10.0", "5.0", "2.000"]
     assert mean.split()[-1] == "1.000"
+
+
+def test_planning_a_new_size_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert planning.main(["--only", "maskrcnn", "--sizes", "2"]) == 0
+    head, layer, median = capsys.readouterr().out.splitlines()
+    assert "forward us" in head
+    assert layer.split()[0] == "maskrcnn"
+    assert float(layer.split()[1]) == float(median.split()[-1]) > 0

@@ -2,8 +2,8 @@
 // with both operands read from shared memory by the tensor cores.
 //
 //   M = 64 output channels a warpgroup, or fewer of several rows (STACK): the packed weights (pack_weights.cu)
-//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells, or with NARROW maps 8 cells of
-//       each of WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
+//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells; one multiply for each column of 8
+//       cells, image and tap
 //   K = input channels, by chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
 // Without swizzle, 8 cells of one plane (forward_planes_fill.cuh) are 128 bytes in one piece wherever they begin, so
@@ -14,7 +14,7 @@
 // stages are full and which empty, so that the next tile's chunks come while this one's outputs leave.
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW inputs (forward_boxes.cu computes channels_last); any kernel, stride,
-// padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
+// padding, output padding, dilation, groups; any map (those below 8 cells wide waste some).
 // Input: 16-byte aligned. PARTIAL: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
