@@ -150,7 +150,7 @@ def _compile(kernels: Sequence[Any], architecture: str) -> None:
 
 
 def _median(run: Any, flushed: torch.Tensor) -> float:
-    seen = []
+    seen: list[float] = []
     with torch.no_grad():
         for i in range(CALLS + 3):
             flushed.zero_()
