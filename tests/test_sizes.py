@@ -164,14 +164,14 @@ def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator
                     yield cell_at
 
 
-def small_case(rng: random.Random) -> tuple[TileProblem, Tile]:
+def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
     layer = rng.choice(LAYERS).geometry
-    geometry = replace(random_sizes(rng, layer, 30), batch=rng.randint(1, 5))
+    geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, batch))
     dtype, precision = rng.choice(MODES)
     channels_last = rng.random() < 0.5
     posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
     if not plan_tile.claims(posed, H200):
-        return small_case(rng)
+        return chosen(rng, most, batch)
     (found,) = tile_classes.choose(posed, H200)
     return found
 
@@ -179,7 +179,7 @@ def small_case(rng: random.Random) -> tuple[TileProblem, Tile]:
 @pytest.mark.parametrize("seed", range(40))
 def test_every_output_is_in_one_tile(seed: int) -> None:
     """Each pixel of the output is of one cell of one tile: no more, no fewer, whatever the size."""
-    posed, tile = small_case(random.Random(seed))
+    posed, tile = chosen(random.Random(seed))
     geometry = posed.geometry
     told = Told(sizes.tile_sizes(posed, tile))
     assert (told.batch, told.height, told.width) == (geometry.batch, geometry.height, geometry.width)
@@ -197,7 +197,7 @@ def test_every_output_is_in_one_tile(seed: int) -> None:
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     """What a kernel takes for granted holds of the size: multiples of rows, maps as narrow as the tile, splits."""
     rng = random.Random(1000 + seed)
-    posed, tile = small_case(rng)
+    posed, tile = chosen(rng, 200, 32)
     geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
     row = pixels if posed.flat else geometry.width
     assert row % posed.row_multiple == 0 or posed.input_channels_last
@@ -283,8 +283,8 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
             geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
             posed = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
             if plan_tile.claims(posed, H200):
-                chosen = rng.choice(tile_classes.choose(posed, H200, 4))
-                by_kernel.setdefault(computing(plan_tile.plan_with_tile(*chosen, H200)), []).append(chosen)
+                one = rng.choice(tile_classes.choose(posed, H200, 4))
+                by_kernel.setdefault(computing(plan_tile.plan_with_tile(*one, H200)), []).append(one)
         several = [found for found in by_kernel.values() if len(found) >= 3]
         if several:
             return dtype, channels_last, bias, rng.choice(several)[:3]
