@@ -301,6 +301,7 @@ def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
             groups=groups,
         )
         posed = tile_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        posed = replace(posed, aligned=tile_layout.can_be_aligned(posed))
         found = [entry for entry in nchw_boxes.candidates(posed, H200) if entry[1].pixel_boxes]
         if found:
             return rng.choice(found)

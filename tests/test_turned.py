@@ -12,7 +12,7 @@ from forced import check_forced_forward
 
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_tile, tile_choice
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, make_problem
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, can_be_aligned, make_problem
 from tconv_swap.cuda.plans.tile_memory import raw_box, shared_bytes, turns
 from tconv_swap.geometry import Geometry
 
@@ -26,7 +26,11 @@ TOLERANCE = {torch.float32: 6e-4, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def posed(geometry: Geometry, dtype: torch.dtype) -> TileProblem:
-    return make_problem(geometry, dtype, "tf32", False, False, True)
+    return aligned(make_problem(geometry, dtype, "tf32", False, False, True))
+
+
+def aligned(problem: TileProblem) -> TileProblem:
+    return replace(problem, aligned=can_be_aligned(problem))
 
 
 def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
@@ -148,7 +152,7 @@ def forced(seed: int) -> tuple[TileProblem, Tile]:
         geometry = random_geometry(rng, dtype.itemsize)
         if geometry.out_height < 1 or geometry.out_width < 1:
             continue
-        problem = make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        problem = aligned(make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5))
         found = tiles(problem) if plan_tile.claims(problem, H200) else []
         if found:
             return problem, rng.choice(found)

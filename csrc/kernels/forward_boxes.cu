@@ -18,7 +18,7 @@
 //
 // Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; channels_last with 16-byte multiples of channels of
 // a group; any kernel, stride, padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
+// Input: 16-byte aligned. PARTIAL: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -47,7 +47,7 @@ struct WeightBoxFill {
   __device__ __forceinline__ explicit WeightBoxFill(const TensorMap& weight) : weight(&weight) {}
   __device__ __forceinline__ void aim(const Work& work) {
     channel = work.m_block * BLOCK_CHANNELS;
-    input_channel = work.first_chunk() * CHUNK_CHANNELS;
+    input_channel = work.first_chunk * CHUNK_CHANNELS;
     group = work.group;
     phase_group = work.phase_group;
     int taps = group_taps(0);
@@ -93,12 +93,12 @@ struct Filler {
   Weights::Fill weights;
   int first_turn;
 
-  __device__ __forceinline__ Filler(u32 shared, const Weights::Argument& argument, int batch)
-      : ring(shared), walk(Turns(batch)), weights(argument), first_turn(walk.index) {
+  __device__ __forceinline__ Filler(u32 shared, const Weights::Argument& argument, const Sizes& sizes)
+      : ring(shared), walk(sizes), weights(argument), first_turn(walk.index) {
     aim();
   }
   __device__ __forceinline__ void aim() {
-    fill.aim(walk.work.origin, walk.work.group, walk.work.first_chunk());
+    fill.aim(walk.work.origin, walk.work.group, walk.work.first_chunk, walk.sizes);
     weights.aim(walk.work);
     if (WEIGHTS_STAY && walk.index != first_turn) weights.bytes = 0;
   }
@@ -138,7 +138,7 @@ struct Filler {
 
 extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_boxes(const __grid_constant__ TensorMap input, const __grid_constant__ Weights::Argument weights,
-                  const Element* __restrict__ bias, Out* __restrict__ output, long long batch) {
+                  const Element* __restrict__ bias, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
@@ -155,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
 
   if (threadIdx.x >= THREADS) {
     if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
-    if (threadIdx.x == THREADS) Filler(shared, weights, static_cast<int>(batch)).run(input);
+    if (threadIdx.x == THREADS) Filler(shared, weights, sizes).run(input);
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, static_cast<int>(batch));
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, sizes);
   }
 }

@@ -13,7 +13,7 @@ constexpr int BOX_PIXELS = NARROW ? SHIFTS * TILE_N * HALO_H * TILE_W : HALO_PIX
 struct BoxFill {
   int channel, col, row, image, group;
 
-  __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index) {
+  __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
     channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
     col = origin.col + MIN_SHIFT_W;
     row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H;
@@ -21,8 +21,8 @@ struct BoxFill {
     this->group = group;
     if constexpr (PIXEL_BOXES) {
       channel += group * CI_GROUP;
-      image = origin.image / PIXELS;
-      col = origin.image % PIXELS;
+      image = sizes.image_cells.quotient(origin.image);
+      col = sizes.image_cells.remainder(origin.image, image);
     }
   }
   __device__ __forceinline__ void advance() { channel += CHUNK_WORDS * CHANNELS_PER_WORD; }

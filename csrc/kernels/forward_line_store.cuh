@@ -33,7 +33,7 @@ struct FragmentPlace {
 /// `staged`: address of 2 * LINE_PART * 1024 bytes; the other arguments as of store_warp, the channel of the warpgroup.
 __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const Element* bias, u32 staged, const Origin& origin,
                                             int group, int first_channel, int image, int row, int col, int phase_row,
-                                            int phase_col, int batch) {
+                                            int phase_col, const Sizes& sizes) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
   float biases[2] = {0.f, 0.f};
   if constexpr (HAS_BIAS) {
@@ -49,12 +49,14 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
   const int piece = thread % 8, pixel = thread / 8 % 8, second = thread / 64;
   const u32 get = staged + second * 1024 + pixel * 128 + (piece ^ pixel) * 16;
 
-  const WarpPlace at{origin, image, row, col, 0, phase_row, phase_col, 0, 0, batch};
+  const WarpPlace at{origin, image, row, col, 0, phase_row, phase_col, 0, 0, sizes};
   const int first_row = pixel / FRAGMENT_W, first_col = pixel % FRAGMENT_W;
   const OutCell first = out_cell(at, 0, first_row, first_col);
-  const int images = batch - origin.image - image;
-  [[maybe_unused]] const int outputs_left = batch * static_cast<int>(OUT_PIXELS) - (origin.image + col + first_col);
+  const int images = sizes.batch - origin.image - image;
+  [[maybe_unused]] const int outputs_left = sizes.batch * sizes.out_pixels() - (origin.image + col + first_col);
   const bool real = first_channel + piece * 8 < CO_GROUP;
+  const int row_elements = sizes.out_width * OUT_CHANNELS;
+  const long long image_elements = static_cast<long long>(sizes.out_height) * row_elements;
   output += group * CO_GROUP + first_channel + piece * 8;
   Out* base = output + first.pixel * OUT_CHANNELS;
 
@@ -97,7 +99,7 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
         inside = inside && in_image < images && cell_row + in_phase_row < first.rows && cell_col + in_phase_col < first.cols;
       }
       const long long distance =
-          (in_image * OUT_PIXELS + static_cast<long long>(cell_row + in_phase_row) * OUT_WIDTH + cell_col + in_phase_col) * OUT_CHANNELS;
+          in_image * image_elements + static_cast<long long>(cell_row + in_phase_row) * row_elements + (cell_col + in_phase_col) * OUT_CHANNELS;
       const uint4 words = ptx::load_shared_vector(get + buffer + (i - part * LINE_PART) * 1024);
       if (inside) *reinterpret_cast<uint4*>(to + distance) = words;
     }

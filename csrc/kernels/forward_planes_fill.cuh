@@ -16,7 +16,7 @@ constexpr int FILL_GROUPS = 2;
 constexpr int GROUP_THREADS = FILL_THREADS / FILL_GROUPS;
 
 constexpr int PLANE_CHANNELS = 4 * CHANNELS_PER_WORD;
-static_assert(!INPUT_CHANNELS_LAST);
+static_assert(!INPUT_CHANNELS_LAST && !NARROW);
 
 // A place: the COPY_PIXELS neighbouring pixels of one plane; planes are dealt first, to neighbouring lanes.
 constexpr int PLACES_PER_ROW = HALO_W / COPY_PIXELS * CHUNK_PLANES;
@@ -31,13 +31,14 @@ constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
 
 /// Many slots: where they go is computed anew, which takes fewer registers.
 constexpr bool KEEP_TO = SLOTS <= 10;
-constexpr bool SWAP_PIXELS = !NARROW && COPY_PIXELS == 4 && CHUNK_PLANES == 2;
+constexpr bool SWAP_PIXELS = COPY_PIXELS == 4 && CHUNK_PLANES == 2;
 
 struct InputFill {
   const char* chunk;  // first channel of the chunk, of the tile's first image
   int chunk_channel;   // the same, counted in the channel group
   int from[SLOTS];    // bytes from there, negative outside the image
   u32 to[KEEP_TO ? SLOTS : 1];  // bytes from the beginning of a stage
+  int next_channel;   // bytes from one channel to the next
   u32 staged[PASS_SLOTS][PLACE_REGISTERS];
 
   __device__ __forceinline__ InputFill() {
@@ -46,10 +47,11 @@ struct InputFill {
   }
 
   /// The chunk is the `chunk_index`-th of this tile.
-  __device__ __forceinline__ void aim(const Element* input, const Origin& origin, int group, int chunk_index, int batch) {
-    const int first_image = FLAT ? origin.image / PIXELS : origin.image;
-    chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
-            group * CI_GROUP * CHANNEL_BYTES + chunk_index * CHUNK_BYTES;
+  __device__ __forceinline__ void aim(const Element* input, const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
+    next_channel = channel_bytes(sizes);
+    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
+            (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     chunk_channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -61,18 +63,18 @@ struct InputFill {
       int image, pixel;
       bool inside = exists(s);
       if constexpr (FLAT) {
-        const unsigned cell = origin.image + w;
-        image = static_cast<int>(cell / PIXELS) - first_image;
-        pixel = static_cast<int>(cell % PIXELS);
-        inside = inside && first_image + image < batch;
+        const int cell = origin.image + w, in_batch = sizes.image_cells.quotient(cell);
+        image = in_batch - first_image;
+        pixel = sizes.image_cells.remainder(cell, in_batch);
+        inside = inside && in_batch < sizes.batch;
       } else {
-        const int row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H + h, col = NARROW ? w : origin.col + MIN_SHIFT_W - LEAD + w;
+        const int row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
         image = n;
-        pixel = row * WIDTH + col;
-        inside = inside && row >= 0 && row < HEIGHT && col >= 0 && col < WIDTH && origin.image + n < batch;
+        pixel = row * sizes.width + col;
+        inside = inside && row >= 0 && row < sizes.height && col >= 0 && col < sizes.width && origin.image + n < sizes.batch;
       }
-      const int elements = image * (IN_CHANNELS * PIXELS) + pixel;
-      from[s] = inside ? elements * ITEM + plane * PLANE_CHANNELS * static_cast<int>(CHANNEL_BYTES) : -1;
+      const int elements = image * (IN_CHANNELS * sizes.pixels()) + pixel;
+      from[s] = inside ? elements * ITEM + plane * PLANE_CHANNELS * next_channel : -1;
     }
   }
 
@@ -86,7 +88,7 @@ struct InputFill {
       const char* source = chunk + from[s];
 #pragma unroll
       for (int c = 0; c < PLANE_CHANNELS; ++c)
-        load_words<COPY_PIXELS * ITEM>(staged[i] + c * ROW_REGISTERS, source + c * CHANNEL_BYTES,
+        load_words<COPY_PIXELS * ITEM>(staged[i] + c * ROW_REGISTERS, source + c * next_channel,
                                        from[s] >= 0 && (!RAGGED_K || first_channel(s) + c < CI_GROUP));
     }
   }
@@ -128,15 +130,14 @@ struct InputFill {
           }
         } else {
 #pragma unroll
-          for (int p = 0; p < COPY_PIXELS; ++p)
-            each_copy(s, p, [&](int offset) { ptx::store_shared<4>(target + offset, pixels[p]); });
+          for (int p = 0; p < COPY_PIXELS; ++p) ptx::store_shared<4>(target + p * 16, pixels[p]);
         }
       }
     }
   }
 
   __device__ __forceinline__ void advance() {
-    chunk += CHUNK_BYTES;
+    chunk += static_cast<long long>(CHUNK_INPUT_CHANNELS) * next_channel;
     chunk_channel += CHUNK_WORDS * CHANNELS_PER_WORD;
   }
 
@@ -145,7 +146,7 @@ struct InputFill {
     const int place = thread + s * GROUP_THREADS;
     const int w = place / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
     return (place % CHUNK_PLANES * PLANE_PITCH + place / PLACES_PER_ROW / HALO_H * IMAGE_PITCH +
-            place / PLACES_PER_ROW % HALO_H * ROW_PITCH + (NARROW ? 0 : w)) * 16;
+            place / PLACES_PER_ROW % HALO_H * ROW_PITCH + w) * 16;
   }
   __device__ __forceinline__ static int thread() { return (threadIdx.x - THREADS) % GROUP_THREADS; }
   __device__ __forceinline__ static bool exists(int s) {
@@ -153,20 +154,6 @@ struct InputFill {
   }
   __device__ __forceinline__ static int column(int s) {
     return (thread() + s * GROUP_THREADS) / CHUNK_PLANES % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
-  }
-
-  /// put(bytes from to[s]) for each place that pixel `p` of slot `s` goes to: one, or with NARROW one for each shift.
-  template <class Put>
-  __device__ __forceinline__ void each_copy(int s, int p, const Put& put) const {
-    if constexpr (NARROW) {
-#pragma unroll
-      for (int shift = MIN_SHIFT_W; shift <= MAX_SHIFT_W; ++shift) {
-        const int cell = column(s) + p - shift;
-        if (cell >= 0 && cell < TILE_W) put(((shift - MIN_SHIFT_W) * SHIFTED_PITCH + cell) * 16);
-      }
-    } else {
-      put(p * 16);
-    }
   }
 
   /// First channel of a place, in the channel group.

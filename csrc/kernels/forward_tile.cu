@@ -11,7 +11,7 @@
 //
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
 // stride, padding, output padding, dilation, groups; sm_80 and up. plan_tile.py says for which it pays.
-// Input: 16-byte aligned. SPLITS > 1: `output` is a workspace of float32 [SPLITS, output], which
+// Input: 16-byte aligned. PARTIAL: `output` is a workspace of float32 [sizes.splits, output], which
 // forward_tile_reduce.cu adds up.
 #include "mma.cuh"
 #include "forward_tile_taps.cuh"
@@ -105,7 +105,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
 
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void forward_group(const Element* input, const u32* packed, const Element* bias, Out* output,
-                                              int batch, int block, int group_row, int group_col) {
+                                              const Sizes& sizes, int block, int split, int group_row, int group_col) {
   constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
   extern __shared__ __align__(16) u32 shared[];
   const u32 stages = ptx::pinned(ptx::shared_address(shared));
@@ -116,12 +116,12 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   block /= M_BLOCKS;
   const int group = block % GROUPS;
   block /= GROUPS;
-  const Origin origin = tile_origin(block);
-  const int split = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
-  const int first_chunk = split * CHUNKS / SPLITS, end_chunk = (split + 1) * CHUNKS / SPLITS;
+  const Origin origin = tile_origin(block, sizes);
+  const int first_chunk = PARTIAL ? sizes.splits.quotient(split * CHUNKS) : 0;
+  const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
   const int chunks = end_chunk - first_chunk;
 
-  InputFill fill(input, origin, group, first_chunk, batch);
+  InputFill fill(input, origin, group, first_chunk, sizes);
   const int phase_group = group_row * GROUP_COLS + group_col;
   const long long before = PHASE_GROUPS == 1 ? 0 : static_cast<long long>(taps_before(phase_group)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
   const u32* weights = packed + before + ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + first_chunk) * CHUNK_WEIGHTS;
@@ -185,26 +185,25 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
           input_stage(chunk) + input_offset + step * STEP_WORDS * K_STEP * 4);
   }
 
-  if constexpr (SPLITS > 1)
-    output += static_cast<long long>(split) * batch * OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH;
+  if constexpr (PARTIAL) output += static_cast<long long>(split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
   store_sums(sums, output, bias, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image, warp_h,
-             warp_w, group_row * PHASE_ROWS, group_col * PHASE_COLS, batch);
+             warp_w, group_row * PHASE_ROWS, group_col * PHASE_COLS, sizes);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_tile(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
-                 Out* __restrict__ output, long long batch) {
-  const int block = blockIdx.x / SPLITS;
+                 Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
+  const int piece = static_cast<int>(blockIdx.x), block = PARTIAL ? sizes.splits.quotient(piece) : piece;
+  const int split = PARTIAL ? sizes.splits.remainder(piece, block) : 0;
   const int phase_group = block % PHASE_GROUPS, rest = block / PHASE_GROUPS;
   const int group_row = phase_group / GROUP_COLS, group_col = phase_group % GROUP_COLS;
-  const int images = static_cast<int>(batch);
   if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
-    forward_group<0, 0>(input, packed, bias, output, images, rest, group_row, group_col);
+    forward_group<0, 0>(input, packed, bias, output, sizes, rest, split, group_row, group_col);
   } else {
     repeat<0, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP)
-        forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, bias, output, images, rest,
+        forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, bias, output, sizes, rest, split,
                                                               GROUP / GROUP_COLS, GROUP % GROUP_COLS);
     });
   }

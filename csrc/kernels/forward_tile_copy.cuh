@@ -3,8 +3,9 @@
 
 using ptx::u32;
 
-constexpr long long CHANNEL_BYTES = (INPUT_CHANNELS_LAST ? 1LL : PIXELS) * ITEM;
-constexpr long long CHUNK_BYTES = CHANNEL_BYTES * CHUNK_WORDS * CHANNELS_PER_WORD;
+/// From one channel of an image to the next, which plan_tile.claims bounds to 32 bits.
+__device__ __forceinline__ int channel_bytes(const Sizes& sizes) { return INPUT_CHANNELS_LAST ? ITEM : sizes.pixels() * ITEM; }
+constexpr int CHUNK_INPUT_CHANNELS = CHUNK_WORDS * CHANNELS_PER_WORD;
 constexpr bool RAGGED_K = CI_GROUP % (CHUNK_WORDS * CHANNELS_PER_WORD) != 0;
 
 /// The packed weights of one chunk are one contiguous run.

@@ -16,13 +16,15 @@ struct InputFill {
   u32 to[SLOTS];      // bytes from the beginning of a stage
   int first_k;        // first word of k of this thread within a chunk (NCHW)
   int next_word;      // words of k before the next chunk
+  int next_channel;   // bytes from one channel to the next
   u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * HALVES : 1];
 
   __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
-                                       int batch) {
-    const int first_image = FLAT ? origin.image / PIXELS : origin.image;
-    chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
-            group * CI_GROUP * CHANNEL_BYTES + chunk_index * CHUNK_BYTES;
+                                       const Sizes& sizes) {
+    next_channel = channel_bytes(sizes);
+    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
+            (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     next_word = chunk_index * CHUNK_WORDS;
     first_k = SHARERS > 1 ? threadIdx.x / (THREADS / SHARERS) : 0;
 #pragma unroll
@@ -35,22 +37,22 @@ struct InputFill {
       int image, pixel;
       bool inside = place < PLACES;
       if constexpr (FLAT) {
-        const unsigned cell = origin.image + w;
-        image = static_cast<int>(cell / PIXELS) - first_image;
-        pixel = static_cast<int>(cell % PIXELS);
-        inside = inside && first_image + image < batch;
+        const int cell = origin.image + w, in_batch = sizes.image_cells.quotient(cell);
+        image = in_batch - first_image;
+        pixel = sizes.image_cells.remainder(cell, in_batch);
+        inside = inside && in_batch < sizes.batch;
       } else {
         const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
         image = n;
-        pixel = row * WIDTH + col;
-        inside = inside && row >= 0 && row < HEIGHT && col >= 0 && col < WIDTH && origin.image + n < batch;
+        pixel = row * sizes.width + col;
+        inside = inside && row >= 0 && row < sizes.height && col >= 0 && col < sizes.width && origin.image + n < sizes.batch;
       }
-      const int elements = image * (IN_CHANNELS * PIXELS) +
+      const int elements = image * (IN_CHANNELS * sizes.pixels()) +
                            (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS + copy * COPY : pixel);
       from[s] = inside ? elements * ITEM : -1;
       to[s] = ((n * IMAGE_PITCH + h * ROW_PITCH + w) * PIXEL_STEP + first_k * K_STEP + copy * (COPY * ITEM / 4)) * 4;
     }
-    chunk += first_k * CHANNELS_PER_WORD * CHANNEL_BYTES;
+    chunk += first_k * CHANNELS_PER_WORD * next_channel;
   }
 
   /// Start copying the next chunk to a stage.
@@ -71,7 +73,7 @@ struct InputFill {
         } else {
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
-            const char* row = source + k * SHARERS * CHANNEL_BYTES;
+            const char* row = source + k * SHARERS * next_channel;
             const u32 target = stage + to[s] + k * SHARERS * K_PITCH * 4;
             if constexpr (RAGGED_K) {
               const bool real = next_word + first_k + k * SHARERS < CI_WORDS;
@@ -94,9 +96,9 @@ struct InputFill {
       for (int k = 0; k < K_PER_SLOT; ++k) {
         u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
         const int channel = (next_word + first_k + k * SHARERS) * 2;
-        const char* row = chunk + from[s] + k * SHARERS * 2 * CHANNEL_BYTES;
+        const char* row = chunk + from[s] + k * SHARERS * 2 * next_channel;
         load_halves(to_words, row, from[s] >= 0 && (!RAGGED_K || channel < CI_GROUP));
-        load_halves(to_words + HALVES, row + CHANNEL_BYTES,
+        load_halves(to_words + HALVES, row + next_channel,
                     from[s] >= 0 && (!RAGGED_K || channel + 1 < CI_GROUP));
       }
     }
@@ -128,7 +130,7 @@ struct InputFill {
 
  private:
   __device__ __forceinline__ void advance() {
-    chunk += CHUNK_BYTES;
+    chunk += static_cast<long long>(CHUNK_INPUT_CHANNELS) * next_channel;
     next_word += CHUNK_WORDS;
   }
 

@@ -3,8 +3,9 @@
 
 #include "tile_shape.cuh"
 
-static_assert(!FLAT || (CELLS_H == HEIGHT && CELLS_W == WIDTH && CELL_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1 &&
-                        CELLS_H * CELL_ROWS == OUT_HEIGHT && CELLS_W * STRIDE_W == OUT_WIDTH));
+// FLAT: the plan sees to it that there are as many cells as pixels, and that they are the whole output.
+static_assert(!FLAT || (CELL_INPUT_ROWS == 1 && TILE_H == 1 && TILE_N == 1));
+static_assert(!NARROW || BOXES);
 
 constexpr int ITEM = sizeof(Element);
 constexpr bool IS_16_BIT = ITEM == 2;
@@ -14,8 +15,7 @@ constexpr int MIN_SHIFT_W = FLAT ? 0 : COLS_AXIS.min_shift(), MAX_SHIFT_W = FLAT
 /// Elements of one copy: neighbouring pixels of a channel (NCHW) or neighbouring channels of a pixel.
 constexpr int COPY_MOST = PLANES ? 4 : 16 / ITEM;
 constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, COPY_MOST)
-                     : FLAT              ? power_dividing(PIXELS, power_dividing(TILE_W, COPY_MOST))
-                                         : power_dividing(WIDTH, power_dividing(TILE_W, COPY_MOST));
+                                         : power_dividing(ROW_MULTIPLE, power_dividing(TILE_W, COPY_MOST));
 /// Boxes of the input are turned in shared memory (forward_turned.cu): their rows begin and end at multiples of 16 bytes.
 constexpr bool TURNED = RAW_STAGES > 0;
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : TURNED ? 16 / ITEM : COPY;
@@ -23,7 +23,7 @@ constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : TURNED ? 16 / ITEM : COPY;
 // A row of the halo begins this many pixels early, where a copy of several pixels may begin.
 constexpr int LEAD = NARROW ? 0 : ((MIN_SHIFT_W % COPY_PIXELS) + COPY_PIXELS) % COPY_PIXELS;
 constexpr int HALO_H = (TILE_H - 1) * CELL_INPUT_ROWS + 1 + MAX_SHIFT_H - MIN_SHIFT_H;
-constexpr int HALO_W = NARROW ? WIDTH : round_up(LEAD + TILE_W + MAX_SHIFT_W - MIN_SHIFT_W, COPY_PIXELS);
+constexpr int HALO_W = round_up(LEAD + TILE_W + MAX_SHIFT_W - MIN_SHIFT_W, COPY_PIXELS);
 
 // The 8 pixels of a fragment must differ modulo 8: then no fragment load meets a bank twice.
 constexpr int ROW_PITCH = NARROW ? TILE_W : FRAGMENT_H > 1 ? aligned_to(HALO_W, COPY_PIXELS, 8, FRAGMENT_W) : HALO_W;

@@ -1,27 +1,35 @@
-// output = bias + the sum over splits of partial [SPLITS, output], in the order of the splits: the last step of a
-// forward pass whose sum over input channels is split. OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH.
+// output = bias + the sum over splits of partial [splits, output], in the order of the splits: the last step of a
+// pass whose sum over input channels is split.
 #include "mma.cuh"
+#include "sizes.cuh"
+
+struct ReduceSizes {
+  int count;           // of the output's elements
+  int splits;
+  Divisor out_pixels;  // of an image
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     forward_tile_reduce(const float* __restrict__ partial, const Element* __restrict__ bias,
-                        Element* __restrict__ output, long long count) {
+                        Element* __restrict__ output, const __grid_constant__ ReduceSizes sizes) {
   ptx::wait_for_previous_launch();
-  const long long i = (static_cast<long long>(blockIdx.x) * THREADS + threadIdx.x) * VECTOR;
-  if (i >= count) return;
+  const int i = static_cast<int>(blockIdx.x * THREADS + threadIdx.x) * VECTOR;
+  if (i >= sizes.count) return;
   float sum[VECTOR];
 #pragma unroll
   for (int v = 0; v < VECTOR; ++v) {
-    const int channel = static_cast<int>(OUTPUT_CHANNELS_LAST ? (i + v) % OUT_CHANNELS : (i + v) / OUT_PIXELS % OUT_CHANNELS);
+    const int channel = (OUTPUT_CHANNELS_LAST ? i + v : sizes.out_pixels.quotient(i + v)) % OUT_CHANNELS;
     sum[v] = HAS_BIAS ? load_as(bias[channel]) : 0.f;
   }
-#pragma unroll
-  for (int s = 0; s < SPLITS; ++s) {
+  const float* from = partial + i;
+#pragma unroll 4
+  for (int s = 0; s < sizes.splits; ++s, from += sizes.count) {
     float part[VECTOR];
     if constexpr (VECTOR == 4) {
-      const float4 p = *reinterpret_cast<const float4*>(partial + s * count + i);
+      const float4 p = *reinterpret_cast<const float4*>(from);
       part[0] = p.x, part[1] = p.y, part[2] = p.z, part[3] = p.w;
     } else {
-      part[0] = partial[s * count + i];
+      part[0] = *from;
     }
 #pragma unroll
     for (int v = 0; v < VECTOR; ++v) sum[v] += part[v];

@@ -3,7 +3,7 @@
 
 
 /// Partial sums of a split over k leave in float32; whole sums in the output's type.
-template <bool PARTIAL>
+template <bool OF_A_SPLIT>
 struct Stored {
   using type = Element;
 };
@@ -11,7 +11,7 @@ template <>
 struct Stored<true> {
   using type = float;
 };
-using Out = Stored<(SPLITS > 1)>::type;
+using Out = Stored<PARTIAL>::type;
 constexpr bool OUT_16_BIT = sizeof(Out) == 2;
 constexpr int STORE_MOST = 16 / sizeof(Out);
 
@@ -80,7 +80,7 @@ struct Sums {
 /// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
 __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Element* bias, const Origin& origin,
                                            int group, int first_channel, int n, int h, int w, int phase_row,
-                                           int phase_col, int batch) {
+                                           int phase_col, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float biases[WARP_M_TILES][2];
 #pragma unroll
@@ -88,11 +88,11 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channel = first_channel + channel_of_row(i, g + half * 8);
-      biases[i][half] = HAS_BIAS && SPLITS == 1 && channel < CO_GROUP ? load_as(bias[group * CO_GROUP + channel]) : 0.f;
+      biases[i][half] = HAS_BIAS && !PARTIAL && channel < CO_GROUP ? load_as(bias[group * CO_GROUP + channel]) : 0.f;
     }
 
   // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
-  constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || CELLS_W % 2 == 0);
+  constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || EVEN_COLUMNS);
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
 #pragma unroll
@@ -106,20 +106,20 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
           const int position = 2 * t + e;
           const Cell cell = cell_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
                                     h + row * FRAGMENT_H + position / FRAGMENT_W % FRAGMENT_H,
-                                    w + col * FRAGMENT_W + position % FRAGMENT_W, batch);
+                                    w + col * FRAGMENT_W + position % FRAGMENT_W, sizes);
 #pragma unroll
           for (int a = 0; a < PHASE_ROWS; ++a) {
             const int out_row = cell.row * STRIDE_H + phase_row + a;
-            const bool row_inside = cell.inside && (OUT_HEIGHT % STRIDE_H == 0 || out_row < OUT_HEIGHT);
+            const bool row_inside = cell.inside && out_row < sizes.out_height;
             if constexpr (OUTPUT_CHANNELS_LAST) {
               constexpr int RUN = 2 * WARP_M_TILES;
               constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, STORE_MOST));
 #pragma unroll
               for (int b = 0; b < PHASE_COLS; ++b) {
                 const int out_col = cell.col * STRIDE_W + phase_col + b;
-                if (!row_inside || (OUT_WIDTH % STRIDE_W != 0 && out_col >= OUT_WIDTH)) continue;
+                if (!row_inside || out_col >= sizes.out_width) continue;
                 const int channel = first_channel + g * RUN;
-                Out* to = output + ((static_cast<long long>(cell.image) * OUT_HEIGHT + out_row) * OUT_WIDTH + out_col) * OUT_CHANNELS +
+                Out* to = output + ((static_cast<long long>(cell.image) * sizes.out_height + out_row) * sizes.out_width + out_col) * OUT_CHANNELS +
                           group * CO_GROUP + channel;
                 float run[RUN];
 #pragma unroll
@@ -135,7 +135,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
               constexpr int CELLS = PAIR && PHASE_COLS == STRIDE_W ? 2 : 1;
               constexpr int RUN = CELLS * PHASE_COLS;
               constexpr int VECTOR = power_dividing(
-                  OUT_WIDTH, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
+                  OUT_ROW_MULTIPLE, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
 #pragma unroll
               for (int i = 0; i < WARP_M_TILES; ++i)
 #pragma unroll
@@ -146,8 +146,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
                   for (int pass = 0; pass < (PAIR && CELLS == 1 ? 2 : 1); ++pass) {
                     const int out_col = (cell.col + pass) * STRIDE_W + phase_col;
                     Out* to = output +
-                              ((static_cast<long long>(cell.image) * OUT_CHANNELS + group * CO_GROUP + channel) * OUT_HEIGHT + out_row) *
-                                  OUT_WIDTH +
+                              ((static_cast<long long>(cell.image) * OUT_CHANNELS + group * CO_GROUP + channel) * sizes.out_height + out_row) *
+                                  sizes.out_width +
                               out_col;
                     float run[RUN];
 #pragma unroll
@@ -156,7 +156,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
                                biases[i][half];
 #pragma unroll
                     for (int r = 0; r < RUN; r += VECTOR)
-                      if (FLAT || out_col + r < OUT_WIDTH) store_vector<VECTOR>(to + r, run + r);
+                      if (FLAT || out_col + r < sizes.out_width) store_vector<VECTOR>(to + r, run + r);
                   }
                 }
             }

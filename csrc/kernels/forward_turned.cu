@@ -28,7 +28,7 @@ constexpr int FILL_THREADS = 32 * FILL_WARPS;
 
 extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_turned(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const Element* __restrict__ bias,
-                   Out* __restrict__ output, long long batch) {
+                   Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
@@ -50,9 +50,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
 
   if (threadIdx.x >= THREADS) {
     if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
-    Filler(shared, packed, static_cast<int>(batch)).run(input);
+    Filler(shared, packed, sizes).run(input);
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, static_cast<int>(batch));
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, sizes);
   }
 }

@@ -6,7 +6,7 @@
 /// Of raw chunks.
 using RawRing = StageRing<RAW_STAGES, RAW_AT, RAW_BYTES, RAW_BARRIERS>;
 
-static_assert(!FLAT || PIXELS % TILE_W == 0, "no box lies in two images");
+// FLAT: the plan sees to it that no box lies in two images.
 
 /// Asks for one chunk after another.
 struct BoxFill {
@@ -14,15 +14,16 @@ struct BoxFill {
   Walk walk;
   int channel;
 
-  __device__ __forceinline__ BoxFill(u32 shared, int batch) : raw(shared), walk(Turns(batch)) { aim(); }
+  __device__ __forceinline__ BoxFill(u32 shared, const Sizes& sizes) : raw(shared), walk(sizes) { aim(); }
   __device__ __forceinline__ void aim() {
-    channel = walk.work.group * CI_GROUP + walk.work.first_chunk() * CHUNK_CHANNELS;
+    channel = walk.work.group * CI_GROUP + walk.work.first_chunk * CHUNK_CHANNELS;
   }
   __device__ __forceinline__ void copy(const TensorMap& input) {
     const Origin& origin = walk.work.origin;
     ptx::arrive_expecting(raw.full(), RAW_BYTES);
     if constexpr (FLAT) {
-      ptx::copy_box(raw.data(), input, origin.image % PIXELS, channel, 0, origin.image / PIXELS, raw.full());
+      const int image = walk.sizes.image_cells.quotient(origin.image);
+      ptx::copy_box(raw.data(), input, walk.sizes.image_cells.remainder(origin.image, image), channel, 0, image, raw.full());
     } else {
 #pragma unroll
       for (int image = 0; image < TILE_N; ++image)
@@ -87,17 +88,16 @@ struct Filler {
   RawRing raw;
   Walk walk;
   WeightFill weights;
-  int batch;
 
-  __device__ __forceinline__ Filler(u32 shared, const u32* packed, int batch)
-      : shared(shared), ring(shared), raw(shared), walk(Turns(batch)), weights(packed), batch(batch) {
+  __device__ __forceinline__ Filler(u32 shared, const u32* packed, const Sizes& sizes)
+      : shared(shared), ring(shared), raw(shared), walk(sizes), weights(packed) {
     weights.aim(walk.work);
   }
 
   __device__ __forceinline__ void run(const TensorMap& input) {
     const bool asks = threadIdx.x == THREADS;
     const Turn turn;
-    BoxFill boxes(shared, batch);
+    BoxFill boxes(shared, walk.sizes);
     if (asks) {
 #pragma unroll 1
       for (int i = 0; i < RAW_STAGES && !boxes.walk.done(); ++i) boxes.copy(input);

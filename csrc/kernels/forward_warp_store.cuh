@@ -6,8 +6,6 @@
 // BY_ROWS (NCHW): a part is whole rows of cells, and what leaves at once fills whole sectors of memory, wherever rows begin.
 #pragma once
 
-constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
-
 // ---- what one part is: PART_COLS fragments of PART_LINES lines of PART_CHANNELS channels (8 or 16); a line is a row of
 // fragments of one image
 
@@ -29,7 +27,7 @@ constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
 constexpr int CHANNEL_PITCH = aligned_to(ceil_div(PART_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
 constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : PART_CHANNELS * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
 
-__device__ __forceinline__ float with_bias(float sum, float bias) { return HAS_BIAS && SPLITS == 1 ? sum + bias : sum; }
+__device__ __forceinline__ float with_bias(float sum, float bias) { return HAS_BIAS && !PARTIAL ? sum + bias : sum; }
 
 /// COUNT neighbouring Out values to an address aligned to them all, at most 16 bytes.
 template <int COUNT>
@@ -73,7 +71,7 @@ struct WarpPlace {
   int phase_row, phase_col;      // first phase of the block
   int out_channel;               // first channel of the warp, of all
   int channels_left;             // channels of the group from there on
-  int batch;
+  const Sizes& sizes;
 };
 
 /// First output of a cell that is in the tile at (image, row, col) from the warp's first, and whether it exists.
@@ -83,10 +81,10 @@ struct OutCell {
 };
 
 __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int row, int col) {
-  const Cell cell = cell_at(at.origin, at.image + image, at.row + row, at.col + col, at.batch);
+  const Cell cell = cell_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
   const int out_row = cell.row * CELL_ROWS + at.stack_row + at.phase_row, out_col = cell.col * STRIDE_W + at.phase_col;
-  return {cell.image * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH + out_col,
-          cell.image < at.batch ? OUT_HEIGHT - out_row : 0, OUT_WIDTH - out_col};
+  return {static_cast<long long>(cell.image) * at.sizes.out_pixels() + static_cast<long long>(out_row) * at.sizes.out_width + out_col,
+          cell.image < at.sizes.batch ? at.sizes.out_height - out_row : 0, at.sizes.out_width - out_col};
 }
 
 /// Cells that stand in a row are outputs that do.
@@ -101,8 +99,10 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   // Cell 2t of the warp's first fragment; all others lie at distances that are constants, unless cells stand in a row.
   const int first_row = 2 * t / FRAGMENT_W, first_col = 2 * t % FRAGMENT_W;
   const OutCell first = out_cell(at, 0, first_row, first_col);
-  const int images = at.batch - at.origin.image - at.image;
-  [[maybe_unused]] const int outputs_left = at.batch * static_cast<int>(OUT_PIXELS) - (at.origin.image + at.col + first_col);
+  const int images = at.sizes.batch - at.origin.image - at.image;
+  [[maybe_unused]] const int outputs_left = at.sizes.batch * at.sizes.out_pixels() - (at.origin.image + at.col + first_col);
+  const int row_elements = at.sizes.out_width * OUT_CHANNELS;
+  const long long image_elements = static_cast<long long>(at.sizes.out_height) * row_elements;
   Out* base = output + first.pixel * OUT_CHANNELS;
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
@@ -133,7 +133,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
               const float(&sum)[4] = sums.at(a * PHASE_COLS + b, 0, image, col, row);
               const float run[2] = {with_bias(sum[e], biases[0]), with_bias(sum[2 + e], biases[1])};
               const long long distance =
-                  (image * OUT_PIXELS + static_cast<long long>(cell_rows + a) * OUT_WIDTH + cell_cols + b) * OUT_CHANNELS;
+                  image * image_elements + static_cast<long long>(cell_rows + a) * row_elements + (cell_cols + b) * OUT_CHANNELS;
               if (inside && (FLAT || (cell_rows + a < rows && cell_cols + b < cols))) {
 #pragma unroll
                 for (int i = 0; i < 2; i += VECTOR)
@@ -143,20 +143,21 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
         }
 }
 
-/// Outputs of one store: neighbouring pixels of a row of one channel.
+/// Outputs of one store: neighbouring pixels of a row of one channel, so many at most; and so many whatever the width is.
 constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(PART_ROW, STORE_MOST)
                                                  : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
-constexpr int STORE = power_dividing(OUT_WIDTH, STORE_ROW);
-constexpr int CHANNEL_STORES = PART_PIXELS / STORE;
-constexpr int STORES = PART_CHANNELS * CHANNEL_STORES;
+constexpr int STORE_ANY = power_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
 
 __device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
-/// With powers of two throughout, the place of store lane + pass * 32 is the sum of two places, of which one is a
-/// constant.
-constexpr bool PLACES_ADD = is_power(PHASE_ROWS) && is_power(PART_ROW) && STORES % 32 == 0;
-
 /// Where the i-th store of a part reads and writes: channel, line, row within the line's cells, column.
+template <int STORE>
 struct StorePlace {
+  static constexpr int CHANNEL_STORES = PART_PIXELS / STORE;
+  static constexpr int STORES = PART_CHANNELS * CHANNEL_STORES;
+  /// With powers of two throughout, the place of store lane + pass * 32 is the sum of two places, of which one is a
+  /// constant.
+  static constexpr bool ADD = is_power(PHASE_ROWS) && is_power(PART_ROW) && STORES % 32 == 0;
+
   int from, channel, line, row, col;
 
   __device__ constexpr explicit StorePlace(int i) : from(0), channel(i / CHANNEL_STORES), line(0), row(0), col(0) {
@@ -169,21 +170,23 @@ struct StorePlace {
 };
 
 /// Long rows of any length and alignment, one after another: a warp's stores begin where sectors of memory do.
-constexpr bool ROW_BY_ROW = BY_ROWS && !FLAT && FRAGMENT_W == 8 && PHASE_COLS == STRIDE_W && (STORE == 1 || !PLACES_ADD);
+template <int STORE>
+constexpr bool ROW_BY_ROW = BY_ROWS && !FLAT && FRAGMENT_W == 8 && PHASE_COLS == STRIDE_W && (STORE == 1 || !StorePlace<STORE>::ADD);
 constexpr int SECTOR = 32 / static_cast<int>(sizeof(Out));
-constexpr int ROW_PASSES = ceil_div(PART_ROW + SECTOR - STORE, 32 * STORE);
 
 /// `to`: of the part's first output of its first channel; `rows`, `cols`: of output from there to the edge.
-__device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols) {
+template <int STORE>
+__device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols, const Sizes& sizes) {
+  constexpr int ROW_PASSES = ceil_div(PART_ROW + SECTOR - STORE, 32 * STORE);
   const int lane = threadIdx.x % 32;
   cols = least(PART_ROW, cols);
 #pragma unroll 1
-  for (int channel = 0; channel < least(PART_CHANNELS, channels); ++channel, to += OUT_PIXELS, staged += CHANNEL_PITCH)
+  for (int channel = 0; channel < least(PART_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
 #pragma unroll
     for (int row = 0; row < PART_ROWS; ++row) {
       const int line = row / PHASE_ROWS, out_row = line % WARP_ROWS * CELL_ROWS + row % PHASE_ROWS, image = line / WARP_ROWS;
       if (out_row >= rows || image >= images) continue;
-      Out* start = to + image * static_cast<long long>(OUT_CHANNELS) * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH;
+      Out* start = to + image * static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels() + static_cast<long long>(out_row) * sizes.out_width;
       const int early = static_cast<int>(reinterpret_cast<unsigned long long>(start) / sizeof(Out) % SECTOR);
 #pragma unroll
       for (int pass = 0; pass < ROW_PASSES; ++pass) {
@@ -193,36 +196,45 @@ __device__ __forceinline__ void store_rows(const Out* staged, Out* to, int chann
     }
 }
 
-/// A part is whole rows of cells of maps that follow each other: of each channel as many outputs in one run.
-constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && PART_COLS == WARP_COLS && WARP_COLS * 8 % CELLS_W == 0 && CELLS_W % 2 == 0 &&
-                            PHASE_ROWS == CELL_ROWS && PHASE_COLS == STRIDE_W;
-constexpr int CELL_ROW_OUTPUTS = PHASE_ROWS * OUT_WIDTH;
+/// A part is whole rows of cells of maps that follow each other: of each channel as many outputs in one run. The plan sees
+/// to it that rows have an even number of cells, and a warp a multiple of it.
+constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && PART_COLS == WARP_COLS && PHASE_ROWS == CELL_ROWS && PHASE_COLS == STRIDE_W;
 
 /// Where in a part's channel the outputs of a cell begin, of its phase row `a`.
-__device__ __forceinline__ int in_whole_rows(int cell, int a) {
-  return (cell / CELLS_W * PHASE_ROWS + a) * OUT_WIDTH + cell % CELLS_W * PHASE_COLS;
+__device__ __forceinline__ int in_whole_rows(int cell, int a, const Sizes& sizes) {
+  const int row = sizes.row_cells.quotient(cell);
+  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_cells.remainder(cell, row) * PHASE_COLS;
 }
 
 /// `to`: of image 0's first output of the part's first channel; `cell_row`: the first one, of all images' rows.
-__device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int cell_row, int batch) {
-  constexpr int RUN = power_dividing(CELL_ROW_OUTPUTS, STORE_MOST), RUNS = PART_PIXELS / RUN;
-  const int lane = threadIdx.x % 32, rows = batch * CELLS_H - cell_row;
+__device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int cell_row, const Sizes& sizes) {
+  constexpr int RUN = power_dividing(2 * PHASE_ROWS * PHASE_COLS, STORE_MOST), RUNS = PART_PIXELS / RUN;
+  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.cells_h - cell_row;
 #pragma unroll
   for (int pass = 0; pass < ceil_div(PART_CHANNELS * RUNS, 32); ++pass) {
-    const int i = pass * 32 + lane, channel = i / RUNS, output = i % RUNS * RUN, row = output / CELL_ROW_OUTPUTS;
-    const int image = (cell_row + row) / CELLS_H;
-    const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * OUT_PIXELS + (cell_row - image * CELLS_H) * CELL_ROW_OUTPUTS + output;
+    const int i = pass * 32 + lane, channel = i / RUNS, output = i % RUNS * RUN;
+    // PHASE_ROWS rows of outputs to a row of cells: as many outputs as the cells have.
+    const int row = sizes.row_cells.quotient(output / (PHASE_ROWS * PHASE_COLS));
+    const int image = sizes.image_cells.quotient((cell_row + row) * sizes.cells_w);
+    const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * sizes.out_pixels() +
+                            (cell_row - image * sizes.cells_h) * (PHASE_ROWS * sizes.out_width) + output;
     if (channel < least(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
   }
 }
 
+template <int STORE>
 __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at, Out* staged) {
+  using Place = StorePlace<STORE>;
+  constexpr bool PLACES_ADD = Place::ADD;
+  constexpr int STORES = Place::STORES;
+  const Sizes& sizes = at.sizes;
+  const long long out_pixels = sizes.out_pixels();
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const OutCell first = out_cell(at, 0, 0, 0);
-  const int images = at.batch - at.origin.image - at.image;
-  const long long image_distance = OUT_CHANNELS * OUT_PIXELS;
-  output += at.out_channel * OUT_PIXELS;
-  Out* base = output + (at.origin.image + at.image) * image_distance + (first.pixel - (at.origin.image + at.image) * OUT_PIXELS);
+  const int images = sizes.batch - at.origin.image - at.image;
+  const long long image_distance = OUT_CHANNELS * out_pixels;
+  output += at.out_channel * out_pixels;
+  Out* base = output + (at.origin.image + at.image) * image_distance + (first.pixel - (at.origin.image + at.image) * out_pixels);
 #pragma unroll
   for (int part = 0; part < LINES / PART_LINES * (WARP_COLS / PART_COLS) * (16 / PART_CHANNELS); ++part) {
     const int first_half = part % (16 / PART_CHANNELS), part_of_half = part / (16 / PART_CHANNELS);
@@ -235,7 +247,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       for (int col = 0; col < PART_COLS; ++col)
 #pragma unroll
         for (int a = 0; a < PHASE_ROWS; ++a) {
-          const int pixel = WHOLE_ROWS ? in_whole_rows(col * 8 + 2 * t, a)
+          const int pixel = WHOLE_ROWS ? in_whole_rows(col * 8 + 2 * t, a, sizes)
                                        : ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * PART_ROW +
                                              (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
           constexpr int RUN = 2 * PHASE_COLS;
@@ -254,22 +266,22 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
           }
         }
     __syncwarp();
-    if constexpr (ROW_BY_ROW) {
+    if constexpr (ROW_BY_ROW<STORE>) {
       static_assert(WARP_ROWS % PART_LINES == 0 || PART_LINES % WARP_ROWS == 0);
       const int image = part_line / WARP_ROWS, out_row = part_line % WARP_ROWS * CELL_ROWS, out_col = part_col * FRAGMENT_W * STRIDE_W;
-      store_rows(staged, base + image * image_distance + first_half * PART_CHANNELS * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH + out_col,
-                 at.channels_left - first_half * PART_CHANNELS, images - image, first.rows - out_row, first.cols - out_col);
+      store_rows<STORE>(staged, base + image * image_distance + first_half * PART_CHANNELS * out_pixels + static_cast<long long>(out_row) * sizes.out_width + out_col,
+                        at.channels_left - first_half * PART_CHANNELS, images - image, first.rows - out_row, first.cols - out_col, sizes);
       continue;
     }
     if constexpr (WHOLE_ROWS) {
-      store_whole_rows(staged, output + first_half * PART_CHANNELS * OUT_PIXELS, at.channels_left - first_half * PART_CHANNELS,
-                       (at.origin.image + at.col) / CELLS_W, at.batch);
+      store_whole_rows(staged, output + first_half * PART_CHANNELS * out_pixels, at.channels_left - first_half * PART_CHANNELS,
+                       sizes.row_cells.quotient(at.origin.image + at.col), sizes);
       continue;
     }
-    const StorePlace mine(lane);
+    const Place mine(lane);
 #pragma unroll
     for (int pass = 0; pass < ceil_div(STORES, 32); ++pass) {
-      const StorePlace place(pass * 32 + (PLACES_ADD ? 0 : lane));
+      const Place place(pass * 32 + (PLACES_ADD ? 0 : lane));
       const int channel = first_half * PART_CHANNELS + place.channel + (PLACES_ADD ? mine.channel : 0);
       const int from = place.from + (PLACES_ADD ? mine.from : 0);
       const int out_col = part_col * FRAGMENT_W * STRIDE_W + place.col + (PLACES_ADD ? mine.col : 0);
@@ -277,9 +289,9 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
       Out* to;
       if constexpr (FLAT) {
-        const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, at.batch);
-        to = output + cell.image * image_distance + channel * OUT_PIXELS +
-             static_cast<long long>(cell.row * CELL_ROWS + at.stack_row + at.phase_row + cell_row) * OUT_WIDTH +
+        const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
+        to = output + cell.image * image_distance + channel * out_pixels +
+             static_cast<long long>(cell.row * CELL_ROWS + at.stack_row + at.phase_row + cell_row) * sizes.out_width +
              cell.col * STRIDE_W + at.phase_col + out_col % STRIDE_W;
         inside = inside && cell.inside;
       } else {
@@ -287,7 +299,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
         const int line = part_line + place.line, lane_line = PLACES_ADD ? mine.line : 0;
         const int image = PLACES_ADD ? line / WARP_ROWS + lane_line / WARP_ROWS : (line + lane_line) / WARP_ROWS;
         const int out_row = (PLACES_ADD ? line % WARP_ROWS + lane_line % WARP_ROWS : (line + lane_line) % WARP_ROWS) * FRAGMENT_H * CELL_ROWS + cell_row;
-        to = base + image * image_distance + channel * OUT_PIXELS + static_cast<long long>(out_row) * OUT_WIDTH + out_col;
+        to = base + image * image_distance + channel * out_pixels + static_cast<long long>(out_row) * sizes.out_width + out_col;
         inside = inside && image < images && out_row < first.rows && out_col < first.cols;
       }
       if (inside) copy_vector<STORE>(to, staged + from);
@@ -298,15 +310,13 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
 /// `channel`: first of the warp in the block's rows of a multiply; `staged`: shared memory of the warp's own.
 __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const Element* bias, Out* staged, const Origin& origin,
                                            int group, int first_channel, int warp_row, int image, int row, int col,
-                                           int phase_row, int phase_col, int batch) {
+                                           int phase_row, int phase_col, const Sizes& sizes) {
   const int g = threadIdx.x % 32 / 4;
-  WarpPlace at{origin, image, row, col, 0, phase_row, phase_col, 0, 0, batch};
-  at.stack_row = STACK > 1 ? warp_row / BLOCK_CHANNELS : 0;
   first_channel += warp_row % BLOCK_CHANNELS;
-  at.out_channel = group * CO_GROUP + first_channel;
-  at.channels_left = CO_GROUP - first_channel;
+  const WarpPlace at{origin, image, row, col, STACK > 1 ? warp_row / BLOCK_CHANNELS : 0, phase_row, phase_col,
+                     group * CO_GROUP + first_channel, CO_GROUP - first_channel, sizes};
   float biases[2] = {0.f, 0.f};
-  if constexpr (HAS_BIAS && SPLITS == 1) {
+  if constexpr (HAS_BIAS && !PARTIAL) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channel = channel_of_row(0, g + half * 8);
@@ -315,7 +325,9 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, biases, at);
+  } else if (STORE_ROW > STORE_ANY && sizes.out_width % STORE_ROW == 0) {
+    store_nchw<STORE_ROW>(sums, output, biases, at, staged);
   } else {
-    store_nchw(sums, output, biases, at, staged);
+    store_nchw<STORE_ANY>(sums, output, biases, at, staged);
   }
 }

@@ -2,8 +2,8 @@
 // with both operands read from shared memory by the tensor cores.
 //
 //   M = 64 output channels a warpgroup, or fewer of several rows (STACK): the packed weights (pack_weights.cu)
-//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells, or with NARROW maps 8 cells of
-//       each of WARP_IMAGES images; one multiply for each column of 8 cells (NARROW: each 8 cells), image and tap
+//   N = WARP_ROWS rows of 8 cells, or of one row (and with FLAT) 8 * WARP_COLS cells; one multiply for each column of 8
+//       cells, image and tap
 //   K = input channels, by chunks of CHUNK_WORDS words through a ring of STAGES stages
 //
 // Without swizzle, 8 cells of one plane (forward_planes_fill.cuh) are 128 bytes in one piece wherever they begin, so
@@ -14,8 +14,8 @@
 // stages are full and which empty, so that the next tile's chunks come while this one's outputs leave.
 //
 // Covers: float32 (TF32), float16, bfloat16; NCHW inputs (forward_boxes.cu computes channels_last); any kernel, stride,
-// padding, output padding, dilation, groups; any map (those 5 to 7 cells wide waste some).
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
+// padding, output padding, dilation, groups; any map (those below 8 cells wide waste some).
+// Input: 16-byte aligned. PARTIAL: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -37,14 +37,13 @@ struct Filler {
   InputFill fill;
   WeightFill weights;
   const Element* input;
-  int batch;
 
-  __device__ __forceinline__ Filler(u32 shared, const Element* input, const u32* packed, int batch)
-      : ring(shared), walk(Turns(batch)), weights(packed), input(input), batch(batch) {
+  __device__ __forceinline__ Filler(u32 shared, const Element* input, const u32* packed, const Sizes& sizes)
+      : ring(shared), walk(sizes), weights(packed), input(input) {
     aim();
   }
   __device__ __forceinline__ void aim() {
-    fill.aim(input, walk.work.origin, walk.work.group, walk.work.first_chunk(), batch);
+    fill.aim(input, walk.work.origin, walk.work.group, walk.work.first_chunk, walk.sizes);
     weights.aim(walk.work);
   }
   /// To the chunk after this one.
@@ -84,7 +83,7 @@ struct Filler {
 
 extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
-                  Out* __restrict__ output, long long batch) {
+                  Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
@@ -96,19 +95,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     }
     ptx::publish_barriers();
   }
-  if constexpr (NARROW) {
-    // Cells whose shifted column is outside the map stay zero: nothing writes them.
-    const u32 zeros[4] = {0, 0, 0, 0};
-    for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += THREADS + FILL_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
-    ptx::publish_to_multiplies();
-  }
   __syncthreads();
 
   if (threadIdx.x >= THREADS) {
     if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
-    Filler(shared, input, packed, static_cast<int>(batch)).run();
+    Filler(shared, input, packed, sizes).run();
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, static_cast<int>(batch));
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, sizes);
   }
 }

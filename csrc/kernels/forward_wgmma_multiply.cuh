@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
   release(ring.empty_before());
 }
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, const Element* bias, Out* output, int batch) {
+__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, const Element* bias, Out* output, const Sizes& sizes) {
   const int warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
@@ -70,32 +70,32 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
   Out* staged = reinterpret_cast<Out*>(memory + STAGED + warp * PART_BUFFER);
 
   Ring ring(shared);
-  const Turns turns(batch);
+  const Turns turns(sizes);
   for (int index = turns.first; index < turns.end; ++index) {
-    const Work work(index);
+    const Work work(index, sizes);
     Sums sums;
     sums.clear();
     if constexpr (STAGGER > 0) {
       if (warp >= 4) ptx::wait_for_phase(shared + STAGGER_BARRIER, (index - turns.first) % 2);
     }
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
-      add_chunks<0, 0>(sums, ring, work.chunks(), warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
+      add_chunks<0, 0>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
     } else {
       repeat<0, PHASE_GROUPS>([&](auto index) {
         constexpr int GROUP = decltype(index)::value;
         if (work.phase_group == GROUP)
-          add_chunks<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(sums, ring, work.chunks(), warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
+          add_chunks<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
       });
     }
     Out* to = output;
-    if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
+    if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
     if constexpr (WHOLE_LINES)
       store_lines(sums, to, bias, shared + STAGED + warp / 4 * (4 * PART_BUFFER), work.origin, work.group,
                   work.m_block * BLOCK_CHANNELS + warp_m / 4 * 64, warp_image, warp_h, warp_w,
-                  work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, batch);
+                  work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, sizes);
     else
       store_warp(sums, to, bias, staged, work.origin, work.group, work.m_block * BLOCK_CHANNELS, warp_m * 16, warp_image,
-               warp_h, warp_w, work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, batch);
+               warp_h, warp_w, work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, sizes);
   }
 }
 

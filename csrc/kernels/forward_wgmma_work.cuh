@@ -34,7 +34,7 @@ __device__ __forceinline__ ptx::u64 weights_descriptor(u32 address) {
   }
 }
 
-static_assert(!PIXEL_BOXES || (BOXES && FLAT && IS_16_BIT && PIXELS % TILE_W == 0 && WARP_COLS * 8 % BOX_ROW_PIXELS == 0 &&
+static_assert(!PIXEL_BOXES || (BOXES && FLAT && IS_16_BIT && WARP_COLS * 8 % BOX_ROW_PIXELS == 0 &&
                                MULTIPLIES == 1 && (GROUPS == 1 || CI_GROUP % CHUNK_CHANNELS == 0)));
 
 __device__ __forceinline__ ptx::u64 input_descriptor(u32 address) {
@@ -51,7 +51,7 @@ __device__ __forceinline__ ptx::u64 input_descriptor(u32 address) {
 
 /// With WEIGHTS_STAY, those of all chunks, after the stages: they come once for all tiles of a block.
 constexpr int STAYING = STAGES * STAGE_WORDS * 4;
-static_assert(!WEIGHTS_STAY || GROUPS * M_BLOCKS * PHASE_GROUPS * SPLITS == 1);
+static_assert(!WEIGHTS_STAY || (GROUPS * M_BLOCKS * PHASE_GROUPS == 1 && !PARTIAL));
 constexpr int STAGED = STAYING + (WEIGHTS_STAY ? CHUNKS * WEIGHT_WORDS * 4 : 0);
 /// What each warp has for a part of its outputs.
 constexpr int PART_BUFFER = WHOLE_LINES ? LINE_BYTES : STAGED_BYTES;
@@ -70,7 +70,7 @@ static_assert(SHARED_BYTES == (TURNED        ? RAW_AT + RAW_STAGES * RAW_BYTES
 constexpr int PRODUCTS = TAPS * CHUNK_STEPS;
 constexpr int PENDING = MULTIPLIES * MULTIPLY_IMAGES > 2 ? 1 : 2;
 // With as many stages as this the first warpgroup could be two of its words ahead.
-static_assert(STAGGER == 0 || (BOXES && WARPS == 8 && SPLITS == 1 && PHASE_GROUPS == 1 && STAGGER < least(CHUNKS, STAGES) * PRODUCTS &&
+static_assert(STAGGER == 0 || (BOXES && WARPS == 8 && !PARTIAL && PHASE_GROUPS == 1 && STAGGER < least(CHUNKS, STAGES) * PRODUCTS &&
                                STAGES <= CHUNKS && PENDING <= PRODUCTS));
 
 // ---- registers ---------------------------------------------------------------------------------------------------
@@ -85,26 +85,28 @@ constexpr int MULTIPLY_REGISTERS =
 
 /// What one turn of a block computes.
 struct Work {
-  int split, phase_group, m_block, group;
+  int split, first_chunk, chunks, phase_group, m_block, group;
   Origin origin;
 
   /// Piece `index` of all blocks' work.
-  __device__ __forceinline__ explicit Work(int index) {
-    split = index % SPLITS;
-    index /= SPLITS;
+  __device__ __forceinline__ Work(int index, const Sizes& sizes) : split(0), first_chunk(0), chunks(CHUNKS) {
+    if constexpr (PARTIAL) {
+      const int whole = sizes.splits.quotient(index);
+      split = sizes.splits.remainder(index, whole);
+      first_chunk = sizes.splits.quotient(split * CHUNKS);
+      chunks = sizes.splits.quotient((split + 1) * CHUNKS) - first_chunk;
+      index = whole;
+    }
     phase_group = index % PHASE_GROUPS;
     index /= PHASE_GROUPS;
     m_block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    origin = tile_origin(index / GROUPS);
+    origin = tile_origin(index / GROUPS, sizes);
   }
-  __device__ __forceinline__ static int count(int batch) {
-    const int tiles = FLAT ? ceil_div(batch * PIXELS, TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
-    return tiles * GROUPS * M_BLOCKS * PHASE_GROUPS * SPLITS;
+  __device__ __forceinline__ static int count(const Sizes& sizes) {
+    return sizes.tiles * (GROUPS * M_BLOCKS * PHASE_GROUPS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
   }
-  __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
-  __device__ __forceinline__ int chunks() const { return (split + 1) * CHUNKS / SPLITS - first_chunk(); }
 };
 
 /// A block's turns: neighbouring pieces, so that the halo and the lines of output that they share are still in the L2
@@ -112,8 +114,8 @@ struct Work {
 struct Turns {
   int first, end;
 
-  __device__ __forceinline__ explicit Turns(int batch) {
-    const int pieces = Work::count(batch), most = ceil_div(pieces, gridDim.x);
+  __device__ __forceinline__ explicit Turns(const Sizes& sizes) {
+    const int pieces = Work::count(sizes), most = ceil_div(pieces, gridDim.x);
     first = blockIdx.x * most;
     end = least(pieces, first + most);
   }
@@ -121,11 +123,14 @@ struct Turns {
 
 /// Walks over the chunks of all turns of a block.
 struct Walk {
+  const Sizes& sizes;
   int index, end, chunks_left;
   Work work;
 
-  __device__ __forceinline__ explicit Walk(const Turns& turns) : index(turns.first), end(turns.end), work(turns.first) {
-    chunks_left = work.chunks();
+  __device__ __forceinline__ explicit Walk(const Sizes& sizes) : Walk(sizes, Turns(sizes)) {}
+  __device__ __forceinline__ Walk(const Sizes& sizes, const Turns& turns)
+      : sizes(sizes), index(turns.first), end(turns.end), work(turns.first, sizes) {
+    chunks_left = work.chunks;
   }
   __device__ __forceinline__ bool done() const { return index >= end; }
   /// To the next chunk; true where it is the first one of other work.
@@ -133,8 +138,8 @@ struct Walk {
     if (--chunks_left > 0) return false;
     ++index;
     if (done()) return false;
-    work = Work(index);
-    chunks_left = work.chunks();
+    work = Work(index, sizes);
+    chunks_left = work.chunks;
     return true;
   }
 };
@@ -155,7 +160,7 @@ struct WeightFill {
     });
     bytes = CHUNK_STEPS * taps * TAP_WORDS * 4;
     next = packed + static_cast<long long>(before) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
-           ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + work.first_chunk()) * (bytes / 4);
+           ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + work.first_chunk) * (bytes / 4);
   }
   __device__ __forceinline__ void advance() { next += bytes / 4; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {

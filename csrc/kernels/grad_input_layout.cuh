@@ -101,8 +101,25 @@ __device__ constexpr int most_slice_taps() {
   return most;
 }
 
+// ---- sizes, which are constants here, for what is shared with kernels that are told theirs at the launch ------------
+
+constexpr int PIXELS = HEIGHT * WIDTH;
+constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
+constexpr int CELLS_H = ceil_div(OUT_HEIGHT, CELL_ROWS), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
+constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
+static_assert(!NARROW || CELLS_W <= TILE_W);
+
+__device__ __forceinline__ Sizes sizes_of(int batch) {
+  const int tiles = FLAT ? ceil_div(batch * (CELLS_H * CELLS_W), TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
+  constexpr Divisor IMAGE_TILES = divisor_of(TILES_H * TILES_W), ROW_TILES = divisor_of(TILES_W), SPLIT = divisor_of(SPLITS);
+  constexpr Divisor IMAGE_CELLS = divisor_of(CELLS_H * CELLS_W), ROW_CELLS = divisor_of(CELLS_W);
+  return {batch, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, CELLS_H, CELLS_W, tiles, IMAGE_TILES, ROW_TILES, IMAGE_CELLS, ROW_CELLS, SPLIT};
+}
+
 constexpr int ITEM = sizeof(Element);
 constexpr bool IS_16_BIT = ITEM == 2;
+constexpr long long CHANNEL_BYTES = (INPUT_CHANNELS_LAST ? 1LL : PIXELS) * ITEM;
+constexpr long long CHUNK_BYTES = CHANNEL_BYTES * CHUNK_WORDS * CHANNELS_PER_WORD;
 /// What is copied through registers: to transpose it, to round it, or because asynchronous copies of 16 bytes to different
 /// lines of shared memory come one after another (a third of the speed, measured on an H200).
 constexpr bool THROUGH_REGISTERS = PLANES || (!INPUT_CHANNELS_LAST && IS_16_BIT);

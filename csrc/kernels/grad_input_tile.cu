@@ -117,7 +117,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const int m_block = block % M_BLOCKS;
   block /= M_BLOCKS;
   const int group = block % GROUPS;
-  const Origin origin = tile_origin(block / GROUPS);
+  const Sizes sizes = sizes_of(batch);
+  const Origin origin = tile_origin(block / GROUPS, sizes);
   const int split = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
   const int first_chunk = split * CHUNKS / SPLITS, end_chunk = (split + 1) * CHUNKS / SPLITS;
 
@@ -193,5 +194,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   if constexpr (SPLITS > 1)
     grad_input += static_cast<long long>(split) * batch * OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH;
   store_sums(sums, grad_input, nullptr, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image,
-             warp_h, warp_w, 0, 0, batch);
+             warp_h, warp_w, 0, 0, sizes);
 }

@@ -62,18 +62,15 @@ struct Work {
   int split, m_block, group;
   Origin origin;
 
-  __device__ __forceinline__ explicit Work(int index) {
+  __device__ __forceinline__ Work(int index, const Sizes& sizes) {
     split = index % SPLITS;
     index /= SPLITS;
     m_block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    origin = tile_origin(index / GROUPS);
+    origin = tile_origin(index / GROUPS, sizes);
   }
-  __device__ __forceinline__ static int count(int batch) {
-    const int tiles = FLAT ? ceil_div(batch * (CELLS_H * CELLS_W), TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
-    return tiles * GROUPS * M_BLOCKS * SPLITS;
-  }
+  __device__ __forceinline__ static int count(const Sizes& sizes) { return sizes.tiles * GROUPS * M_BLOCKS * SPLITS; }
   __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
   __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
 };
@@ -93,11 +90,12 @@ __device__ __forceinline__ void ask_for_weights(const Ring& ring, const u32* pac
 __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, const u32* packed, int batch) {
   Ring ring(shared);
   InputFill fill(input);
-  const int end = Work::count(batch);
+  const Sizes sizes = sizes_of(batch);
+  const int end = Work::count(sizes);
   const bool first_thread = threadIdx.x == MULTIPLYING;
   bool waited = false, more = static_cast<int>(blockIdx.x) < end;
   if (more) {
-    const Work work(static_cast<int>(blockIdx.x));
+    const Work work(static_cast<int>(blockIdx.x), sizes);
     fill.aim(work.origin, work.group, work.first_chunk(), batch);
     repeat<0, FILL_AHEAD>([&](auto slice) {
 #pragma unroll
@@ -105,7 +103,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
     });
   }
   for (int index = blockIdx.x; index < end; index += gridDim.x) {
-    const Work work(index);
+    const Work work(index, sizes);
 #pragma unroll 1
     for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
       repeat<0, SLICES>([&](auto number) {
@@ -121,7 +119,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
           if (chunk + 1 < work.end_chunk()) {
             fill.next_chunk();
           } else if (index + static_cast<int>(gridDim.x) < end) {
-            const Work next(index + static_cast<int>(gridDim.x));
+            const Work next(index + static_cast<int>(gridDim.x), sizes);
             fill.aim(next.origin, next.group, next.first_chunk(), batch);
           } else {
             more = false;
@@ -204,9 +202,10 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
   };
 
   Ring ring(shared);
-  const int end = Work::count(batch);
+  const Sizes sizes = sizes_of(batch);
+  const int end = Work::count(sizes);
   for (int index = blockIdx.x; index < end; index += gridDim.x) {
-    const Work work(index);
+    const Work work(index, sizes);
     AllSums sums, three;
 #pragma unroll
     for (int m = 0; m < M_PARTS; ++m) {
@@ -236,7 +235,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
     for (int m = 0; m < M_PARTS; ++m) {
       if (m > 0) __syncwarp();
       store_warp(sums.part[m], to, nullptr, staged, work.origin, work.group, work.m_block * BLOCK_CHANNELS,
-                 (warp_m + m * (WARPS_M / M_PARTS)) * 16, warp_image, warp_h, warp_w, 0, 0, batch);
+                 (warp_m + m * (WARPS_M / M_PARTS)) * 16, warp_image, warp_h, warp_w, 0, 0, sizes);
     }
   }
 }

@@ -5,6 +5,8 @@
 // enough). With FLAT (no tap is shifted) all cells of all images form one row, so no tile is ragged but the last.
 #pragma once
 
+#include "sizes.cuh"
+
 __device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 __device__ constexpr int most(int a, int b) { return a > b ? a : b; }
 __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -40,10 +42,8 @@ static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 // the tile is as wide as the map, and shared memory holds a copy of it for each shift by columns, cut to its width.
 constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
 
-constexpr int CELLS_H = ceil_div(OUT_HEIGHT, CELL_ROWS), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
-constexpr int PIXELS = HEIGHT * WIDTH;
-static_assert(!NARROW || (FRAGMENT_N == 1 && CELLS_W <= TILE_W && CELL_INPUT_ROWS == 1 && WARP_COLS == 1));
-constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
+// The plan sees to it that no map of a NARROW kernel has more than TILE_W columns of cells.
+static_assert(!NARROW || (FRAGMENT_N == 1 && CELL_INPUT_ROWS == 1 && WARP_COLS == 1));
 
 // ---- which tile a block computes ----------------------------------------------------------------------------
 
@@ -53,11 +53,13 @@ struct Origin {
 };
 
 /// Counts the tiles of one block of channels of one group, columns fastest.
-__device__ __forceinline__ Origin tile_origin(int tile) {
+__device__ __forceinline__ Origin tile_origin(int tile, const Sizes& sizes) {
   if constexpr (FLAT) {
     return {tile * TILE_W, 0, 0};
   } else {
-    return {tile / (TILES_W * TILES_H) * TILE_N, tile / TILES_W % TILES_H * TILE_H, tile % TILES_W * TILE_W};
+    const int images = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, images);
+    const int row = sizes.row_tiles.quotient(in_image);
+    return {images * TILE_N, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W};
   }
 }
 
@@ -67,14 +69,13 @@ struct Cell {
   bool inside;
 };
 
-__device__ __forceinline__ Cell cell_at(const Origin& origin, int n, int h, int w, int batch) {
+__device__ __forceinline__ Cell cell_at(const Origin& origin, int n, int h, int w, const Sizes& sizes) {
   if constexpr (FLAT) {
-    const unsigned cell = origin.image + w;
-    const unsigned image = cell / (CELLS_H * CELLS_W), pixel = cell % (CELLS_H * CELLS_W);
-    return {static_cast<int>(image), static_cast<int>(pixel / CELLS_W), static_cast<int>(pixel % CELLS_W),
-            static_cast<int>(image) < batch};
+    const int cell = origin.image + w, image = sizes.image_cells.quotient(cell);
+    const int pixel = sizes.image_cells.remainder(cell, image), row = sizes.row_cells.quotient(pixel);
+    return {image, row, sizes.row_cells.remainder(pixel, row), image < sizes.batch};
   } else {
     const Cell cell{origin.image + n, origin.row + h, origin.col + w, true};
-    return {cell.image, cell.row, cell.col, cell.image < batch && cell.row < CELLS_H && cell.col < CELLS_W};
+    return {cell.image, cell.row, cell.col, cell.image < sizes.batch && cell.row < sizes.cells_h && cell.col < sizes.cells_w};
   }
 }

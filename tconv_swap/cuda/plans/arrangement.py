@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.plans.plan_general import reduce_slices
+from tconv_swap.cuda.plans.sizes import divisor
 from tconv_swap.cuda.problem import Device
-from tconv_swap.cuda.program import ELEMENT_TYPES, Argument, Kernel, Launch, int64, workspace
+from tconv_swap.cuda.program import ELEMENT_TYPES, Argument, Kernel, Launch, struct, workspace
 
 _THREADS = 256
 #: Of rows, what one block takes: a line of memory leaves at once.
@@ -45,6 +46,11 @@ class Matrices:
         return _PIECE_BYTES // self.dtype.itemsize
 
     @property
+    def ragged(self) -> bool:
+        """Whether rows begin between two pieces."""
+        return self.columns % self.piece > 0
+
+    @property
     def claimed(self) -> bool:
         return self.batch > 0 and (self.rows % self.piece == 0 or self.columns % self.piece == 0)
 
@@ -66,16 +72,24 @@ class Block:
 
     def shared_bytes(self, of: Matrices) -> int:
         """Mirrors arrange.cu, which asserts that they agree."""
+        return self.matrices * self.rows * (self.row_pieces(of) * of.piece + 1) * of.dtype.itemsize
+
+    def row_pieces(self, of: Matrices) -> int:
+        """Pieces of 16 bytes that hold the block's columns of a row, whose first element may lie within one."""
         lead = max(row * of.columns % of.piece for row in range(of.piece))
-        pitch = round_up(lead + self.columns, of.piece)
-        return self.matrices * self.rows * (pitch + 1) * of.dtype.itemsize
+        return ceil_div(lead + self.columns, of.piece)
+
+
+def _most_columns(of: Matrices, rows: int) -> int:
+    """Columns of a block with so many rows: of all its matrices."""
+    return _MOST_COLUMNS * _LINE_BYTES // of.dtype.itemsize // rows
 
 
 def block_for(of: Matrices, device: Device) -> Block:
     """Large where there is work for all multiprocessors, else small."""
     line = _LINE_BYTES // of.dtype.itemsize
     rows = min(line, max(of.piece, 1 << (of.rows - 1).bit_length()))
-    most, least = (columns * line // rows for columns in (_MOST_COLUMNS, _LEAST_COLUMNS))
+    most, least = _most_columns(of, rows), _LEAST_COLUMNS * line // rows
     while True:
         block = _block_of(of, rows, most)
         blocks = block.slices(of) * block.row_blocks(of)
@@ -86,7 +100,10 @@ def block_for(of: Matrices, device: Device) -> Block:
 
 def _block_of(of: Matrices, rows: int, most: int) -> Block:
     if of.columns <= most:
-        return Block(max(1, min(of.batch, most // of.columns)), rows, of.columns)
+        one = Block(1, rows, of.columns)
+        pieces = ceil_div((of.piece - 1 if of.ragged else 0) + _most_columns(of, rows), of.piece)
+        many = min(of.batch, most // of.columns, pieces // one.row_pieces(of))
+        return replace(one, matrices=max(1, many))
     strips = ceil_div(of.columns, most)
     return Block(1, rows, ceil_div(of.columns, strips * of.piece) * of.piece)
 
@@ -105,11 +122,9 @@ def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: i
         (
             ("Element", ELEMENT_TYPES[of.dtype]),
             ("ROWS", of.rows),
-            ("COLUMNS", of.columns),
-            ("BLOCK_MATRICES", block.matrices),
+            ("RAGGED", of.ragged),
             ("BLOCK_ROWS", block.rows),
-            ("BLOCK_COLUMNS", block.columns),
-            ("SHARED_BYTES", block.shared_bytes(of)),
+            ("MOST_POSITIONS", _most_columns(of, block.rows)),
             ("WITH_SUMS", sums is not None),
             ("THREADS", _THREADS),
         ),
@@ -118,7 +133,15 @@ def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: i
         kernel,
         grid=block.slices(of) * block.row_blocks(of),
         block=_THREADS,
-        arguments=(from_, to, to if sums is None else workspace(sums), int64(of.batch)),
+        arguments=(from_, to, to if sums is None else workspace(sums), struct(0)),
+        structs=(
+            (
+                *(of.batch, of.columns, block.matrices, block.matrices * block.columns),
+                *divisor(block.columns),
+                *divisor(ceil_div(of.columns, block.columns)),
+                *divisor(block.row_pieces(of)),
+            ),
+        ),
         shared_bytes=block.shared_bytes(of),
         overlaps_previous=True,
     )

@@ -26,6 +26,16 @@ class StridedProblem(TileProblem):
     step: Pair = (1, 1)
 
     @property
+    def out_row_multiple(self) -> int:
+        """What divides the columns of this very output."""
+        return power_dividing(self.geometry.out_width, 16)
+
+    @property
+    def even_columns(self) -> bool:
+        """The same of cells."""
+        return self.cells[1] % 2 == 0
+
+    @property
     def flat(self) -> bool:
         """Each input pixel meets one output pixel at most, and none lies outside the input."""
         return self.geometry.padding == (0, 0) and self.most_shift == (0, 0)

@@ -33,12 +33,15 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
         > MOST_ARRANGED_BYTES
     ):
         return
-    arranged = replace(problem, input_channels_last=True, arranged=True)
+    arranged = replace(problem, input_channels_last=True, arranged=True, aligned=False)
     yield from box_tiles(arranged, device)
 
 
 def pays(problem: TileProblem, tile: Tile) -> bool:
     """Whether the first of ``candidates`` is expected to be the fastest of all tiles."""
+    # Threads bring maps of a few columns to mma.sync alone.
+    if not problem.flat and tile.cols < 8:
+        return True
     if tile.pixel_boxes:
         return max(problem.geometry.stride) > 1
     geometry = problem.geometry
@@ -56,6 +59,7 @@ def takes_pixels(problem: TileProblem, tile: Tile) -> bool:
     return (
         problem.item == 2
         and problem.flat
+        and problem.aligned
         and geometry.height * geometry.width % tile.cols == 0
         and tile.warp_cols in (8, 16)
         and (geometry.groups == 1 or problem.words % tile.chunk_words == 0)

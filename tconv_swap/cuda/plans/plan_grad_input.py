@@ -27,6 +27,7 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     tile_registers,
 )
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.plans.tile_classes import choose
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, block_count, make_problem
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -85,8 +86,7 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
         first: list[Plan | Part] = [*plan_strips.part_candidates(posed, device, count)]
         second: list[Plan | Part] = []
         if plan_tile.claims(posed, device):
-            found = islice(dict.fromkeys(tile_choice.candidates(posed, device)), count)
-            second = [plan_tile.plan_with_tile(*tile, device) for tile in found]
+            second = [plan_tile.plan_with_tile(*tile, device) for tile in choose(posed, device, count)]
         if not plan_strips.preferred(posed, device):
             first, second = second, first
         made = [one for both in zip_longest(first, second) for one in both if one is not None]
@@ -323,6 +323,11 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
     name = "grad_input_wgmma" if tile.wgmma else "grad_input_tile"
     constants: tuple[tuple[str, Constant], ...] = (
         *plan_tile.tile_constants(problem, tile),
+        ("HEIGHT", problem.geometry.height),
+        ("WIDTH", problem.geometry.width),
+        ("OUT_HEIGHT", problem.geometry.out_height),
+        ("OUT_WIDTH", problem.geometry.out_width),
+        ("SPLITS", tile.splits),
         ("STEP_H", problem.step[0]),
         ("STEP_W", problem.step[1]),
         ("SHARED_BYTES", shared),

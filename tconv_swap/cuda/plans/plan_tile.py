@@ -3,22 +3,21 @@ claim, what they launch. Pure functions of data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from itertools import islice, zip_longest
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
-from tconv_swap.cuda.plans import nchw_boxes
 from tconv_swap.cuda.plans.arrangement import activation, arrange
+from tconv_swap.cuda.plans.sizes import divisor, tile_sizes
 from tconv_swap.cuda.plans.tile_choice import (
     BOX_REGISTERS,
     FILL_BUDGET,
     FILL_REGISTERS,
     TURN_REGISTERS,
-    candidates,
 )
+from tconv_swap.cuda.plans.tile_classes import choose, of_any_size
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, group_taps, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
@@ -40,8 +39,8 @@ from tconv_swap.cuda.program import (
     Plan,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
@@ -51,6 +50,8 @@ _PACK_THREADS = 256
 _REDUCE_THREADS = 256
 #: Most columns of phases, and most groups of phases that a block each computes.
 MOST_PHASES = 8
+#: What a tile may reach beyond the last cell.
+MOST_TILE_CELLS = 1 << 16
 #: Most tiles of one block of forward_wgmma.cu.
 TURNS = 32
 
@@ -76,17 +77,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     )
     if not claims(posed, device):
         return []
-    tiles = islice(dict.fromkeys(_candidates(posed, device)), count)
-    return [plan_with_tile(*tile, device) for tile in tiles]
-
-
-def _candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProblem, Tile]]:
-    """Those for inputs as they are given and those of forward_boxes.cu for NCHW in turn, the better kind first."""
-    boxes = list(nchw_boxes.candidates(problem, device))
-    ways: list[Iterable[tuple[TileProblem, Tile]]] = [candidates(problem, device), boxes]
-    if boxes and nchw_boxes.pays(*boxes[0]):
-        ways.reverse()
-    return (entry for entries in zip_longest(*ways) for entry in entries if entry is not None)
+    return [plan_with_tile(*tile, device) for tile in choose(posed, device, count)]
 
 
 def claims(problem: TileProblem, device: Device) -> bool:
@@ -96,7 +87,11 @@ def claims(problem: TileProblem, device: Device) -> bool:
         return False
     # Offsets within an image, and cells of the whole batch, are counted in 32 bits.
     image = geometry.in_channels * geometry.height * geometry.width * problem.item
-    if image * 32 >= INT32_LIMIT * 8 or geometry.batch * problem.cells[0] * problem.cells[1] >= INT32_LIMIT:
+    cells = geometry.batch * problem.cells[0] * problem.cells[1]
+    if image * 32 >= INT32_LIMIT * 8 or cells >= INT32_LIMIT - MOST_TILE_CELLS:
+        return False
+    # So are the pixels of an output's image, and the elements of a row of it.
+    if geometry.out_width * max(geometry.out_height, geometry.out_channels) >= INT32_LIMIT:
         return False
     # Copies are of 4 bytes or more.
     if problem.input_channels_last and geometry.in_channels_per_group * problem.item % 4:
@@ -173,14 +168,9 @@ def pack_launch(problem: TileProblem, tile: Tile) -> tuple[Launch, int]:
 
 
 def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], ...]:
-    """What a kernel that computes the problem with this tile must know."""
-    geometry = problem.geometry
+    """What a kernel that computes the problem with this tile must know when it is compiled: no size."""
     return (
         *_constants(problem, tile),
-        ("HEIGHT", geometry.height),
-        ("WIDTH", geometry.width),
-        ("OUT_HEIGHT", geometry.out_height),
-        ("OUT_WIDTH", geometry.out_width),
         ("INPUT_CHANNELS_LAST", problem.input_channels_last),
         ("HAS_BIAS", problem.has_bias),
         ("FLAT", problem.flat),
@@ -192,7 +182,10 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
         ("WARP_ROWS", tile.warp_rows),
         ("WARP_COLS", tile.warp_cols),
         ("STAGES", tile.stages),
-        ("SPLITS", tile.splits),
+        ("PARTIAL", tile.splits > 1),
+        ("ROW_MULTIPLE", problem.row_multiple),
+        ("OUT_ROW_MULTIPLE", problem.out_row_multiple),
+        ("EVEN_COLUMNS", problem.even_columns),
         ("PART_BYTES", tile.part_bytes),
         ("PART_CHANNELS", tile.part_channels),
         ("BY_ROWS", tile.by_rows),
@@ -200,29 +193,27 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
     )
 
 
-def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
-    """The plan that computes the problem with this tile. The workspace: packed weights, the input as it is arranged,
-    partial sums of splits."""
-    geometry = problem.geometry
-    launches: list[Launch] = []
-    used = 0
-    if not tile.weight_boxes:
-        pack, used = pack_launch(problem, tile)
-        launches.append(pack)
-    source = input_(0)
-    if problem.arranged:
-        given = activation(geometry.input_shape, problem.dtype)
-        source, used = workspace(used), used + round_up(given.bytes, 16)
-        arranging = arrange(given, input_(0), source, device)
-        launches.append(replace(arranging, overlaps_previous=bool(launches)))
-    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    shared = shared_bytes(problem, tile)
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What of a plan no size changes: the kernels, and what they take of memory; ``packed_bytes`` is 0 where nothing is
+    packed."""
+
+    forward: Kernel
+    shared_bytes: int
+    pack: Launch | None
+    packed_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _compiled(layer: TileProblem, tile: Tile) -> Compiled:
+    """Of a layer whatever its sizes (``of_any_size``), with any number of splits above 1."""
+    shared = shared_bytes(layer, tile)
     entry = "forward_boxes" if tile.boxes else "forward_wgmma" if tile.wgmma else "forward_tile"
     if tile.raw_stages:
         entry = "forward_turned"
     fill: tuple[tuple[str, Constant], ...] = ()
     if tile.boxes:
-        taps = geometry.kernel[0] * geometry.kernel[1] if len(group_taps(problem)) == 1 else 1
+        taps = layer.geometry.taps if len(group_taps(layer)) == 1 else 1
         fill = (
             ("FILL_REGISTERS", BOX_REGISTERS),
             ("TAPS_OF_BOX", taps),
@@ -235,32 +226,51 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
             ("FILL_REGISTERS", FILL_REGISTERS),
             ("FILL_BUDGET", FILL_BUDGET),
         )
+    kernel = Kernel(
+        f"{entry}.cu",
+        entry,
+        (
+            *tile_constants(layer, tile),
+            ("BOXES", tile.boxes),
+            ("ARRANGED", layer.arranged),
+            ("PIXEL_BOXES", tile.pixel_boxes),
+            ("RAW_STAGES", tile.raw_stages),
+            ("WEIGHTS_STAY", tile.weights_stay),
+            ("WEIGHT_BOXES", tile.weight_boxes),
+            ("STAGGER", tile.stagger),
+            ("WHOLE_LINES", stores_lines(layer, tile)),
+            ("SHARED_BYTES", shared),
+            *fill,
+        ),
+        # Three products need registers of their own. Where 128 sums leave a thread 32 registers, or cells of many
+        # images stand in a row, that is in some geometries a few words too little to store them by.
+        spills=layer.precision == "IEEE" or (tile.wgmma and (not tile.boxes or layer.flat)),
+    )
+    pack, packed_bytes = (None, 0) if tile.weight_boxes else pack_launch(layer, tile)
+    return Compiled(kernel, shared, pack, packed_bytes)
+
+
+def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
+    """The plan that computes the problem with this tile. The workspace: packed weights, the input as it is arranged,
+    partial sums of splits."""
+    geometry = problem.geometry
+    compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
+    launches: list[Launch] = [] if compiled.pack is None else [compiled.pack]
+    used = compiled.packed_bytes
+    source = input_(0)
+    if problem.arranged:
+        given = activation(geometry.input_shape, problem.dtype)
+        source, used = workspace(used), used + round_up(given.bytes, 16)
+        arranging = arrange(given, input_(0), source, device)
+        launches.append(replace(arranging, overlaps_previous=bool(launches)))
+    outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     maps: tuple[TensorMap, ...] = (_input_map(problem, tile, source),) if tile.boxes else ()
     if tile.raw_stages:
         maps = (_raw_map(problem, tile),)
     if tile.weight_boxes:
         maps += (_weight_map(problem, tile),)
     forward = Launch(
-        Kernel(
-            f"{entry}.cu",
-            entry,
-            (
-                *tile_constants(problem, tile),
-                ("BOXES", tile.boxes),
-                ("ARRANGED", problem.arranged),
-                ("PIXEL_BOXES", tile.pixel_boxes),
-                ("RAW_STAGES", tile.raw_stages),
-                ("WEIGHTS_STAY", tile.weights_stay),
-                ("WEIGHT_BOXES", tile.weight_boxes),
-                ("STAGGER", tile.stagger),
-                ("WHOLE_LINES", stores_lines(problem, tile)),
-                ("SHARED_BYTES", shared),
-                *fill,
-            ),
-            # Three products need registers of their own. Where 128 sums leave a thread 32 registers, or cells of many
-            # images stand in a row, that is in some geometries a few words too little to store them by.
-            spills=problem.precision == "IEEE" or (tile.wgmma and (not tile.boxes or problem.flat)),
-        ),
+        compiled.forward,
         grid=_grid(problem, tile, device.multiprocessors),
         block=tile.threads,
         arguments=(
@@ -268,11 +278,12 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
             tensor_map(1) if tile.weight_boxes else workspace(0),
             input_(2),
             output(0) if tile.splits == 1 else workspace(used),
-            int64(geometry.batch),
+            struct(0),
         ),
-        shared_bytes=shared,
+        shared_bytes=compiled.shared_bytes,
         overlaps_previous=bool(launches),
         tensor_maps=maps,
+        structs=(tile_sizes(problem, tile),),
     )
     launches.append(forward)
     if tile.splits > 1:
@@ -353,17 +364,16 @@ def _element(problem: TileProblem) -> ElementKind:
 
 def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) -> Launch:
     """The launch that adds up the ``count`` outputs of every split, which begin ``offset`` bytes into the workspace."""
-    vector = 4 if count % 4 == 0 else 1
+    geometry = problem.geometry
+    vector = 4 if geometry.out_channels % 4 == 0 else 1
     kernel = Kernel(
         "forward_tile_reduce.cu",
         "forward_tile_reduce",
         (
             ("Element", ELEMENT_TYPES[problem.dtype]),
-            ("OUT_CHANNELS", problem.geometry.out_channels),
-            ("OUT_PIXELS", problem.geometry.out_height * problem.geometry.out_width),
+            ("OUT_CHANNELS", geometry.out_channels),
             ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
             ("HAS_BIAS", problem.has_bias),
-            ("SPLITS", splits),
             ("VECTOR", vector),
             ("THREADS", _REDUCE_THREADS),
         ),
@@ -372,6 +382,7 @@ def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) ->
         kernel,
         grid=ceil_div(count, _REDUCE_THREADS * vector),
         block=_REDUCE_THREADS,
-        arguments=(workspace(offset), input_(2), output(0), int64(count)),
+        arguments=(workspace(offset), input_(2), output(0), struct(0)),
         overlaps_previous=True,
+        structs=((count, splits, *divisor(geometry.out_height * geometry.out_width)),),
     )

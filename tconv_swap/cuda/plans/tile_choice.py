@@ -298,11 +298,8 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
     if channels <= 32:
         return
     phases = problem.phases[0] * problem.phases[1]
-    # Narrow maps: one multiply takes the same rows of many images.
-    narrow_map = not problem.flat and problem.cells[1] <= 4
-    if narrow_map and (
-        problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1
-    ):
+    # The fill brings no copy of a narrow map for each shift, as boxes do.
+    if not problem.flat and problem.cells[1] <= 4:
         return
     # Few output channels, few taps: filling bounds, so more warps fill, and whole rows come in runs of 256 pixels.
     if problem.stack > 1 and phases == 1 and geometry.kernel[1] <= 3 and not problem.flat:
@@ -312,8 +309,8 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
                 yield Tile(4, 1, *arranged, 8, stages, 1, wgmma=True, fill_warps=12)
     # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
     short_rows = problem.item == 4 or geometry.kernel[1] > 3
-    most_rows = 1 if narrow_map else 16 if phases == 1 and short_rows else 8
-    for (groups_m, groups_n, blocks), chunk_words in _wgmma_shapes(problem, narrow_map):
+    most_rows = 16 if phases == 1 and short_rows else 8
+    for (groups_m, groups_n, blocks), chunk_words in _wgmma_shapes(problem):
         if groups_m == 2 and channels <= 64:
             continue
         for registers in (128, 64) if groups_m == groups_n == 1 else (128,):
@@ -321,7 +318,7 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
             if fragments < 4:
                 continue
             arranged = arrange(problem, fragments, groups_n, most_rows)
-            run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
+            run = arranged[5] if arranged[4] == 1 else arranged[4]
             if run < 4 or chunk_words > max(8, problem.words):
                 continue
             tile = Tile(
@@ -336,17 +333,14 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
                     yield replace(fitted, part_bytes=2048)
 
 
-def _wgmma_shapes(problem: TileProblem, narrow_map: bool) -> list[tuple[tuple[int, int, int], int]]:
+def _wgmma_shapes(problem: TileProblem) -> list[tuple[tuple[int, int, int], int]]:
     """Warpgroups that share the output channels, warpgroups that share the cells, blocks of a multiprocessor; and
     words of a chunk. The fastest first, as measured. Sums of 128 registers a thread leave room for one block of two
     warpgroups that multiply, or two of one."""
     wide, narrow, single = (2, 1, 1), (1, 2, 1), (1, 1, 2)
-    if narrow_map:
-        return [(narrow, 8), (single, 8)]
     if problem.flat:
         # Pixels that come one by one are few for a block of many channels.
-        odd = problem.geometry.height * problem.geometry.width % 2
-        shapes = (wide, narrow, single) if odd else (narrow, wide, single)
+        shapes = (narrow, wide, single) if problem.aligned else (wide, narrow, single)
         return [(shape, words) for shape in shapes for words in (16, 8)]
     if problem.phases[0] * problem.phases[1] == 1:
         return [(shape, 8) for shape in (narrow, wide, single)]

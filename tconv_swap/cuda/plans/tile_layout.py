@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import gcd
 
 import torch
 
 from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.geometry import Geometry, Pair
 
+#: Pixels that images with ``aligned`` are multiples of, if they are flat.
+ALIGNED_PIXELS = 128
 #: Threads of grad_input_wgmma.cu that bring the input.
 FILL_THREADS = 128
 
@@ -113,6 +116,11 @@ class TileProblem:
     of_grad_input: bool = False
     #: ``input_channels_last`` is a copy in the workspace, which a launch of its own makes of an NCHW input.
     arranged: bool = False
+    #: Rows of an NCHW input are known to be whole pieces of 16 bytes; with ``flat``, images to be whole tiles of at
+    #: most 128 cells, and rows to have an even number of them.
+    aligned: bool = False
+    #: A map of one pixel with another stride than the layer's, for which the rest of the layer's sizes say nothing.
+    one_pixel: bool = False
 
     @property
     def item(self) -> int:
@@ -146,6 +154,23 @@ class TileProblem:
         geometry = self.geometry
         rows = self.stack if self.stack > 1 else geometry.stride[0]
         return (ceil_div(geometry.out_height, rows), ceil_div(geometry.out_width, geometry.stride[1]))
+
+    @property
+    def row_multiple(self) -> int:
+        """What divides the elements of a row of an NCHW input (with ``flat``, of an image), whatever the size."""
+        return 16 // self.item if self.aligned else 1
+
+    @property
+    def out_row_multiple(self) -> int:
+        """What divides the columns of the output, whatever the size: at most 16."""
+        geometry = self.geometry
+        columns = 1 if not self.aligned else 2 if self.flat else self.row_multiple
+        return gcd(geometry.out_width - geometry.stride[1] * geometry.width, geometry.stride[1] * columns, 16)
+
+    @property
+    def even_columns(self) -> bool:
+        """Whether cells that stand in a row (``flat``) are pairs of neighbours, whatever the size."""
+        return self.aligned
 
     @property
     def cell_input_rows(self) -> int:
@@ -195,27 +220,35 @@ def make_problem(
     weight_channels_last: bool,
     has_bias: bool,
 ) -> TileProblem:
-    stride = list(geometry.stride)
-    for axis, size in ((0, geometry.height), (1, geometry.width)):
-        if size == 1 and (geometry.padding[axis], geometry.output_padding[axis], geometry.dilation[axis]) == (
-            0,
-            0,
-            1,
-        ):
-            stride[axis] = geometry.kernel[axis]
+    one_pixel = geometry.height == geometry.width == 1 and has_stride_of_one_pixel(geometry)
+    stride = geometry.kernel if one_pixel else geometry.stride
     precision = {torch.float16: "FP16", torch.bfloat16: "BF16"}.get(
         dtype, "IEEE" if math == "ieee" else "TF32"
     )
-    pixels = geometry.height * geometry.width
     return TileProblem(
-        replace(geometry, stride=(stride[0], stride[1])),
+        replace(geometry, stride=stride),
         dtype,
         precision,
-        channels_last or pixels == 1,
+        channels_last or one_pixel,
         channels_last,
         weight_channels_last,
         has_bias,
+        one_pixel=one_pixel,
     )
+
+
+def can_be_aligned(problem: TileProblem) -> bool:
+    """Whether ``aligned`` is true of this size."""
+    width, pixels = problem.geometry.width, problem.geometry.height * problem.geometry.width
+    if problem.flat:
+        return width % 2 == 0 and pixels % ALIGNED_PIXELS == 0
+    return width * problem.item % 16 == 0
+
+
+def has_stride_of_one_pixel(geometry: Geometry) -> bool:
+    """Whether nothing depends on the stride where a map is one pixel, and stride = kernel is another."""
+    plain = (geometry.padding, geometry.output_padding, geometry.dilation) == ((0, 0), (0, 0), (1, 1))
+    return plain and geometry.kernel != geometry.stride
 
 
 def group_taps(problem: TileProblem) -> list[int]:

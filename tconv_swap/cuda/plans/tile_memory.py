@@ -45,8 +45,7 @@ def _copy_elements(problem: TileProblem, tile: Tile) -> int:
         most = 4
     if problem.input_channels_last:
         return power_dividing(problem.geometry.in_channels_per_group, most)
-    width = problem.geometry.width * (problem.geometry.height if problem.flat else 1)
-    return power_dividing(width, power_dividing(tile.cols, most))
+    return power_dividing(problem.row_multiple, power_dividing(tile.cols, most))
 
 
 def shared_bytes(problem: TileProblem, tile: Tile) -> int:
@@ -101,6 +100,7 @@ def turns(problem: TileProblem, tile: Tile) -> bool:
     row = geometry.width * geometry.height if problem.flat else geometry.width
     return (
         not problem.input_channels_last
+        and problem.aligned
         and tile.cols >= 8
         and row * problem.item % 16 == 0
         and (not problem.flat or row % tile.cols == 0)

@@ -1,0 +1,180 @@
+"""What it costs that kernels are told sizes at their launch: ``python -m benchmarks.sizes COMMIT``.
+
+Times the forward pass of the suite's layers that the halo tile computes (TF32 and float16, NCHW and channels_last), as
+this tree's library computes it and as that of COMMIT, a commit whose kernels have the sizes compiled in. Each library
+runs in processes of its own, which compile with several cores first; L2 is flushed before every call, and the two take
+turns, ``--rounds`` times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tconv_swap.cuda.cache import ENVIRONMENT_VARIABLE, write_atomically
+from tconv_swap.measurement.environment import environment
+
+ROOT = Path(__file__).parents[1]
+FAMILY = "halo tile"
+MODES = {"tf32": torch.float32, "fp16": torch.float16}
+LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
+FLUSHED_BYTES = 256 << 20
+CALLS = 15
+WORKERS = 8
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 done, 2 usage or no GPU."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
+    parser.add_argument("commit", help="whose kernels have the sizes compiled in")
+    parser.add_argument("--json", type=Path, help="write the microseconds of every row here")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        print("benchmarks.sizes needs an NVIDIA GPU", file=sys.stderr)
+        return 2
+    if options.child:
+        print(json.dumps(times()))
+        return 0
+    before, after = measure(options.commit, options.rounds)
+    rows = [
+        {"row": name, "before_us": before[name], "after_us": after[name]} for name in before if name in after
+    ]
+    print(table(rows))
+    if options.json:
+        document = {
+            "benchmark": "sizes",
+            "commit": options.commit,
+            "environment": environment("cuda"),
+            "rows": rows,
+        }
+        write_atomically(options.json, json.dumps(document, indent=1).encode())
+    return 0
+
+
+def measure(commit: str, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Microseconds of each row: of the commit's library, and of this one; the least of the rounds."""
+    from benchmarks.varying import build_host_parts, link_host_parts  # not in the other tree
+
+    found: tuple[dict[str, float], dict[str, float]] = ({}, {})
+    build_host_parts()
+    with tempfile.TemporaryDirectory(prefix="tconv-swap-sizes-") as directory:
+        old = Path(directory) / "tree"
+        cache = Path(directory) / "cache"
+        old.mkdir()
+        cache.mkdir()
+        link_host_parts(cache)
+        archive = subprocess.run(
+            ["git", "archive", commit, "tconv_swap", "csrc"], cwd=ROOT, check=True, capture_output=True
+        )
+        subprocess.run(["tar", "x", "-C", str(old)], input=archive.stdout, check=True)
+        # The same rows, timed by the same program.
+        (old / "benchmarks").mkdir()
+        for name in ("__init__.py", Path(__file__).name):
+            (old / "benchmarks" / name).write_bytes((Path(__file__).parent / name).read_bytes())
+        for _ in range(rounds):
+            for tree, times_of in zip((old, ROOT), found, strict=True):
+                for row, time in _in_a_process(tree, cache).items():
+                    times_of[row] = min(time, times_of.get(row, math.inf))
+    return found
+
+
+def _in_a_process(tree: Path, cache: Path) -> dict[str, float]:
+    environment_of = {**os.environ, "PYTHONPATH": str(tree), ENVIRONMENT_VARIABLE: str(cache)}
+    command = [sys.executable, "-m", "benchmarks.sizes", "-", "--child"]
+    done = subprocess.run(
+        command, cwd=tree, env=environment_of, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def times() -> dict[str, float]:
+    """Microseconds of each row, by the library of this process: the median of the calls."""
+    from tconv_swap import conv_transpose2d
+    from tconv_swap.cuda import call, plan
+    from tconv_swap.measurement.suite import load_suite
+
+    torch.backends.cudnn.allow_tf32 = True
+    facts = call.device_facts(0)
+    rows: list[tuple[str, Any, torch.dtype, torch.memory_format]] = []
+    kernels: dict[Any, None] = {}
+    for layer in load_suite().layers:
+        for mode, dtype in MODES.items():
+            for layout, form in LAYOUTS.items():
+                last = form == torch.channels_last
+                problem = plan.Problem(
+                    layer.geometry, dtype, "tf32" if mode == "tf32" else "ieee", last, last
+                )
+                made = plan.plan_forward(problem, layer.bias, facts)
+                if made.family == FAMILY:
+                    rows.append((f"{layer.name} {mode} {layout}", layer, dtype, form))
+                    kernels.update(dict.fromkeys(one.kernel for one in made.launches))
+    _compile(list(kernels), facts.architecture)
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    found = {}
+    for name, layer, dtype, form in rows:
+        g = layer.geometry
+        x = torch.randn(g.input_shape, device="cuda").to(dtype).contiguous(memory_format=form)
+        w = torch.randn(g.weight_shape, device="cuda").to(dtype).contiguous(memory_format=form)
+        b = torch.randn(g.out_channels, device="cuda").to(dtype) if layer.bias else None
+
+        def run(x: Any = x, w: Any = w, b: Any = b, g: Any = g) -> None:
+            conv_transpose2d(
+                x, w, b, g.stride, g.padding, g.output_padding, g.groups, g.dilation, backend="kernel"
+            )
+
+        found[name] = _median(run, flushed)
+    return found
+
+
+def _compile(kernels: Sequence[Any], architecture: str) -> None:
+    """All kernels to the cache on disk, in several processes."""
+    from tconv_swap.cuda import jit
+
+    with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(jit.compile_kernel, kernels, [architecture] * len(kernels)))
+
+
+def _median(run: Any, flushed: torch.Tensor) -> float:
+    seen: list[float] = []
+    with torch.no_grad():
+        for i in range(CALLS + 3):
+            flushed.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            if i >= 3:
+                seen.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(seen)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A line for each row, the slowest by comparison first, and the geometric mean of before / after."""
+    ratios = [(row["before_us"] / row["after_us"], row) for row in rows]
+    lines = [f"{'row':40}{'before us':>12}{'after us':>12}{'before/after':>14}"]
+    for ratio, row in sorted(ratios, key=lambda one: one[0]):
+        lines.append(f"{row['row']:40}{row['before_us']:>12.1f}{row['after_us']:>12.1f}{ratio:>14.3f}")
+    if ratios:
+        mean = math.exp(statistics.fmean(math.log(ratio) for ratio, _ in ratios))
+        lines.append(f"{'geometric mean':64}{mean:>14.3f}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,197 @@
+"""PyTorch's layers against ours over streams of changing sizes: ``python -m benchmarks.varying``.
+
+Each stream (streams.py) runs in processes of its own, TF32, NCHW, cudnn.benchmark off: PyTorch's layers; ours with no
+kernel on disk ("cold", but with the C++ parts built); ours again with those kernels there ("warm"). Each process
+initialises CUDA and cuDNN by a call of PyTorch's layers with a size outside the stream, then times every call of the
+stream with the GPU's end, once and again. It stops after ``--seconds``: the table compares as many calls as all sides
+have come through, and says how many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.streams import STREAMS, Stream
+from tconv_swap.cuda.cache import ENVIRONMENT_VARIABLE, write_atomically
+from tconv_swap.measurement.environment import environment
+
+PYTORCH, COLD, WARM = SIDES = ("pytorch", "cold", "warm")
+#: Of one process, for both passes over its stream.
+SECONDS = 10.0
+#: What a process may take beside: to start, and for the call in which its time ends.
+GRACE_SECONDS = 60.0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code: 0 all was measured, 1 a process failed (it is listed), 2 usage."""
+    options = _parser().parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print(
+            "benchmarks.varying needs an NVIDIA GPU; --device cpu --tiny tries the program", file=sys.stderr
+        )
+        return 2
+    if options.side:
+        print(json.dumps(run_stream(STREAMS[options.stream[0]], options.side, device, options)))
+        return 0
+    if device.type == "cuda":
+        build_host_parts()
+    document: dict[str, Any] = {"benchmark": "varying", "environment": environment(device), "streams": []}
+    failed = False
+    for name in options.stream or list(STREAMS):
+        entry = measure(name, options)
+        failed |= any("error" in side for side in entry["sides"].values())
+        document["streams"].append(entry)
+        print(table([entry], head=len(document["streams"]) == 1), flush=True)
+        if options.json:
+            write_atomically(options.json, json.dumps(document, indent=1).encode())
+    return int(failed)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """A stream's sides, each in a process of its own; cold and warm share a cache that is empty at first."""
+    sides: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="tconv-swap-varying-") as cache:
+        link_host_parts(Path(cache))
+        for side in SIDES:
+            sides[side] = _in_a_process(name, side, cache, options)
+    return {"name": name, "calls": len(STREAMS[name].shapes(options.tiny)), "sides": sides}
+
+
+def _in_a_process(name: str, side: str, cache: str, options: argparse.Namespace) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.varying", "--stream", name, "--side", side]
+    command += ["--device", options.device, "--seconds", str(options.seconds)]
+    command += ["--tiny"] if options.tiny else []
+    try:
+        done = subprocess.run(
+            command,
+            env={**os.environ, ENVIRONMENT_VARIABLE: cache},
+            capture_output=True,
+            text=True,
+            timeout=options.seconds + GRACE_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {options.seconds + GRACE_SECONDS:.0f} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["no message"])[-1]}
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def run_stream(
+    stream: Stream, side: str, device: torch.device, options: argparse.Namespace
+) -> dict[str, Any]:
+    """Seconds of each call, of the first pass over the stream and of the second, until the time is up."""
+    import tconv_swap
+
+    torch.manual_seed(0)
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+    network = stream.network(options.tiny).to(device).train(stream.trains)
+    step = _step(network, stream.trains)
+    step(torch.randn(stream.warm_up(options.tiny), device=device))
+    if side != PYTORCH:
+        network = tconv_swap.swap_layers(network, include_1d=True)
+        step = _step(network, stream.trains)
+    _finish(device)
+    begin = time.perf_counter()
+    passes: list[list[float]] = []
+    for _ in range(2):
+        passes.append([])
+        for shape in stream.shapes(options.tiny):
+            if time.perf_counter() - begin > options.seconds:
+                break
+            x = torch.randn(shape, device=device)
+            _finish(device)
+            at = time.perf_counter()
+            step(x)
+            _finish(device)
+            passes[-1].append(time.perf_counter() - at)
+    return {"first": passes[0], "again": passes[1]}
+
+
+def _step(network: nn.Module, trains: bool) -> Any:
+    if not trains:
+        return torch.no_grad()(network)
+    optimizer = torch.optim.SGD(network.parameters(), lr=1e-4)
+
+    def step(x: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        network(x).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _finish(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def build_host_parts() -> None:
+    """Builds the host part where this process's cache lacks it: seconds that belong to no stream."""
+    from tconv_swap.cuda import host
+
+    host.library()
+
+
+def link_host_parts(cache: Path) -> None:
+    """What is built of C++, in the cache of this process, for processes with another."""
+    from tconv_swap.cuda.cache import cache_directory
+
+    built = cache_directory() / "host"
+    if built.is_dir():
+        (cache / "host").symlink_to(built.resolve(), target_is_directory=True)
+
+
+def table(entries: Sequence[Mapping[str, Any]], head: bool = True) -> str:
+    """A line for each stream and side: the total and the worst call of the first pass, over as many calls as all sides
+    have come through, and the total of the second."""
+    lines = []
+    if head:
+        lines.append(
+            f"{'stream':14}{'side':9}{'calls':>9}{'total s':>10}{'worst s':>10}{'again: calls':>14}{'total s':>10}"
+        )
+    for entry in entries:
+        sides = entry["sides"]
+        done = {name: side for name, side in sides.items() if "error" not in side}
+        first, again = (
+            min((len(side[key]) for side in done.values()), default=0) for key in ("first", "again")
+        )
+        for name, side in sides.items():
+            start = f"{entry['name']:14}{name:9}"
+            if "error" in side:
+                lines.append(f"{start}  {side['error']}")
+                continue
+            seconds, more = side["first"][:first], side["again"][:again]
+            lines.append(
+                f"{start}{first:>5}/{entry['calls']:<3}{sum(seconds):>10.3f}{max(seconds, default=0):>10.3f}"
+                f"{again:>14}{sum(more):>10.3f}"
+            )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.varying", description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the seconds of every call here")
+    parser.add_argument("--stream", action="append", choices=list(STREAMS), help="only this one (repeatable)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="that a process may call (default 10)")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="tiny networks and sizes, to try the program")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

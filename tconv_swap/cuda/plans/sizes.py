@@ -1,0 +1,42 @@
+"""The structs of csrc/kernels/sizes.cuh: what kernels are told about sizes at a launch, as 32-bit words."""
+
+from __future__ import annotations
+
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
+
+Words = tuple[int, ...]
+
+
+def signed(word: int) -> int:
+    """The signed integer of the same 32 bits."""
+    return word - 2 * INT32_LIMIT if word >= INT32_LIMIT else word
+
+
+def divisor(value: int) -> Words:
+    """``Divisor``: what divides numbers below 2^31 by ``value``, from 1 to 2^31 - 1."""
+    shift = (value - 1).bit_length()
+    return value, signed(ceil_div(1 << (31 + shift), value)), shift
+
+
+def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
+    """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
+    batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
+    if problem.flat:
+        return 1, 1, ceil_div(batch * cells_h * cells_w, tile.cols)
+    return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
+
+
+def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
+    """``Sizes``, of the kernels that cut the map into tiles of cells."""
+    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
+    images, rows, cols = tile_counts(problem, tile)
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(cells_h, cells_w, images * rows * cols),
+        *divisor(rows * cols),
+        *divisor(cols),
+        *divisor(cells_h * cells_w),
+        *divisor(cells_w),
+        *divisor(tile.splits),
+    )
