@@ -7,11 +7,13 @@
 
 #include <dlfcn.h>
 
+#include <map>
 #include <mutex>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <unordered_map>
+#include <utility>
 
 namespace tconv_swap {
 namespace {
@@ -38,7 +40,7 @@ struct alignas(64) TensorMap {
   char bytes[128];
 };
 constexpr int FUNCTION_MAX_DYNAMIC_SHARED_BYTES = 8;
-constexpr int DEFAULT_SHARED_LIMIT = 48 * 1024;
+constexpr unsigned DEFAULT_SHARED_LIMIT = 48 * 1024;
 
 struct Driver {
   Result (*get_error_name)(Result, const char**);
@@ -182,6 +184,19 @@ int guarded(Work work) {
   }
 }
 
+/// Lets a kernel have so much dynamic shared memory. Programs share kernels: one that asks for less takes nothing away.
+void allow_shared_bytes(void* kernel, int device, unsigned bytes) {
+  if (bytes <= DEFAULT_SHARED_LIMIT) return;
+  static std::mutex mutex;
+  static auto* allowed = new std::map<std::pair<void*, int>, unsigned>;
+  std::lock_guard<std::mutex> lock(mutex);
+  unsigned& most = (*allowed)[{kernel, device}];
+  if (bytes <= most) return;
+  check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(bytes), kernel, device),
+        "cuKernelSetAttribute");
+  most = bytes;
+}
+
 Program read_program(const int64_t* words, int device) {
   auto next = [&words] { return *words++; };
   Program program;
@@ -228,10 +243,7 @@ Program read_program(const int64_t* words, int device) {
       one.resize(static_cast<size_t>(next()));
       for (int32_t& word : one) word = static_cast<int32_t>(next());
     }
-    if (launch.shared_bytes > DEFAULT_SHARED_LIMIT)
-      check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(launch.shared_bytes),
-                                          launch.kernel, device),
-            "cuKernelSetAttribute");
+    allow_shared_bytes(launch.kernel, device, launch.shared_bytes);
   }
   return program;
 }

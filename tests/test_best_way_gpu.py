@@ -226,7 +226,8 @@ def test_the_search_times_everything_and_its_choice_is_verified(training: bool) 
     (stage,) = report.stages
     for row in stage.rows:
         assert row.timing is not None or row.why_not.startswith("not tried: "), str(report)
-    assert stage.best.graph, str(report)  # a network as small as this waits for the CPU
+    # Which way that is, only a GPU that computes nothing else tells.
+    assert stage.best is not None, str(report)
     assert stage.row(stage.best).verified  # type: ignore[union-attr]
     assert stage.bound
     assert next(model.parameters()) is next(run.parameters())

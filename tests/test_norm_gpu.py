@@ -250,3 +250,15 @@ def test_second_derivatives_and_a_captured_graph() -> None:
 def test_every_activation_has_a_module() -> None:
     applied = {call.activation_of(module)[0] for module in ACTIVATIONS}  # type: ignore[index]
     assert applied == set(Activation) - {Activation.GELU_TANH}
+
+
+def test_a_smaller_batch_takes_no_shared_memory_from_a_larger_one() -> None:
+    """They run by the same kernels, with less of it; each is planned once, then computed again."""
+    norm = norm_for((96, 512, 16, 16), False)
+    for batch in (96, 48, 96):
+        x = torch.randn(batch, 512, 16, 16, device="cuda")
+        grad = torch.randn_like(x)
+        found, truth = (
+            run(norm, None, tensor, grad, ours) for tensor, ours in ((x, True), (x.double(), False))
+        )
+        assert errors(found, truth)["grad_x"] < 1e-5
