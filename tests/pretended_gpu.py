@@ -136,6 +136,18 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
             call.forget()
 
 
+def operands(
+    form: torch.memory_format = NCHW, dtype: torch.dtype = torch.float32, batch: int = 2
+) -> list[Tensor]:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(batch, 16, 5, 6), torch.randn(16, 8, 4, 4), torch.randn(8)
+    return [one.to(dtype) for one in (x.to(memory_format=form), w.to(memory_format=form), b)]
+
+
+def grad_output(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
+    return torch.randn(batch, 8, 10, 12).to(dtype)
+
+
 def _computed(outputs: tuple[program.Output, ...], *tensors: Tensor | None) -> list[Tensor]:
     """What the outputs of a plan are: that of a forward pass is larger than its input, gradients have their shapes."""
     first, second, third = tensors

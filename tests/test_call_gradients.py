@@ -1,0 +1,167 @@
+"""Derivatives of a call, and an autocast around it, as csrc/call.cpp makes them. On a pretended GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pretended_gpu import (
+    GEOMETRY,
+    GPU,
+    grad_output,
+    operands,
+    pretended_gpu,
+)
+from torch import Tensor
+
+from tconv_swap.geometry import as_list
+from tconv_swap.measurement.modes import MODES
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
+    with MODES["fp32"].switched_on(), pretended_gpu(monkeypatch) as pretended:
+        yield pretended
+
+
+# Who asks for derivatives
+
+
+@pytest.mark.parametrize("needs", [one for one in product([False, True], repeat=3) if any(one)], ids=str)
+def test_gradients_that_are_wanted(gpu: GPU, needs: tuple[bool, ...]) -> None:
+    for _ in range(3):
+        leaves = [one.requires_grad_(wanted) for one, wanted in zip(operands(), needs, strict=True)]
+        check_derivatives(gpu, leaves)
+    assert gpu.asked == ["output", "gradients"]
+    assert len(gpu.launched) >= 6
+
+
+def check_derivatives(gpu: GPU, leaves: list[Tensor], create_graph: bool = False) -> None:
+    needing = [one for one in leaves if one.requires_grad]
+    y, expected = gpu.differentiable(*leaves), F.conv_transpose2d(*leaves, 2, 1)  # type: ignore[arg-type]
+    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+    grad = torch.randn_like(y).requires_grad_(create_graph)
+    found, wanted = (
+        torch.autograd.grad(output, needing, grad, create_graph=create_graph) for output in (y, expected)
+    )
+    if create_graph:
+        found, wanted = (
+            torch.autograd.grad(sum(one.square().sum() for one in first), [*needing[:2], grad])  # type: ignore[arg-type]
+            for first in (found, wanted)
+        )
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-2)
+
+
+def test_gradients_of_gradients_are_pytorchs(gpu: GPU) -> None:
+    check_derivatives(gpu, [one.requires_grad_() for one in operands()], create_graph=True)
+    assert gpu.asked == ["output"]
+
+
+def test_a_pass_that_is_all_pytorchs_has_pytorchs_node(gpu: GPU) -> None:
+    x, w, b = operands()
+    y = gpu.differentiable(x, w.requires_grad_(), b, "native")
+    assert y.grad_fn is not None
+    assert "Convolution" in y.grad_fn.name()
+    assert gpu.differentiable(x, w, b).grad_fn.name() == "ConvTranspose2dBackward"  # type: ignore[union-attr]
+
+
+def test_nothing_is_differentiated_that_need_not_be(gpu: GPU) -> None:
+    x, w, b = operands()
+    w.requires_grad_()
+    with torch.no_grad():
+        assert gpu.differentiable(x, w, b).grad_fn is None
+    with torch.inference_mode():
+        assert gpu.differentiable(x, w, b).is_inference()
+    assert gpu.differentiable(x, w.detach(), b).grad_fn is None
+    assert gpu.asked == ["output"]
+
+
+def test_what_was_saved_is_watched(gpu: GPU) -> None:
+    x, w, b = (one.requires_grad_() for one in operands())
+    y = gpu.differentiable(x, w, b)
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        y.sum().backward()
+    y = gpu.differentiable(x, w, b)
+    with torch.no_grad():
+        w.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    packed: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (packed.append(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor
+    ):
+        gpu.differentiable(x, w, b).sum().backward()
+    assert packed == [x.shape, w.shape]
+
+
+def test_gradients_of_gradients_inside_the_gradients_op(gpu: GPU) -> None:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
+    op = torch.ops.tconv_swap.conv_transpose2d_gradients.default
+    x, w, _ = (one.requires_grad_() for one in operands())
+    grad = grad_output().requires_grad_()
+    found = op.redispatch(keys, grad, x, w, GEOMETRY, [True, False, True], "kernel")
+    expected = torch.autograd.grad(F.conv_transpose2d(x, w, None, 2, 1), x, grad, create_graph=True)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-3, atol=1e-3)
+    second = torch.autograd.grad(found[0].square().sum(), (grad, w))
+    wanted = torch.autograd.grad(expected[0].square().sum(), (grad, w))
+    for ours, theirs in zip(second, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-2)
+    assert gpu.asked == []
+
+
+def test_sizes_and_arguments_reach_the_whole_op(gpu: GPU) -> None:
+    """In forward mode the call goes on by the op that tracers see; each number is another."""
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
+    x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 2)
+    arguments: tuple[Any, ...] = ((3, 4), (2, 1), (1, 2), 2, (2, 5))
+    op = torch.ops.tconv_swap.conv_transpose2d_output.default
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        y = op.redispatch(keys, dual, w, None, as_list(arguments), "auto")
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    torch.testing.assert_close(tangent, F.conv_transpose2d(torch.ones_like(x), w, None, *arguments))
+
+
+# Autocast
+
+HALF = torch.float16
+
+
+@pytest.mark.parametrize("given", [(torch.float32,) * 3, (HALF, torch.float32, torch.float32), (HALF,) * 3])
+def test_an_autocast_casts_what_pytorchs_would(gpu: GPU, given: tuple[torch.dtype, ...]) -> None:
+    tensors = [one.to(dtype) for one, dtype in zip(operands(), given, strict=True)]
+    expected = F.conv_transpose2d(*(one.to(HALF).float() for one in tensors), 2, 1)
+    for _ in range(2):
+        found = gpu.under_autocast(*tensors, HALF)
+        assert (found.dtype, found.requires_grad) == (HALF, False)
+        torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-2)
+    assert gpu.asked == ["output"]
+    weight = tensors[1].requires_grad_()
+    with torch.no_grad():
+        assert gpu.under_autocast(*tensors, HALF).grad_fn is None
+    trained = gpu.under_autocast(*tensors, HALF)
+    (gradient,) = torch.autograd.grad(trained.float().sum(), weight)
+    assert gradient.dtype == weight.dtype
+    with torch.inference_mode():
+        assert gpu.under_autocast(*tensors, HALF).is_inference()
+
+
+def test_an_autocast_sees_a_weight_that_changes_inside_of_it(gpu: GPU) -> None:
+    x, w, _ = operands()
+    w.requires_grad_()
+    first = gpu.under_autocast(x, w, None, HALF)
+    w.data.mul_(2)
+    torch.testing.assert_close(gpu.under_autocast(x, w, None, HALF), first * 2, rtol=1e-2, atol=1e-2)
+
+
+def test_an_autocast_leaves_float64_alone(gpu: GPU) -> None:
+    x, w, b = (one.double() for one in operands())
+    assert gpu.under_autocast(x, w, b, HALF).dtype == torch.float64
+    with pytest.raises(RuntimeError, match="should be the same"):
+        gpu.under_autocast(x, w.float(), b, HALF)
