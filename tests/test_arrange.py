@@ -46,6 +46,16 @@ def problem(geometry: Geometry = WIDE, dtype: torch.dtype = torch.float16) -> pl
     return plan.Problem(geometry, dtype, "tf32", False, False)
 
 
+def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_lies_there() -> None:
+    """Strides of 10 are too long for the boxes of grad_output, and nothing else wants a copy."""
+    posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5)))
+    mask = (True, False, False)
+    assert plan_arrange.pays(posed, mask, H200)
+    assert plan_arrange.arranged_grad_input(posed, H200) is None
+    assert plan_arrange.plan_backward(posed, mask, H200) is None
+    assert plan.plan_backward(posed, mask, H200).family == "halo tile"
+
+
 def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = True) -> Plan:
     pieces = []
     if mask[0] and arranges_grad_input:

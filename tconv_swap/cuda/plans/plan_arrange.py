@@ -63,7 +63,9 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
     if output_mask[1]:
         pieces.append(arranged_grad_weight(problem, device))
     made = [piece for piece in pieces if piece is not None]
-    return assembled(problem, made, output_mask[2], device) if len(made) == len(pieces) else None
+    if len(made) < len(pieces) or not any(piece.arranged for piece in made):
+        return None
+    return assembled(problem, made, output_mask[2], device)
 
 
 def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
