@@ -27,6 +27,7 @@ from tconv_swap.files.content import read_content
 from tconv_swap.files.fileformat import examine
 from tconv_swap.files.loading import LoadError, UntrustedError, load_model
 from tconv_swap.files.records import Call, GlobalName, Items, Record
+from tconv_swap.memory import within_free_memory
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -149,6 +150,8 @@ CHAINS: dict[str, Callable[[], Record]] = {
 def _warm() -> None:
     """What PyTorch imports and compiles at its first use of anything is not the files' doing."""
     codecs.lookup("raw-unicode-escape")
+    with within_free_memory():
+        pass
     for model in (*honest(), generator(), nn.DataParallel(nn.Identity())):
         attack.use(model)
 
@@ -250,7 +253,9 @@ def test_records_put_together_at_random(tmp_path: Path, part: int) -> None:
         chance = random.Random(seed)
         root = attack.anything(chance)
         if chance.random() < 0.5:
-            root = layer(nn.Sequential, _modules=Items(dict, ["0", root]), x=attack.anything(chance))
+            # Every other time a layer that is right, so that what is beside it is looked at.
+            inside = root if chance.random() < 0.5 else layer(nn.Identity)
+            root = layer(nn.Sequential, _modules=Items(dict, ["0", inside]), x=attack.anything(chance))
         loaded += attempt(save(tmp_path / "model.pt", pickled(root)))
     assert 0 < loaded < 400
 

@@ -172,8 +172,8 @@ class _Maker:
         return rebuild("_rebuild_parameter", (data, flags[0] if flags else True, None))
 
     def swapped(self, call: Call, meaning: Meaning) -> _Steps:
-        plain = yield call.args.items[0]
-        layer = self.made[id(call)] = meaning.value(plain)
+        classes = yield from self.all(call.args.items)
+        layer = self.made[id(call)] = meaning.value(*classes)
         layer.__setstate__((yield call.states[0]))
         self.layers.append(layer)
         return layer

@@ -27,6 +27,7 @@ from torch.utils.hooks import RemovableHandle
 from tconv_swap import layer
 from tconv_swap.blocks import modules as blocks
 from tconv_swap.files.records import GlobalName
+from tconv_swap.files.shapes import MAKERS
 
 
 class Kind(Enum):
@@ -127,7 +128,7 @@ def network_names() -> Mapping[GlobalName, Meaning]:
     found = {
         **plain_names(),
         **_values(Kind.LAYER, *layers, DataParallel, *layer.SWAPPED, *blocks.CLASSES),
-        **_values(Kind.SWAPPED, layer._new_swapped_layer),
+        **_values(Kind.SWAPPED, *MAKERS),
         **_values(Kind.HOOK, *HOOKS),
         **_values(Kind.HANDLE, RemovableHandle),
     }

@@ -264,14 +264,16 @@ class _Schema:
             raise RefusedError(f"the state of a {meaning.value.__name__} is missing, or there are several")
         self.check_layer_state(call, meaning.value, meaning.trusted)
 
-    def check_swapped(self, call: Call, _: Meaning) -> None:
-        if call.new or len(call.args.items) != 1 or len(call.states) != 1 or call.appended or call.pairs:
+    def check_swapped(self, call: Call, maker: Meaning) -> None:
+        if call.new or not call.args.items or len(call.states) != 1 or call.appended or call.pairs:
             raise RefusedError("it makes a layer of ours in an unusual way")
-        name = call.args.items[0]
-        meaning = self.meanings.get(name) if isinstance(name, GlobalName) else None
-        if meaning is None or meaning.kind is not Kind.LAYER or not shapes.has_swapped_form(meaning.value):
-            raise RefusedError("it makes a layer of ours of a class that is none of a transposed convolution")
-        self.check_layer_state(call, meaning.value, meaning.trusted, swapped=True)
+        given = [self.meanings.get(n) if isinstance(n, GlobalName) else None for n in call.args.items]
+        classes = [one for one in given if one is not None and one.kind is Kind.LAYER]
+        if len(classes) < len(given) or not shapes.has_swapped_form(
+            maker.value, [one.value for one in classes]
+        ):
+            raise RefusedError("it makes a layer of ours of a class that has none")
+        self.check_layer_state(call, classes[0].value, classes[0].trusted, swapped=True)
 
     def check_layer_state(self, call: Call, cls: type, trusted: bool, swapped: bool = False) -> None:
         state = call.states[0]

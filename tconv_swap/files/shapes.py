@@ -10,8 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from tconv_swap.blocks import handed, modules
 from tconv_swap.files.records import Call, GlobalName, Items, Record, Reference
-from tconv_swap.layer import SWAPPED
+from tconv_swap.layer import SWAPPED, _new_swapped_layer
 
 LISTS = (list, deque)
 #: The value of a name, or of the name that a call calls.
@@ -40,9 +41,27 @@ def reduces_itself(cls: type) -> bool:
     return has_own(cls, "__reduce__") or has_own(cls, "__reduce_ex__") or issubclass(cls, enum.Enum)
 
 
-def has_swapped_form(cls: type) -> bool:
-    """Whether ours can take the place of a layer of this class."""
-    return issubclass(cls, nn.ConvTranspose2d | nn.ConvTranspose1d) and not issubclass(cls, SWAPPED)
+#: Functions that pickles of our layers name: classes to a layer of ours without state.
+MAKERS = (_new_swapped_layer, modules._new_container, handed._new_handing)
+
+
+def has_swapped_form(maker: Callable[..., nn.Module], classes: list[type]) -> bool:
+    """Whether one of ``MAKERS`` makes a layer of ours out of these classes."""
+    if maker is modules._new_container:
+        return (
+            len(classes) == 2
+            and classes[1] in (modules.Blocks, modules.AllBlocks)
+            and issubclass(classes[0], nn.Sequential)
+            and not issubclass(classes[0], modules.Blocks)
+            and classes[0].forward is nn.Sequential.forward
+        )
+    if len(classes) != 1:
+        return False
+    if maker is handed._new_handing:
+        return not issubclass(classes[0], handed.Handing)
+    return issubclass(classes[0], nn.ConvTranspose2d | nn.ConvTranspose1d) and not issubclass(
+        classes[0], SWAPPED
+    )
 
 
 def is_integer(record: Record) -> bool:

@@ -38,6 +38,7 @@ class Standard:
         noise: how far rounding in its transposed convolutions moves the original, on the truth's scale.
         shaken_runs: how many runs with added rounding `noise` comes from.
         in_place: paths of the outputs that two runs of the original return in the same memory, as it may.
+        require_layouts: an output that lies otherwise than the original's is wrong.
     """
 
     mode: str
@@ -50,6 +51,7 @@ class Standard:
     noise: dict[tuple[Kind, str], Norms] = field(default_factory=dict)
     shaken_runs: int = 0
     in_place: set[str] = field(default_factory=set)
+    require_layouts: bool = True
 
     def widen(self, outcome: Outcome) -> None:
         """Another run of the original: what it differs by is noise."""
@@ -87,7 +89,11 @@ class Standard:
                     failures.append(f"{_called(path)} is {type(now).__name__}, expected a tensor")
                 elif path in self.original.differentiable - outcome.differentiable:
                     failures.append(f"{_called(path)} no longer requires grad")
-                elif not mismatch(now, value) and (wrong := layout_mismatch(now, value)):
+                elif (
+                    self.require_layouts
+                    and not mismatch(now, value)
+                    and (wrong := layout_mismatch(now, value))
+                ):
                     failures.append(f"{_called(path)} {wrong}")
             elif equal(value, now) is False:
                 failures.append(f"{_called(path)} is {now!r:.80}, expected {value!r:.80}")

@@ -69,10 +69,12 @@ class Session:
         reference: str | None,
         backward: bool,
         under: str = "",
+        require_layouts: bool = True,
     ) -> None:
         """
         Args:
             under: what the report adds to the name of a mode.
+            require_layouts: an output that lies otherwise than the original's is wrong.
         """
         self.report = report
         self.original = original
@@ -85,6 +87,7 @@ class Session:
         self.layers = LayerChecks(swapped.module, backward, runner.seed, LayerJudge(tolerance))
         self.blocks = BlockChecks(swapped.module, backward, tolerance)
         self.under = under
+        self.require_layouts = require_layouts
         self.float64: Subject | None = None
         self.no_float64 = "as asked" if reference == "original" else ""
         self.why_original: dict[str, str] = {}
@@ -125,6 +128,7 @@ class Session:
         standard = Standard(mode, how, first, truth, self.dtype, self.runner.devices, self.tolerance)
         standard.widen(again)
         standard.in_place = first.in_same_memory(again)
+        standard.require_layouts = self.require_layouts
         if off := {key: norms for key, norms in standard.noise.items() if norms.maximum > 0}:
             (kind, where), worst = max(off.items(), key=lambda item: item[1].maximum)
             self.report.notes.append(

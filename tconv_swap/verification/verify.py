@@ -45,6 +45,7 @@ def verify(
     autocast: torch.dtype | None = None,
     seed: int = 0,
     require_swapped: bool = True,
+    require_layouts: bool = True,
 ) -> VerifyReport:
     """Compare outputs, gradients, buffers and every swapped layer of `swapped` with those of `original`.
 
@@ -67,6 +68,7 @@ def verify(
         seed: of the random numbers that the networks and the output gradients draw.
         require_swapped: whether it is a failure that `swapped` holds no layer of ours; it may be the original, run
             another way.
+        require_layouts: whether it is a failure that an output lies in another memory format than the original's.
 
     Raises:
         TypeError: `inputs` is nothing that `Inputs.of` takes.
@@ -118,7 +120,9 @@ def verify(
                 for kind in kinds if dtype is not None else ():
                     stack.enter_context(torch.autocast(kind, dtype=dtype))
                 found = VerifyReport()
-                session = Session(found, before, after, runner, tolerance, reference, backward, under)
+                session = Session(
+                    found, before, after, runner, tolerance, reference, backward, under, require_layouts
+                )
                 verified = session.run(modes)
             _tell(found, session, verified, under)
             report.add(found)

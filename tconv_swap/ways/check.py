@@ -76,6 +76,7 @@ def _layout_failures(
             reference="original",
             seed=seed,
             require_swapped=False,
+            require_layouts=False,
         )
     lines = report.failures if report.checks else []
     if lines and mode == "train" and _draws(first, wide):
