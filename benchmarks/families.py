@@ -24,7 +24,6 @@ from tconv_swap.cuda.plans import (
     plan_grad_weight_in_place,
     plan_grad_weight_rows,
     plan_grad_weight_strips,
-    plan_grad_weight_turned,
     plan_large,
     plan_narrow,
     plan_narrow_grad_input,
@@ -134,7 +133,6 @@ def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
         *plan_grad_weight_direct.part_candidates(problem, device, False, 1),
         *plan_grad_weight_in_place.part_candidates(problem, device, False, 1),
         *plan_grad_weight_rows.part_candidates(problem, device, False, 1),
-        *plan_grad_weight_turned.part_candidates(problem, device, False, 1),
         *plan_grad_weight_strips.part_candidates(problem, device, 1),
         *plan_narrow_grad_weight.part_candidates(problem, device, False, 1),
     ]

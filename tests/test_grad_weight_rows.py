@@ -1,4 +1,4 @@
-"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{direct,in_place,rows,turned}.cu), forced on
+"""The gradient of the weight with pixels along k (csrc/kernels/grad_weight_{direct,in_place,rows}.cu), forced on
 random geometries, and what its plans say."""
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from tconv_swap.cuda.plans import (
     plan_grad_weight_direct,
     plan_grad_weight_in_place,
     plan_grad_weight_rows,
-    plan_grad_weight_turned,
 )
 from tconv_swap.cuda.plans.grad_weight_direct_tile import columns_of, pixels_of
 from tconv_swap.cuda.plans.grad_weight_in_place_tile import rows_follow, stages_of
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     MOST_STAGES,
-    NOBODY,
     PARTIAL_LIMIT_BYTES,
     candidates,
     lines_of,
@@ -183,10 +181,11 @@ def test_each_layout_has_its_kernel(geometry: Geometry) -> None:
     assert plan.plan_backward(ieee, (False, True, False), H200).family != "weight rows"
 
 
-def test_channels_that_are_no_multiple_of_16_bytes_are_turned_on_the_way() -> None:
+def test_channels_that_are_no_multiple_of_16_bytes_go_to_the_weight_tiles() -> None:
     posed = problem(replace(UNET, in_channels=1022), channels_last=True)
-    made = plan.plan_backward(posed, (False, True, False), H200)
-    assert "grad_weight_turned" in [step.kernel.entry for step in made.launches]
+    for with_bias in (False, True):
+        made = plan.plan_backward(posed, (False, True, with_bias), H200)
+        assert made.family == "weight tile"
 
 
 @pytest.mark.parametrize(
@@ -201,16 +200,11 @@ def test_many_channels_go_along_pixels_in_nchw(geometry: Geometry) -> None:
 def test_what_is_not_claimed() -> None:
     posed = problem(UNET)
     assert plan_grad_weight_rows.claims(posed, H200)
-    turned = problem(UNET, channels_last=True)
-    assert plan_grad_weight_in_place.claims(turned, H200)
+    channels_last = problem(UNET, channels_last=True)
+    assert plan_grad_weight_in_place.claims(channels_last, H200)
     assert not plan_grad_weight_in_place.claims(problem(replace(UNET, in_channels=1022), True), H200)
     assert not plan_grad_weight_in_place.claims(problem(replace(UNET, stride=(9, 9)), True), H200)
-    assert plan_grad_weight_turned.claims(turned, H200)
-    families = (
-        (plan_grad_weight_rows, posed),
-        (plan_grad_weight_turned, turned),
-        (plan_grad_weight_in_place, turned),
-    )
+    families = ((plan_grad_weight_rows, posed), (plan_grad_weight_in_place, channels_last))
     for family, one in families:
         assert not family.claims(replace(one, precision="ieee"), H200)
         assert not family.claims(replace(one, dtype=torch.float16), H200)
@@ -258,16 +252,10 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
             tile = rng.choice(plan_grad_weight_direct.tiles_for(posed, device, with_bias))
             return posed, plan_grad_weight_direct.plan_with_tile(posed, tile, device, with_bias)
         tiles = plan_grad_weight_in_place.tiles_for(posed, device, with_bias)
-        if tiles and rng.random() < 0.7:
+        if tiles:
             return posed, plan_grad_weight_in_place.plan_with_tile(
                 posed, rng.choice(tiles), device, with_bias
             )
-        if posed.channels_last:
-            if not plan_grad_weight_turned.part_candidates(posed, device, with_bias, 1):
-                continue
-            stages = plan_grad_weight_turned.stages_of(geometry)
-            tile = rng.choice(list(candidates(geometry, stages, device, (NOBODY,))))
-            return posed, plan_grad_weight_turned.plan_with_tile(posed, tile, device, with_bias)
         if not plan_grad_weight_rows.part_candidates(posed, device, with_bias, 1):
             continue
         lines = lines_of(geometry)

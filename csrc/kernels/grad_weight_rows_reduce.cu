@@ -1,5 +1,6 @@
-// The last step of grad_weight_{direct,rows,turned,strips}.cu: adds up the slices' sums [slice][ci][tap][co] of the weight's gradient in a fixed
-// order, and brings them to the order of the weight. SHARERS threads share the slices of a sum.
+// The last step of grad_weight_{direct,in_place,rows,strips}.cu: adds up the slices' sums [slice][ci][tap][co] of the
+// weight's gradient in a fixed order, and brings them to the order of the weight. SHARERS threads share the slices of a
+// sum.
 //
 // With few slices a block makes COLUMNS output channels of all taps of one input channel, and writes them in whole lines.
 // With SHARERS > 1 the slices are most of what moves: a block makes THREADS / SHARERS sums that follow one another.

@@ -135,7 +135,7 @@ def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | N
     if _only_general(problem, made):
         return WHY_NOT_GENERAL
     if unit[1]:
-        return measured.why_grad_weight_is_native(problem, made.family, device, with_bias=unit[2])
+        return measured.why_grad_weight_is_native(problem, made.family, device)
     return measured.why_grad_input_is_native(problem, made.family, device)
 
 

@@ -16,9 +16,6 @@ from tconv_swap.geometry import Geometry
 PAIRS_NCHW = 256 * 128
 PAIRS_TF32 = 256 * 64
 PAIRS_16_BIT = 128 * 64
-#: The same of grad_weight_turned.cu (TF32, channels_last); the other kernels with pixels along k were the faster nearly
-#: everywhere.
-PAIRS_TURNED = 512 * 512
 #: Of the gradient of the input in float32 without TF32, where the kernel is smaller.
 WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
@@ -35,9 +32,6 @@ TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 #: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
 HALO_FAMILY = "halo tile"
 WIDE_FAMILIES = (HALO_FAMILY, "weight tile")
-#: Strided layers with many channels in TF32 and channels_last that boxes cannot bring (plan_grad_weight_turned.py), on
-#: sm_90a alone.
-TURNED_FAMILY = "turned weight rows"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -72,18 +66,10 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     return None
 
 
-def why_grad_weight_is_native(problem: Problem, family: str, device: Device, with_bias: bool) -> str | None:
-    """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None.
-
-    ``with_bias``: the bias's gradient is wanted too, for which ours takes hardly any time, and PyTorch's a pass of its
-    own over grad_output.
-    """
+def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None."""
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
-    if family == TURNED_FAMILY:
-        if pairs >= PAIRS_TURNED or (geometry.kernel == geometry.stride and not with_bias):
-            return _WHY.format(what="many channels in channels_last with TF32", speedup="0.78 to 0.94")
-        return None
     on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
     if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")

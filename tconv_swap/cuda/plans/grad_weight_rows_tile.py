@@ -126,7 +126,6 @@ def candidates(
     geometry: Geometry,
     stages: int,
     device: Device,
-    sharing: tuple[int, ...] = (NOBODY, INPUT, OUTPUT),
     copied: int = 0,
 ) -> Iterator[Tile]:
     """All tiles worth a thought: none where sums as short as they have to be leave too many. ``stages``: of all pixels;
@@ -137,7 +136,7 @@ def candidates(
     if least_slices > 1 and least_slices * weight_bytes(geometry) > most_bytes:
         return
     for cols, swapped, chunk, shares in itertools.product(
-        (256, 192, 128), (False, True), (256, 128, 64), sharing
+        (256, 192, 128), (False, True), (256, 128, 64), (NOBODY, INPUT, OUTPUT)
     ):
         one = Tile(cols, swapped, chunk, shares, 1)
         if one.output_side % chunk or chunk >= 2 * max(64, geometry.out_channels_per_group):

@@ -1,7 +1,7 @@
 """Plans of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu: what they claim, how a tile becomes launches.
 
 What the copy engine can bring is planned by plan_grad_weight_boxes, strided layers with many channels in TF32 by
-plan_grad_weight_{direct,rows,in_place,turned}, those of stride 1 by plan_grad_weight_strips.
+plan_grad_weight_{direct,rows,in_place}, those of stride 1 by plan_grad_weight_strips.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from tconv_swap.cuda.plans import (
     plan_grad_weight_in_place,
     plan_grad_weight_rows,
     plan_grad_weight_strips,
-    plan_grad_weight_turned,
 )
 from tconv_swap.cuda.plans.grad_weight_candidates import best_tile, candidates, registers
 from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks, slice_bytes, slices_of
@@ -49,7 +48,7 @@ from tconv_swap.cuda.program import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Of a group, from which tiles with pixels along lines are filled; the least work they were measured to be faster at.
 MANY_CHANNELS = 64
-LEAST_MACS_NCHW, LEAST_MACS_CHANNELS_LAST = 1 << 32, 6 << 30
+LEAST_MACS_NCHW = 1 << 32
 LEAST_MACS_IN_PLACE = 1 << 29
 #: In NCHW with so many input channels times output channels of a group.
 MANY_PAIRS, LEAST_MACS_MANY_PAIRS = 256 * 128, 1 << 28
@@ -81,14 +80,13 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     preferred = as_it_lies or along_lines
     along_pixels: list[Part] = []
     if as_it_lies or count > 1:
-        # Each claims one layout, and so below.
+        # Each claims one layout.
         along_pixels += plan_grad_weight_direct.part_candidates(problem, device, with_bias, (count + 1) // 2)
         along_pixels += plan_grad_weight_in_place.part_candidates(
             problem, device, with_bias, (count + 1) // 2
         )
     if along_lines or count > 1:
         lines = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
-        lines += plan_grad_weight_turned.part_candidates(problem, device, with_bias, count)
         along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
         along_pixels = along_pixels[:count]
     if not along_pixels:
@@ -140,16 +138,13 @@ def _ranked(problem: Problem, device: Device) -> tuple[Tile, ...]:
 
 
 def _along_pixels(problem: Problem) -> bool:
-    """Strides with channels enough for large tiles and work enough for all of them, where pixels along k in TF32 were
-    the faster; and in NCHW, multiplies enough for each pixel of grad_output, which is copied first. In
-    channels_last maps of one row were not measured."""
+    """Strides in NCHW with channels enough for large tiles, work enough for all of them and multiplies enough for each
+    pixel of grad_output, which is copied first: where pixels along k in TF32 were the faster."""
     g = problem.geometry
-    if max(g.stride) == 1 or (g.height == 1 and problem.channels_last):
+    if problem.channels_last or max(g.stride) == 1:
         return False
     if min(g.in_channels_per_group, g.out_channels_per_group) < MANY_CHANNELS:
         return False
-    if problem.channels_last:
-        return g.macs >= LEAST_MACS_CHANNELS_LAST
     enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
     many = g.in_channels_per_group * g.out_channels_per_group >= MANY_PAIRS
     return (

@@ -17,7 +17,6 @@ from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
 from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.plan_grad_weight_turned import reads_all_of_grad_output
 from tconv_swap.cuda.plans.room import Room
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -70,6 +69,23 @@ def claims(problem: Problem, device: Device) -> bool:
         return False
     pixels = max(g.height * (g.width + BOX), g.out_height * g.out_width) * g.batch
     return problem.channels_last and 0 < pixels < INT32_LIMIT
+
+
+def reads_all_of_grad_output(geometry: Geometry) -> bool:
+    """Whether the taps whose offset lies in [0, stride) read every pixel of grad_output, and each once."""
+    g = geometry
+    return all(
+        out <= stride * size and set(range(stride)) <= {k * dilation - padding for k in range(kernel)}
+        for out, size, stride, padding, dilation, kernel in zip(
+            (g.out_height, g.out_width),
+            (g.height, g.width),
+            g.stride,
+            g.padding,
+            g.dilation,
+            g.kernel,
+            strict=True,
+        )
+    )
 
 
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
