@@ -16,7 +16,7 @@ from tconv_swap.inputs import Inputs
 from tconv_swap.ways.capture import NotCapturableError, StaleGraphError
 from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.run import Running, WayWarning, build
-from tconv_swap.ways.way import Way
+from tconv_swap.ways.way import PYTORCH, Way
 
 pytestmark = pytest.mark.gpu
 
@@ -228,7 +228,8 @@ def test_the_search_times_everything_and_its_choice_is_verified(training: bool) 
         assert row.timing is not None or row.why_not.startswith("not tried: "), str(report)
     # Which way that is, only a GPU that computes nothing else tells.
     assert stage.best is not None, str(report)
-    assert stage.row(stage.best).verified  # type: ignore[union-attr]
+    is_as_today = stage.best == Way(PYTORCH.name)
+    assert is_as_today or stage.row(stage.best).verified, str(report)  # type: ignore[union-attr]
     assert stage.bound
     assert next(model.parameters()) is next(run.parameters())
     eager = copy.deepcopy(made).train(training)
