@@ -136,28 +136,6 @@ def test_a_forward_that_uses_vmap(options: dict[str, Any], monkeypatch: pytest.M
     assert not verify(model, swapped_copy(model), images()).passed
 
 
-def test_rounding_in_front_of_a_kink_inside_of_vmap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise is added inside of the transform too, or a right swap would fail."""
-
-    class Kink(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up = nn.ConvTranspose2d(8, 2, 1, bias=False)
-
-        def forward(self, x: Tensor) -> Any:
-            def one(sample: Tensor) -> Tensor:
-                y: Tensor = self.up(sample)
-                return F.relu(y - y.detach() * (1 - 1e-9)) + y
-
-            return torch.vmap(one)(x)
-
-    torch.manual_seed(0)
-    model = Kink()
-    with_kernel(monkeypatch, lambda *arguments: right(*arguments) * (1 + 6e-8))
-    report = verify(model, swapped_copy(model), images())
-    assert report.passed, report.failures
-
-
 def bits(model: nn.Module) -> list[Tensor]:
     return [t.detach().clone().view(torch.int32) for t in model.parameters()]
 
