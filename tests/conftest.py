@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,3 +62,9 @@ def plans_anew() -> Iterator[None]:
     plan.plan_backward.cache_clear()
     yield
     plan.plan_backward.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _own_search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A command that is run in this process lets its working directory be imported, while the process lives."""
+    monkeypatch.setattr(sys, "path", [*sys.path])

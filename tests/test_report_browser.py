@@ -62,7 +62,7 @@ class TestBrowser:
         texts = {entry["text"] for entry in data["found"]}
         assert {"2.08x faster", "1  up.0", "tf32: 417 TFLOP/s", "128x512x4x4 float32"} <= texts
         assert [entry for entry in data["found"] if entry["contrast"] < 4.5] == []
-        assert len(data["drawings"]) == 2
+        assert len(data["drawings"]) == 3  # layers, the network, its ways
         for drawing in data["drawings"]:
             assert drawing["width"] > 0.85 * min(width - 60, 660)
             assert drawing["cut"] == []
