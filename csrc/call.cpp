@@ -59,7 +59,7 @@ Tensor differentiable_output_of(const Tensor& input, const Tensor& weight, const
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     output = compute_output(*answer, input, weight, bias, {geometry});
   }
-  hang_node(output, input, weight, bias, geometry, backend);
+  hang_node(output, input, weight, {weight, bias}, geometry, backend);
   return output;
 }
 
@@ -124,27 +124,62 @@ std::vector<Tensor> gradients_autograd(c10::DispatchKeySet keys, const Tensor& g
       .toTensorVector();
 }
 
-/// As autocast.cast in Python.
-Tensor cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
-  const bool is_eligible =
-      tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble;
-  return is_eligible ? tensor.to(dtype) : tensor;
+/// Whether an autocast to a device casts it: as dispatch.cast in Python.
+bool is_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
+  return tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
+         tensor.scalar_type() != dtype;
 }
 
-Tensor output_autocast(const Tensor& given_input, const Tensor& given_weight, const std::optional<Tensor>& given_bias,
+Tensor cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
+  return is_cast(tensor, device, dtype) ? tensor.to(dtype) : tensor;
+}
+
+/// The same without a derivative, and without the dispatcher's steps on the way to a copy.
+Tensor plain_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
+  if (!is_cast(tensor, device, dtype)) return tensor;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (!tensor.is_cuda() || !tensor.is_non_overlapping_and_dense()) return tensor.to(dtype);
+  const Tensor copy = at::detail::empty_strided_cuda(tensor.sizes(), tensor.strides(), dtype, tensor.device());
+  return copy.copy_(tensor);
+}
+
+/// Weight and bias are cast below autograd, which spares a node each: ours leads to the originals, and the engine gives a
+/// gradient the dtype of what it leads to.
+Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, const std::optional<Tensor>& given_bias,
+                      at::IntArrayRef geometry, std::string_view backend, at::ScalarType dtype) {
+  const at::DeviceType device = given_input.device().type();
+  const bool differentiates = wants_derivative(given_input, given_weight, given_bias);
+  const Tensor input = (differentiates ? cast : plain_cast)(given_input, device, dtype);
+  const Tensor weight = plain_cast(given_weight, device, dtype);
+  std::optional<Tensor> bias;
+  if (given_bias) bias = plain_cast(*given_bias, device, dtype);
+  const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
+  if (differentiates && answer->is_pytorchs) {
+    if (given_bias) bias = cast(*given_bias, device, dtype);
+    return compute_output(*answer, input, cast(given_weight, device, dtype), bias, {geometry});
+  }
+  Tensor output;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    output = compute_output(*answer, input, weight, bias, {geometry});
+  }
+  if (differentiates) hang_node(output, input, weight, {given_weight, given_bias}, geometry, backend);
+  return output;
+}
+
+Tensor output_autocast(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                        c10::SymIntArrayRef geometry, std::string_view backend) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA));
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCUDA);
-  const at::DeviceType device = given_input.device().type();
   // Not PyTorch's cache of cast weights, which does not see what is changed through weight.data inside of one autocast.
-  const Tensor input = cast(given_input, device, dtype), weight = cast(given_weight, device, dtype);
-  std::optional<Tensor> bias;
-  if (given_bias) bias = cast(*given_bias, device, dtype);
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCUDA);
   const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
-  if (numbers && is_plain(input, weight, bias))
-    return (wants_derivative(input, weight, bias) ? differentiable_output_of : output_of)(input, weight, bias, *numbers,
-                                                                                          backend);
-  return dispatched(OUTPUT, std::nullopt, {input, weight, bias, geometry, std::string(backend)}).toTensor();
+  if (numbers && is_plain(input, weight, bias)) return cast_output_of(input, weight, bias, *numbers, backend, dtype);
+  const at::DeviceType device = input.device().type();
+  std::optional<Tensor> cast_bias;
+  if (bias) cast_bias = cast(*bias, device, dtype);
+  return dispatched(OUTPUT, std::nullopt,
+                    {cast(input, device, dtype), cast(weight, device, dtype), cast_bias, geometry, std::string(backend)})
+      .toTensor();
 }
 
 std::vector<Tensor> launch_program(int64_t handle, const c10::List<std::optional<Tensor>>& inputs) {

@@ -14,6 +14,7 @@ std::vector<Tensor> gradients_of(const Tensor& grad_output, const Tensor& input,
 
 struct ConvTranspose2dBackward : torch::autograd::Node {
   torch::autograd::SavedVariable input, weight;
+  bool weight_was_cast;
   std::vector<int64_t> geometry;
   std::string backend;
 
@@ -27,11 +28,17 @@ struct ConvTranspose2dBackward : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    const Tensor x = input.unpack(), w = weight.unpack();
+    const Tensor x = input.unpack();
+    Tensor w = weight.unpack();
     torch::autograd::variable_list gradients(3);
     const Mask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     if (!grads[0].defined() || stage_of(mask) == 0) return gradients;
     if (at::GradMode::is_enabled()) {
+      if (weight_was_cast) {
+        // The copy leads where the weight does.
+        w = w.variable_data();
+        if (next_edge(1).is_valid()) torch::autograd::impl::set_gradient_edge(w, next_edge(1));
+      }
       Gradients found = gradients_by_pytorch(grads[0], x, w, {geometry}, mask);
       for (size_t i = 0; i < 3; ++i)
         if (mask[i]) gradients[i] = std::move(found[i]);
@@ -44,13 +51,22 @@ struct ConvTranspose2dBackward : torch::autograd::Node {
   }
 };
 
-/// Makes `output`, which is computed, differentiable.
-inline void hang_node(const Tensor& output, const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+/// Weight and bias that gradients are for.
+struct Parameters {
+  const Tensor& weight;
+  const std::optional<Tensor>& bias;
+};
+
+/// Makes `output`, which is computed from `input`, `weight` and a bias, differentiable. `parameters`: whose copies in
+/// another dtype weight and bias may be.
+inline void hang_node(const Tensor& output, const Tensor& input, const Tensor& weight, const Parameters& parameters,
                       at::IntArrayRef geometry, std::string_view backend) {
   const std::shared_ptr<ConvTranspose2dBackward> node(new ConvTranspose2dBackward, torch::autograd::deleteNode);
-  node->set_next_edges(torch::autograd::collect_next_edges(input, weight, bias ? *bias : Tensor()));
+  node->set_next_edges(
+      torch::autograd::collect_next_edges(input, parameters.weight, parameters.bias ? *parameters.bias : Tensor()));
   node->input = torch::autograd::SavedVariable(input, false);
   node->weight = torch::autograd::SavedVariable(weight, false);
+  node->weight_was_cast = !weight.is_same(parameters.weight);
   node->geometry = geometry.vec();
   node->backend = backend;
   torch::autograd::set_history(output, node);

@@ -24,7 +24,9 @@ class TestNames:
     @pytest.mark.parametrize("layers", [layers.name for layers in LAYERS])
     def test_every_way_has_one_that_is_read_back(self, layers: str) -> None:
         ways = all_ways(generator(), Inputs.of(images()), CUDA)
-        assert len(ways) == len({way.name for way in ways}) == len(LAYERS) * 2 * len(RUNTIMES)
+        assert len(ways) == len({way.name for way in ways})
+        # The compiler fuses norms itself.
+        assert len(ways) == len(LAYERS) * 2 * len(RUNTIMES) - 2 * 2
         assert [parse_way(way.name) for way in ways] == ways
 
     @pytest.mark.parametrize(
@@ -54,6 +56,14 @@ class TestAllWays:
     def test_the_cpu_has_no_graphs(self) -> None:
         ways = all_ways(generator(), Inputs.of(images()), torch.device("cpu"))
         assert {way.runtime for way in ways} == {"eager", "compile"}
+
+    def test_norms_are_fused_on_cuda_where_there_are_any(self) -> None:
+        inputs = Inputs.of(images())
+        runtimes = {way.runtime for way in all_ways(generator(), inputs, CUDA) if way.layers == "fused"}
+        assert runtimes == {"eager", "graph"}
+        plain = nn.Sequential(nn.ConvTranspose2d(4, 6, 4, 2, 1))
+        for network, device in ((plain, CUDA), (generator(), torch.device("cpu"))):
+            assert {way.layers for way in all_ways(network, inputs, device)} == {"pytorch", "ours"}
 
     def test_a_network_in_channels_last_has_one_layout(self) -> None:
         network = generator().to(memory_format=torch.channels_last)
@@ -124,7 +134,12 @@ class TestSearch:
 
     def test_only_todays_and_the_best_of_each_kind_stay_built(self) -> None:
         search = run(Bench({"pytorch": 50, "pytorch+graph": 30, "ours+channels_last": 20}))
-        assert {way.name for way in search.built} == {"pytorch", "pytorch+graph", "ours+channels_last"}
+        assert {way.name for way in search.built} == {
+            "pytorch",
+            "pytorch+graph",
+            "ours+channels_last",
+            "fused",
+        }
 
     def test_what_a_compiled_graph_contains_is_not_compiled_again(self) -> None:
         bench = Bench({})
@@ -184,7 +199,7 @@ class TestSearch:
         assert best.way.name == "ours"
         assert why_not(search, "ours+graph") == "interrupted"
         assert len(search.rows) == len(search.ways)
-        assert "interrupted: 4 of 16 ways" in search.notes[0]
+        assert "interrupted: 6 of 20 ways" in search.notes[0]
         interruption.raise_again()  # is not raised again: it was obeyed
 
     def test_ctrl_c_before_anything_was_measured_is_passed_on(self) -> None:

@@ -21,7 +21,7 @@ from tconv_swap.ways.way import PYTORCH, Way
 pytestmark = pytest.mark.gpu
 
 GRAPHS = ["graph", "compile+graph"]
-LAYERS = ["pytorch", "ours"]
+LAYERS = ["pytorch", "ours", "fused"]
 
 
 @pytest.fixture(autouse=True)

@@ -160,6 +160,44 @@ def test_an_autocast_sees_a_weight_that_changes_inside_of_it(gpu: GPU) -> None:
     torch.testing.assert_close(gpu.under_autocast(x, w, None, HALF), first * 2, rtol=1e-2, atol=1e-2)
 
 
+def test_gradients_through_an_autocast_lead_to_what_was_cast(gpu: GPU) -> None:
+    """Of a call whose weight and bias are cast below autograd: dtypes, numbers, and a second derivative."""
+
+    def derivatives(call: Any) -> list[torch.Tensor]:
+        x, w, b = leaves = [one.requires_grad_() for one in operands()]
+        y = call(x, w * 1.0, b)
+        first = torch.autograd.grad(y.float().square().mean(), leaves, create_graph=True)
+        loss = sum(gradient.square().mean() for gradient in first)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()
+        return [y, *first, *(one.grad for one in leaves if one.grad is not None)]
+
+    found = derivatives(lambda x, w, b: gpu.under_autocast(x, w, b, torch.bfloat16))
+    expected = derivatives(
+        lambda x, w, b: F.conv_transpose2d(*(one.bfloat16().float() for one in (x, w, b)), 2, 1).bfloat16()
+    )
+    assert len(found) == len(expected) == 7
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 2e-2
+
+
+def test_an_autocast_saves_copies_that_outlive_a_change(gpu: GPU) -> None:
+    """PyTorch saves the copy of a weight, which an optimizer may change before the backward pass."""
+    x, w, b = (one.requires_grad_() for one in operands())
+    packed: list[torch.dtype] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (packed.append(tensor.dtype), tensor)[1], lambda tensor: tensor
+    ):
+        y = gpu.under_autocast(x, w, b, HALF)
+    assert packed == [HALF, HALF]
+    (before,) = torch.autograd.grad(y.float().sum(), x, retain_graph=True)
+    with torch.no_grad():
+        w.mul_(2)
+    (after,) = torch.autograd.grad(y.float().sum(), x)
+    assert torch.equal(before, after)
+
+
 def test_an_autocast_leaves_float64_alone(gpu: GPU) -> None:
     x, w, b = (one.double() for one in operands())
     assert gpu.under_autocast(x, w, b, HALF).dtype == torch.float64

@@ -64,11 +64,11 @@ def optimize(
 ) -> Optimized:
     """Time the ways to run a network, verify the fastest, and return it ready to be called.
 
-    A way is whose layers (PyTorch's or ours), a layout (as it is, channels_last) and a runtime (eager, CUDA graph,
-    torch.compile, compiled with CUDA graphs). Each is timed beside how the network runs today: its own layers in
-    PyTorch's form, eagerly, as it lies. The fastest is verified against that as `tconv_swap.verify` verifies a swap;
-    what fails is not chosen, and the next is verified. Runs under the caller's autocast state, with
-    `torch.backends.cudnn.benchmark` on.
+    A way is whose layers (PyTorch's, ours, ours with norms and activations fused), a layout (as it is, channels_last)
+    and a runtime (eager, CUDA graph, torch.compile, compiled with CUDA graphs). Each is timed beside how the network
+    runs today: its own layers in PyTorch's form, eagerly, as it lies. The fastest is verified against that as
+    `tconv_swap.verify` verifies a swap; what fails is not chosen, and the next is verified. Runs under the caller's
+    autocast state, with `torch.backends.cudnn.benchmark` on.
 
     Ctrl-C ends the search, and what was measured by then decides.
 

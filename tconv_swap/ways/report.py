@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tconv_swap.verification.report import VerifyReport
 from tconv_swap.ways.search import WayRow, fastest_of
-from tconv_swap.ways.way import OURS, PYTORCH, TODAY, Way
+from tconv_swap.ways.way import LAYERS, OURS, PYTORCH, TODAY, Way
 
 WayStage = Literal["forward", "step"]
 
@@ -40,6 +40,12 @@ class StageWays:
     def best_of(self, layers: str) -> WayRow | None:
         """The fastest with such layers that was not found wrong."""
         return fastest_of(self.rows, layers)
+
+    @property
+    def our_best(self) -> WayRow | None:
+        """The fastest with layers of ours, fused or not, that was not found wrong."""
+        found = [self.best_of(layers.name) for layers in LAYERS if layers is not PYTORCH]
+        return fastest_of([row for row in found if row is not None])
 
     @property
     def ours_in_the_same_way(self) -> WayRow | None:

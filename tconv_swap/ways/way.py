@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import SWAPPED
-from tconv_swap.surgery import SwapWarning, swap_layers, unswap_layers
+from tconv_swap.surgery import SwapWarning, plan_swap, swap_layers, unswap_layers
 
 Layout = Literal["as it is", "channels_last"]
 Runtime = Literal["eager", "graph", "compile+graph", "compile"]
@@ -72,10 +72,17 @@ def _ours(network: nn.Module) -> nn.Module:
         return swap_layers(network)
 
 
+def _fused(network: nn.Module) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SwapWarning)
+        return swap_layers(network, fuse="all")
+
+
 PYTORCH = Layers("pytorch", "PyTorch's layers", unswap_layers)
 OURS = Layers("ours", "our layers", _ours)
+FUSED = Layers("fused", "our layers, norms and activations fused", _fused)
 #: All there are; the first is what everything else is compared with.
-LAYERS: tuple[Layers, ...] = (PYTORCH, OURS)
+LAYERS: tuple[Layers, ...] = (PYTORCH, OURS, FUSED)
 
 
 @dataclass(frozen=True)
@@ -150,12 +157,16 @@ def parse_way(text: str) -> Way:
 def all_ways(network: nn.Module, inputs: Inputs, device: torch.device) -> list[Way]:
     """Every way there is on the device, what is built fastest first; `TODAY` leads.
 
-    channels_last is left out where the network and its inputs lie so already, or where no tensor has four sizes.
+    channels_last is left out where the network and its inputs lie so already, or where no tensor has four sizes. Norms
+    and activations are fused on CUDA, where the network has some that can be; a compiler fuses its own.
     """
+    fuses = device.type == "cuda" and any(block.swap for block in plan_swap(network, fuse="all").blocks)
     layouts = LAYOUTS if _layouts_differ(network, inputs) else LAYOUTS[:1]
     runtimes = [runtime for runtime in RUNTIMES if "graph" not in runtime or device.type in GRAPH_DEVICES]
     return [
-        Way(layers.name, layout, runtime) for runtime, layout, layers in product(runtimes, layouts, LAYERS)
+        Way(layers.name, layout, runtime)
+        for runtime, layout, layers in product(runtimes, layouts, LAYERS)
+        if layers is not FUSED or (fuses and "compile" not in runtime)
     ]
 
 
