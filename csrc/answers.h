@@ -42,6 +42,7 @@ struct Answer {
 using Key = c10::SmallVector<int64_t, 64>;
 
 constexpr int64_t FORWARD_STAGE = 8;  // gradients: their mask, 1 to 7
+constexpr int64_t CAST_STAGE = 16;     // with the dtype above it
 inline int64_t stage_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * mask[2]; }
 
 constexpr uintptr_t ALIGNMENT = 16;  // call.ALIGNMENT

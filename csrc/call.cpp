@@ -2,6 +2,7 @@
 // (their schemas are graph.py's). On CUDA each of them casts what an autocast casts, finds the answer to a call of such
 // tensors or asks Python for it (call.answer), launches, and hangs the autograd node where a derivative is wanted.
 // Where a subclass, a mode, a transform or a tracer wants to see the call, PyTorch's dispatcher goes on from here.
+#include "cast.h"
 #include "node.h"
 
 #include <torch/library.h>
@@ -124,35 +125,22 @@ std::vector<Tensor> gradients_autograd(c10::DispatchKeySet keys, const Tensor& g
       .toTensorVector();
 }
 
-/// Whether an autocast to a device casts it: as dispatch.cast in Python.
-bool is_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
-  return tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
-         tensor.scalar_type() != dtype;
-}
-
 Tensor cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
   return is_cast(tensor, device, dtype) ? tensor.to(dtype) : tensor;
 }
 
-/// The same without a derivative, and without the dispatcher's steps on the way to a copy.
-Tensor plain_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
-  if (!is_cast(tensor, device, dtype)) return tensor;
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  if (!tensor.is_cuda() || !tensor.is_non_overlapping_and_dense()) return tensor.to(dtype);
-  const Tensor copy = at::detail::empty_strided_cuda(tensor.sizes(), tensor.strides(), dtype, tensor.device());
-  return copy.copy_(tensor);
-}
-
-/// Weight and bias are cast below autograd, which spares a node each: ours leads to the originals, and the engine gives a
-/// gradient the dtype of what it leads to.
+/// Weight and bias are cast below autograd, which spares a node each: ours leads to the originals, whose dtype it gives
+/// their gradients.
 Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, const std::optional<Tensor>& given_bias,
                       at::IntArrayRef geometry, std::string_view backend, at::ScalarType dtype) {
   const at::DeviceType device = given_input.device().type();
   const bool differentiates = wants_derivative(given_input, given_weight, given_bias);
-  const Tensor input = (differentiates ? cast : plain_cast)(given_input, device, dtype);
-  const Tensor weight = plain_cast(given_weight, device, dtype);
+  const bool input_leads = differentiates && given_input.requires_grad();
+  const auto [input, weight, cast_bias] = cast_together({input_leads ? cast(given_input, device, dtype) : given_input, given_weight,
+                                                         given_bias ? *given_bias : Tensor()},
+                                                        device, dtype);
   std::optional<Tensor> bias;
-  if (given_bias) bias = plain_cast(*given_bias, device, dtype);
+  if (given_bias) bias = cast_bias;
   const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
   if (differentiates && answer->is_pytorchs) {
     if (given_bias) bias = cast(*given_bias, device, dtype);
@@ -195,12 +183,23 @@ std::vector<Tensor> launch_program(int64_t handle, const c10::List<std::optional
 
 }  // namespace
 
-std::vector<Tensor> gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                                 at::IntArrayRef geometry, Mask mask, std::string_view backend) {
-  if (is_plain(grad_output, input, weight)) return plain_gradients_of(grad_output, input, weight, geometry, mask, backend);
-  return dispatched(GRADIENTS, std::nullopt,
-                    {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
-      .toTensorVector();
+Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight, at::IntArrayRef geometry,
+                       Mask mask, std::string_view backend, at::ScalarType parameters_dtype) {
+  const bool is_unseen = is_plain(grad_output, input, weight);
+  std::vector<Tensor> found =
+      is_unseen ? plain_gradients_of(grad_output, input, weight, geometry, mask, backend)
+                : dispatched(GRADIENTS, std::nullopt,
+                             {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
+                      .toTensorVector();
+  Gradients gradients;
+  for (size_t i = 0, next = 0; i < 3; ++i)
+    if (mask[i]) gradients[i] = std::move(found.at(next++));
+  if (is_unseen && parameters_dtype != weight.scalar_type()) {
+    const Tensor of_input = std::exchange(gradients[0], Tensor());
+    gradients = cast_together(gradients, weight.device().type(), parameters_dtype);
+    gradients[0] = of_input;
+  }
+  return gradients;
 }
 
 }  // namespace tconv_swap

@@ -8,6 +8,7 @@
 #include <ATen/ops/convolution.h>
 #include <ATen/ops/convolution_backward.h>
 #include <c10/core/DeviceGuard.h>
+#include <c10/util/strides.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <string>
@@ -110,6 +111,15 @@ inline std::vector<Tensor> launch(const Program& program, c10::ArrayRef<void*> i
   return outputs;
 }
 
+/// A dense copy; on CUDA without the dispatcher's steps on the way to one.
+inline Tensor copy_of(const Tensor& tensor, at::MemoryFormat format) {
+  if (!tensor.is_cuda() || tensor.dim() != 4) return tensor.clone(format);
+  c10::DimVector strides = c10::contiguous_strides(tensor.sizes());
+  if (format == at::MemoryFormat::ChannelsLast) strides = c10::get_channels_last_strides_2d(tensor.sizes());
+  const Tensor copy = at::detail::empty_strided_cuda(tensor.sizes(), strides, tensor.scalar_type(), tensor.device());
+  return copy.copy_(tensor);
+}
+
 inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
   c10::SmallVector<Tensor, 3> copies;  // kept until the kernels are launched
   c10::SmallVector<const Tensor*, 3> laid_out;
@@ -118,7 +128,7 @@ inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
   for (const Tensor* tensor : tensors) {
     const auto format = step.formats[index++];
     if (tensor && format) {
-      copies.push_back(tensor->clone(*format));
+      copies.push_back(copy_of(*tensor, *format));
       tensor = &copies.back();
     }
     laid_out.push_back(tensor);

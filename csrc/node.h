@@ -9,12 +9,13 @@
 
 namespace tconv_swap {
 
-std::vector<Tensor> gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
-                                 at::IntArrayRef geometry, Mask mask, std::string_view backend);
+/// Those of weight and bias in the dtype of the parameters, where nobody wants to see the call.
+Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight, at::IntArrayRef geometry,
+                       Mask mask, std::string_view backend, at::ScalarType parameters_dtype);
 
 struct ConvTranspose2dBackward : torch::autograd::Node {
   torch::autograd::SavedVariable input, weight;
-  bool weight_was_cast;
+  at::ScalarType parameters_dtype;  // another than the saved weight's, where an autocast has cast it
   std::vector<int64_t> geometry;
   std::string backend;
 
@@ -34,7 +35,7 @@ struct ConvTranspose2dBackward : torch::autograd::Node {
     const Mask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
     if (!grads[0].defined() || stage_of(mask) == 0) return gradients;
     if (at::GradMode::is_enabled()) {
-      if (weight_was_cast) {
+      if (parameters_dtype != w.scalar_type()) {
         // The copy leads where the weight does.
         w = w.variable_data();
         if (next_edge(1).is_valid()) torch::autograd::impl::set_gradient_edge(w, next_edge(1));
@@ -44,9 +45,8 @@ struct ConvTranspose2dBackward : torch::autograd::Node {
         if (mask[i]) gradients[i] = std::move(found[i]);
       return gradients;
     }
-    std::vector<Tensor> found = gradients_of(grads[0], x, w, geometry, mask, backend);
-    for (size_t i = 0, next = 0; i < 3; ++i)
-      if (mask[i]) gradients[i] = std::move(found.at(next++));
+    Gradients found = gradients_of(grads[0], x, w, geometry, mask, backend, parameters_dtype);
+    for (size_t i = 0; i < 3; ++i) gradients[i] = std::move(found[i]);
     return gradients;
   }
 };
@@ -66,7 +66,7 @@ inline void hang_node(const Tensor& output, const Tensor& input, const Tensor& w
       torch::autograd::collect_next_edges(input, parameters.weight, parameters.bias ? *parameters.bias : Tensor()));
   node->input = torch::autograd::SavedVariable(input, false);
   node->weight = torch::autograd::SavedVariable(weight, false);
-  node->weight_was_cast = !weight.is_same(parameters.weight);
+  node->parameters_dtype = parameters.weight.scalar_type();
   node->geometry = geometry.vec();
   node->backend = backend;
   torch::autograd::set_history(output, node);

@@ -47,10 +47,12 @@ class GPU:
 
     Attributes:
         launched: handles of plans, in the order of their launches.
+        casts: how many launches cast what an autocast casts.
         asked: what Python was asked for: ``"output"`` or ``"gradients"``.
     """
 
     launched: list[int] = field(default_factory=list)
+    casts: int = 0
     asked: list[str] = field(default_factory=list)
     _plans: list[tuple[program.Plan, torch.dtype]] = field(default_factory=list)
 
@@ -71,6 +73,13 @@ class GPU:
                 assert tensor.data_ptr() % call.ALIGNMENT == 0
                 if tensor.dim() == 4 and index == 0:
                     assert tensor.is_contiguous(memory_format=form)
+        if made.family == "cast":
+            self.casts += 1
+            return [
+                tensor.to(output.dtype)
+                for output, tensor in zip(made.outputs, tensors, strict=False)
+                if tensor is not None
+            ]
         self.launched.append(handle)
         return [
             found.to(output.dtype or dtype).contiguous(

@@ -10,8 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pretended_gpu import (
+    CHANNELS_LAST,
     GEOMETRY,
     GPU,
+    NCHW,
     grad_output,
     operands,
     pretended_gpu,
@@ -180,6 +182,23 @@ def test_gradients_through_an_autocast_lead_to_what_was_cast(gpu: GPU) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.dtype == theirs.dtype
         assert float((ours - theirs).detach().norm() / theirs.detach().norm()) < 2e-2
+
+
+@pytest.mark.parametrize("form", [NCHW, CHANNELS_LAST])
+def test_an_autocast_casts_by_one_launch(gpu: GPU, form: torch.memory_format) -> None:
+    """Forward what needs it of input, weight and bias; backward the gradients of weight and bias."""
+    x, w, b = operands(form)
+    leaves = w.requires_grad_(), b.requires_grad_()
+    for given, casts in ((x, 2), (x.half(), 4)):
+        y = gpu.under_autocast(given, w, b, HALF)
+        found = torch.autograd.grad(y, leaves, torch.ones_like(y))
+        assert [gradient.dtype for gradient in found] == [torch.float32] * 2
+        assert gpu.casts == casts
+        assert found[0].is_contiguous(memory_format=form)
+    transposed = w.detach().permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3)
+    found_y = gpu.under_autocast(x, transposed, b, HALF)  # lies in neither format
+    assert gpu.casts == casts
+    torch.testing.assert_close(found_y, y, rtol=2e-3, atol=2e-2)
 
 
 def test_an_autocast_saves_copies_that_outlive_a_change(gpu: GPU) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
 from tconv_swap.cuda import choice, launch, nvrtc, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
+from tconv_swap.cuda.plans.plan_cast import plan_cast
+from tconv_swap.cuda.program import Output
 from tconv_swap.geometry import Arguments, from_list
 
 #: Bytes: kernels copy in pieces of so many. PyTorch allocates so; a slice may begin elsewhere.
@@ -112,7 +114,27 @@ def answer(
     return words
 
 
+def cast_answer(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[int]:
+    """How up to three tensors of one dtype are cast to another, in the words of ``answer``.
+
+    Args:
+        tensors: which; None behind the last.
+    """
+    given = [tensor for tensor in tensors if tensor is not None]
+    first = given[0]
+    copies = [
+        Output(tuple(tensor.shape), not tensor.is_contiguous(), dtype)
+        for tensor in given
+        if any(reads_as_it_lies(tensor, form) for form in (torch.contiguous_format, torch.channels_last))
+    ]
+    made = plan_cast(copies, first.dtype) if len(copies) == len(given) else None
+    step = Step(choice.FORWARD, made, "")
+    return [_FORMAT_WORDS[torch.contiguous_format], 0, *_step_words(step, first, _AS_THEY_LIE)]
+
+
 # Called through the module, whose function a test may replace.
+_library.define("cast_answer(Tensor?[] tensors, ScalarType dtype) -> int[]")
+_library.impl("cast_answer", cast_answer, "CompositeExplicitAutograd")
 _library.impl("answer", lambda *question: answer(*question), "CompositeExplicitAutograd")
 
 

@@ -1,0 +1,53 @@
+// What an autocast casts of a call: up to three tensors at once, below autograd.
+#pragma once
+
+#include "compute.h"
+
+namespace tconv_swap {
+
+/// Whether an autocast of a device casts a tensor: as dispatch.cast in Python.
+inline bool is_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
+  return tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
+         tensor.scalar_type() != dtype;
+}
+
+/// How such tensors are cast; the last of the three may be null.
+inline std::shared_ptr<const Answer> answer_to_cast(Tensors tensors, at::ScalarType dtype) {
+  Answers& answers = Answers::instance();
+  const Key key = key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, "");
+  if (auto known = answers.find(key)) return known;
+  const uint64_t epoch = answers.epoch();
+  const auto asked = read_answer(by_python("tconv_swap::cast_answer", {as_list(tensors), dtype}).toIntVector());
+  answers.keep(key, asked, epoch);
+  return asked;
+}
+
+using Together = std::array<Tensor, 3>;  // undefined: absent
+
+/// Each of the tensors that an autocast casts, cast; the others as they are. By one launch where they have one dtype.
+inline Together cast_together(const Together& given, at::DeviceType device, at::ScalarType dtype) {
+  Together found = given;
+  std::array<const Tensor*, 3> needed{};
+  std::array<size_t, 3> places{};
+  size_t count = 0;
+  bool is_alike = true;
+  for (size_t i = 0; i < given.size(); ++i) {
+    if (!given[i].defined() || !is_cast(given[i], device, dtype)) continue;
+    is_alike &= !count || (given[i].scalar_type() == needed[0]->scalar_type() && given[i].device() == needed[0]->device());
+    places[count] = i;
+    needed[count++] = &given[i];
+  }
+  if (!count) return found;
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const Tensors tensors{needed[0], needed[1], needed[2]};
+  const auto answer = is_alike ? answer_to_cast(tensors, dtype) : nullptr;
+  if (!answer || answer->steps.at(0).handle == PYTORCH) {
+    for (size_t i = 0; i < count; ++i) found[places[i]] = needed[i]->to(dtype);
+    return found;
+  }
+  std::vector<Tensor> copies = run(answer->steps.at(0), tensors);
+  for (size_t i = 0; i < count; ++i) found[places[i]] = std::move(copies.at(i));
+  return found;
+}
+
+}  // namespace tconv_swap
