@@ -18,8 +18,8 @@ from tconv_swap.layer_state import LayerState, Operands
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.measurement.stages import LayerCall, capture_calls
-from tconv_swap.measurement.state import preserved
 from tconv_swap.op import SUPPORTED_DTYPES
+from tconv_swap.preserving import preserved
 
 #: Multiprocessors and bytes of shared memory that a block may ask for, of a GPU of each architecture.
 DEVICES = {

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tconv_swap.input_search import try_modes
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import SWAPPED
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 _FUNCTIONS: dict[Any, str] = {
     torch.conv_transpose1d: "conv_transpose1d",

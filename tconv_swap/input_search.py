@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs, random_inputs
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 # Batch 2: with one sample, BatchNorm over 1x1 maps has a single value per channel and refuses to train.
 BATCHES = (2, 1)

@@ -23,8 +23,8 @@ from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import sum_of_squares
-from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.preserving import preserved
 
 logger = logging.getLogger("tconv_swap")
 

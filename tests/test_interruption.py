@@ -14,13 +14,13 @@ import pytest
 import torch
 from cli_cases import REPOSITORY, files, process, run, saved_generator
 
-from tconv_swap import workflow
-from tconv_swap.outcome import ExitCode
+from tconv_swap.cli import workflow
+from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.report import written
 
 SWALLOWED = """
 import signal, sys
-from tconv_swap.console import Progress
+from tconv_swap.cli.console import Progress
 from tconv_swap.interruption import obey_signals
 
 signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tconv_swap.version import __version__
+
 
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     """The machine as a flat dict of strings, numbers, booleans and None (unknown here), ready for JSON.
@@ -18,8 +20,6 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     Args:
         device: where the work runs; a CUDA device adds the GPU, its driver and the switches of cuDNN.
     """
-    from tconv_swap import __version__  # here, because the package itself imports this module
-
     device = torch.device(device)
     facts: dict[str, Any] = {
         "device": str(device),

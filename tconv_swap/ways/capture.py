@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs, map_tensors, named_tensors
 from tconv_swap.measurement.stages import sum_of_squares
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 
 class NotCapturableError(RuntimeError):

@@ -11,7 +11,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import Inputs, model_device
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport, verify
 from tconv_swap.ways.run import Running, WayWarning
 from tconv_swap.ways.way import PYTORCH, Way, in_layout

@@ -13,8 +13,8 @@ from tconv_swap.inputs import Inputs, model_device
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, network_variant, sum_of_squares
-from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import Timing, time_interleaved
+from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.profile import bound_of

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tconv_swap.inputs import Inputs, map_tensors
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, sum_of_squares
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 from tconv_swap.ways.capture import Captured, compiled_nodes, own_gradients
 from tconv_swap.ways.way import Way, in_layout
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,8 +39,17 @@ def input_shape(device: torch.device) -> tuple[int, ...]:
     return (128 if device.type == "cuda" else 32, LATENT, 1, 1)
 
 
-def write_generator(path: Path, seed: int) -> None:
-    """Save the generator, its weights drawn with `seed`; the global random state is left alone."""
+def write_generator(path: Path, seed: int, placed: Callable[[Path], None] | None = None) -> None:
+    """Save the generator, its weights drawn with `seed`; the global random state is left alone.
+
+    Args:
+        path: the file.
+        seed: of the weights.
+        placed: called with `path` once the file is in its place.
+
+    Raises:
+        SaveError: the file could not be written.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        save_model(dcgan_generator(), path)
+        save_model(dcgan_generator(), path, placed=placed)

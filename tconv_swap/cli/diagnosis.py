@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 
-from tconv_swap import __version__
 from tconv_swap.cuda import call, compiler, host, nvrtc, tuned
 from tconv_swap.cuda.cache import cache_problem, cache_use
 from tconv_swap.cuda.choice import choose_backward, choose_forward
@@ -23,6 +22,7 @@ from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.environment import cpu_name, environment
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import load_suite
+from tconv_swap.version import __version__
 
 Verdict = Literal["ok", "note", "missing"]
 

@@ -9,24 +9,25 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
 
-from tconv_swap.console import Progress, print_error, progress_shown, silence_stdout, stdout_kept
-from tconv_swap.files import saving
+from tconv_swap.cli import options
+from tconv_swap.cli.console import print_error, progress_shown, silence_stdout, stdout_kept
+from tconv_swap.cli.invocation import Invocation
+from tconv_swap.cli.places import PlaceError, check_apart, check_not_imported
+from tconv_swap.cli.request import Place, Progress, RequestError, Result
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
 from tconv_swap.interruption import describe, ignore_signals, is_obeyed, received
 from tconv_swap.memory import is_out_of_memory
-from tconv_swap.places import Place, PlaceError, check_apart, check_not_imported
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
 from tconv_swap.report.terminal import print_summary
-from tconv_swap.request import RequestError, Result
 
 DEBUG_VARIABLE = "TCONV_SWAP_DEBUG"
 STDOUT = Path("-")
@@ -91,17 +92,21 @@ class Interrupted(Failure):
     def with_files(self, output: Output) -> Interrupted:
         """The same once it is told: it names what is in its place by now, and the JSON that says so itself."""
         told = [] if output.json_file is None else [output.json_file]
-        return Interrupted(self.kept, written=[*saving.finished, *told])
+        return Interrupted(self.kept, written=[*output.invocation.finished, *told])
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the result goes beside the exit code."""
+    """Where the result goes beside the exit code.
 
-    json_target: Path | None = None
-    reports: tuple[Path, ...] = ()
-    verbose: bool = False
-    quiet: bool = False
+    `invocation`: whose files those are that are written.
+    """
+
+    json_target: options.JsonTarget = None
+    reports: options.ReportFiles = ()
+    verbose: options.Verbose = False
+    quiet: options.Quiet = False
+    invocation: Invocation = field(default_factory=Invocation)
 
     @property
     def json_file(self) -> Path | None:
@@ -181,7 +186,7 @@ def check_targets(output: Output, read: Sequence[Place] = (), out: Place | None 
         try:
             _check_targets(told, others, [])
         except RequestError:
-            told = Output()
+            told = Output(invocation=output.invocation)
         finish(Failure(ExitCode.USAGE, str(error)), told)
 
 
@@ -204,7 +209,7 @@ def finish(outcome: Result | Failure, output: Output) -> NoReturn:
     try:
         check_not_imported(output.places)
     except PlaceError as error:
-        output = Output()
+        output = Output(invocation=output.invocation)
         if not isinstance(outcome, Failure):
             outcome = Failure(ExitCode.USAGE, str(error))
     if isinstance(outcome, Interrupted):
@@ -214,22 +219,29 @@ def finish(outcome: Result | Failure, output: Output) -> NoReturn:
     def write() -> None:
         target = output.json_target
         if target is not None:
-            write_json(_as_json(outcome, code), target)
+            write_json(_as_json(outcome, code), output)
         if isinstance(outcome, Failure):
             print_error(str(outcome))
             return
         for path in output.reports:
-            _save_text("--report", written.render(path, outcome.document()), path)
+            _save_text("--report", written.render(path, outcome.document()), path, output)
         if not output.quiet and target != STDOUT:
             _print_result(outcome, output)
         elif code == ExitCode.MISMATCH and outcome.verification is not None:
             print_error(f"mismatch: {outcome.verification.failures[0]}")
 
-    leave(write, code)
+    leave(write, code, output.invocation)
 
 
-def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoReturn:
-    """Write the last words and leave; an output that cannot be written has an exit code of its own."""
+def leave(
+    write: Callable[[], None],
+    code: ExitCode = ExitCode.VERIFIED,
+    invocation: Invocation | None = None,
+) -> NoReturn:
+    """Write the result and leave; an output that cannot be written has an exit code of its own.
+
+    `invocation`: of which a signal's message names the files.
+    """
     failure = None
     try:
         write()
@@ -240,7 +252,7 @@ def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoRe
     except OSError as error:
         failure = unwritable(error)
     except (KeyboardInterrupt, SystemExit):
-        failure = Interrupted(written=saving.finished)
+        failure = Interrupted(written=() if invocation is None else invocation.finished)
     except Exception as error:  # as in `attempt`
         failure = _internal(error)
     if failure is not None:
@@ -256,23 +268,23 @@ def unwritable(error: OSError) -> Failure:
     return Failure(ExitCode.CANNOT_WRITE, f"stdout cannot be written ({error.strerror or error})")
 
 
-def write_json(document: dict[str, Any], target: Path) -> None:
-    """To a file, whole or not at all, or to stdout.
+def write_json(document: dict[str, Any], output: Output) -> None:
+    """Write a document to `output.json_target`: to a file, whole or not at all, or to stdout.
 
     Raises:
         OSError: stdout cannot be written.
         SaveError: the file cannot.
     """
     text = json.dumps(document, indent=2, allow_nan=False)
-    if target == STDOUT:
+    if output.json_file is None:
         typer.echo(text)
     else:
-        _save_text("--json", text + "\n", target)
+        _save_text("--json", text + "\n", output.json_file, output)
 
 
-def _save_text(option: str, text: str, target: Path) -> None:
+def _save_text(option: str, text: str, target: Path, output: Output) -> None:
     try:
-        save_text(text, target)
+        save_text(text, target, placed=output.invocation.finished.append)
     except OSError as error:  # of a pipe or a device, which says nothing of its name
         reason = error.strerror or error
         raise SaveError(f"{option}: {printable(target)} cannot be written ({reason})") from error

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda.choice import Backend
+from tconv_swap.cli import options
+from tconv_swap.cli.device import device_of
+from tconv_swap.cli.request import Progress, RequestError, Result
 from tconv_swap.explanation import Explanation, LayerExplanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
@@ -23,11 +25,10 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode, cudnn_benchmark
 from tconv_swap.measurement.stages import LayerCall, Stage, layer_variant
-from tconv_swap.measurement.suite import Layer
+from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.measurement.timing import time_interleaved
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import Facts
-from tconv_swap.request import Progress, Result
 from tconv_swap.surgery import plan_swap, swap_layers
 from tconv_swap.verification import VerifyReport, verify
 
@@ -37,76 +38,99 @@ class SuiteRequest:
     """What is to be measured.
 
     Attributes:
-        layers: of the suite; on the CPU their batches are cut, and those that are too much for one left out.
+        only: names of layers, of several separated by commas; none: every layer. On the CPU their batches are cut, and
+            layers that are too much for one are left out.
         mode: of the arithmetic, one of `MODES`.
-        layout: one of `LAYOUTS`.
-        budget_s: seconds of timing for each layer and stage; `iters` exactly so many samples instead.
+        seconds: of timing for each layer and stage; `iters` exactly so many samples instead.
     """
 
+    only: options.Only = ()
+    device: options.Device = None
+    mode: options.ModeName = None
+    channels_last: options.ChannelsLast = False
+    backend: options.ChosenBackend = None
+    backward: options.Backward = True
+    verify: options.Verify = True
+    seconds: options.LayerSeconds = 0.5
+    iters: options.Iters = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A request whose names and defaults are resolved."""
+
     layers: tuple[Layer, ...]
-    mode: str
+    mode: Mode
     layout: str
     device: torch.device
-    backward: bool = True
-    verify: bool = True
-    backend: Backend | None = None
-    budget_s: float = 0.5
-    iters: int | None = None
+    request: SuiteRequest
 
 
 def run_suite(request: SuiteRequest, progress: Progress) -> Result:
     """Check and time the layers; what does not fit into memory is noted, and the rest goes on.
 
     Raises:
+        RequestError: there is no such device or layer.
         Exception: whatever our layers raise where PyTorch's do not.
     """
-    layers, notes = _fitting(request)
+    run, notes = _resolved(request)
     plan = plan_swap(
-        nn.ModuleDict({layer.name: _module(layer, torch.device("meta"), request) for layer in layers})
+        nn.ModuleDict({layer.name: _module(layer, torch.device("meta"), run) for layer in run.layers})
     )
     timing = BenchmarkReport(
-        environment=environment(request.device),
-        method={"budget_s": request.budget_s, "iters": request.iters, "statistic": "median, quartiles"},
+        environment=environment(run.device),
+        method={"budget_s": request.seconds, "iters": request.iters, "statistic": "median, quartiles"},
     )
     verification = VerifyReport() if request.verify else None
     explained: list[LayerExplanation] = []
-    with cudnn_benchmark(), MODES[request.mode].switched_on():
-        for done, layer in enumerate(layers):
-            progress(f"measuring {layer.name}", done, len(layers))
+    with cudnn_benchmark(), run.mode.switched_on():
+        for done, layer in enumerate(run.layers):
+            progress(f"measuring {layer.name}", done, len(run.layers))
             try:
-                explained.append(_measure(layer, request, timing, verification))
+                explained.append(_measure(layer, run, timing, verification))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 notes.append(f"{layer.name} not measured: {first_line(error)}")
-            if request.device.type == "cuda":
+            if run.device.type == "cuda":
                 # A layer's buffers are gigabytes, and no two layers want the same sizes.
                 torch.cuda.empty_cache()
         ceilings = None
-        if request.device.type == "cuda":
+        if run.device.type == "cuda":
             progress("measuring the ceilings of this GPU")
-            ceilings = measure_ceilings(request.device, iters=10, modes=[request.mode])
+            ceilings = measure_ceilings(run.device, iters=10, modes=[run.mode.name])
     facts = Facts(
-        model=f"the layer suite, {len(layers)} layers",
-        inputs=f"{request.mode} {request.layout}",
+        model=f"the layer suite, {len(run.layers)} layers",
+        inputs=f"{run.mode.name} {run.layout}",
         inputs_origin="random, the same at every run",
-        device=str(request.device),
+        device=str(run.device),
         warnings=(*_means(timing.layers), *notes),
     )
     return Result(plan, facts, verification, timing, Explanation(tuple(explained)), ceilings)
 
 
-def _fitting(request: SuiteRequest) -> tuple[list[Layer], list[str]]:
-    if request.device.type != "cpu":
-        return list(request.layers), []
-    fitting = [(layer, layer.for_cpu()) for layer in request.layers]
+def _resolved(request: SuiteRequest) -> tuple[_Run, list[str]]:
+    """The layers, cut to what the device gets through, and notes on what was cut."""
+    device = device_of(request.device)
+    mode = MODES[request.mode or ("tf32" if device.type == "cuda" else "fp32")]
+    layout = "channels_last" if request.channels_last else "nchw"
+    suite = load_suite()
+    names = [name for entry in request.only for name in entry.split(",")]
+    try:
+        layers = suite.select(names) if names else suite.layers
+    except ValueError as error:
+        raise RequestError(f"--only: {error}") from None
+    if device.type != "cpu":
+        return _Run(layers, mode, layout, device, request), []
+    fitting = [(layer, layer.for_cpu()) for layer in layers]
     notes = ["batches are cut to what a CPU gets through"]
     if left := [layer.name for layer, cut in fitting if cut is None]:
         notes.append(f"left out, too large for a CPU: {', '.join(left)}")
-    return [cut for _, cut in fitting if cut is not None], notes
+    layers = tuple(cut for _, cut in fitting if cut is not None)
+    return _Run(layers, mode, layout, device, request), notes
 
 
-def _module(layer: Layer, device: torch.device, request: SuiteRequest) -> nn.ConvTranspose2d:
+def _module(layer: Layer, device: torch.device, run: _Run) -> nn.ConvTranspose2d:
     g = layer.geometry
     module = nn.ConvTranspose2d(
         g.in_channels,
@@ -119,20 +143,20 @@ def _module(layer: Layer, device: torch.device, request: SuiteRequest) -> nn.Con
         layer.bias,
         g.dilation,
         device=device,
-        dtype=MODES[request.mode].dtype,
+        dtype=run.mode.dtype,
     )
-    return module.to(memory_format=LAYOUTS[request.layout])  # type: ignore[call-overload,no-any-return]
+    return module.to(memory_format=LAYOUTS[run.layout])  # type: ignore[call-overload,no-any-return]
 
 
 def _measure(
-    layer: Layer, request: SuiteRequest, timing: BenchmarkReport, verification: VerifyReport | None
+    layer: Layer, run: _Run, timing: BenchmarkReport, verification: VerifyReport | None
 ) -> LayerExplanation:
     """One layer into the reports; returns its explanation."""
-    mode = MODES[request.mode]
-    with torch.random.fork_rng(devices=[request.device] if request.device.type == "cuda" else []):
+    request, device = run.request, run.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(layer.name.encode()))
-        original = _module(layer, request.device, request)
-        x = _input(layer, mode, request)
+        original = _module(layer, device, run)
+        x = _input(layer, run)
     swapped = swap_layers(copy.deepcopy(original), backend=request.backend)
     if verification is not None:
         _verify(layer, original, swapped, x, request.backward, verification)
@@ -145,9 +169,7 @@ def _measure(
             "original": layer_variant(original, call, stage),
             "swapped": layer_variant(swapped, call, stage),
         }
-        timings = time_interleaved(
-            variants, device=request.device, budget_s=request.budget_s, iters=request.iters
-        )
+        timings = time_interleaved(variants, device=device, budget_s=request.seconds, iters=request.iters)
         timing.layers.append(
             LayerComparison(
                 layer.name,
@@ -163,9 +185,9 @@ def _measure(
     return replace(explained, name=layer.name)
 
 
-def _input(layer: Layer, mode: Mode, request: SuiteRequest) -> Tensor:
-    x = torch.randn(layer.geometry.input_shape, device=request.device).to(mode.dtype)
-    return x.contiguous(memory_format=LAYOUTS[request.layout])
+def _input(layer: Layer, run: _Run) -> Tensor:
+    x = torch.randn(layer.geometry.input_shape, device=run.device).to(run.mode.dtype)
+    return x.contiguous(memory_format=LAYOUTS[run.layout])
 
 
 def _verify(

@@ -8,24 +8,18 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tconv_swap.cli.request import NetworkRequest, Place
 from tconv_swap.cuda import cache
 from tconv_swap.files.fileformat import printable
 from tconv_swap.files.usercode import parse_factory
-
-if TYPE_CHECKING:
-    from tconv_swap.request import Request
-
-#: What the user calls a file (an option), and where it lies.
-Place = tuple[str, Path]
 
 
 class PlaceError(ValueError):
     """An output that would destroy another file; the message is one line that names the option."""
 
 
-def files_read(request: Request) -> list[Place]:
+def files_read(request: NetworkRequest) -> list[Place]:
     """The files that loading reads or executes, as far as they are known without importing anything."""
     found: list[Place] = [("MODEL", request.model)]
     if request.inputs is not None:
@@ -127,7 +121,7 @@ def _owner(target: Path) -> str:
     if not target.is_file():
         return ""
     place = Path(os.path.realpath(target))
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     if package in place.parents or package.parent / "csrc" in place.parents:
         return "tconv-swap itself"
     if not cache.cache_problem():

@@ -7,28 +7,17 @@ import time
 import torch
 from torch import nn
 
+from tconv_swap.cli.parsers import AUTO, KEEP
+from tconv_swap.cli.request import Progress, Request, RequestError
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.environment import environment
-from tconv_swap.request import Progress, Request, RequestError
 from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import WaysReport
 from tconv_swap.ways.way import OURS, TODAY, Way, in_layout, parse_way, why_impossible
 
-KEEP, AUTO = "keep", "auto"
 #: Needs nothing but the swap.
 OURS_TODAY = Way(OURS.name)
-
-
-def check_way(text: str) -> str:
-    """`text` itself, if it is `keep`, `auto` or the name of a way.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if text not in (KEEP, AUTO):
-        parse_way(text)
-    return text
 
 
 def check_request(request: Request, device: torch.device, *, exported: bool) -> None:
@@ -67,10 +56,8 @@ def choose_way(
         if not report.stages:
             report.environment = environment(searched.device)
             report.method = searched.method(request.seconds)
-        left = None
-        if request.seconds is not None:
-            left = max(request.seconds - (time.monotonic() - begin), 0.0)
-            left = left / 2 if request.backward and not training else left
+        left = max(request.seconds - (time.monotonic() - begin), 0.0)
+        left = left / 2 if request.backward and not training else left
         stage = searched.run(searched.chosen_from(None if named is None else [named]), left, progress, named)
         report.stages.append(stage)
         row = None if named is None else stage.row(named)

@@ -6,12 +6,25 @@ What the command line does, without a word about options, printing or exit codes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from tconv_swap import output, way_choice
+from tconv_swap.cli import network_file, way_choice
+from tconv_swap.cli.device import device_of
+from tconv_swap.cli.places import PlaceError, check_not_imported
+from tconv_swap.cli.request import (
+    Explained,
+    ExplainRequest,
+    NetworkRequest,
+    Place,
+    Progress,
+    Request,
+    RequestError,
+    Result,
+)
 from tconv_swap.computed import deep_copy
 from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.fileformat import first_line
@@ -25,21 +38,20 @@ from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.memory import free_bytes, is_out_of_memory
-from tconv_swap.places import PlaceError, check_not_imported
 from tconv_swap.report import Facts
-from tconv_swap.request import Explained, Progress, Request, RequestError, Result
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import verify
 from tconv_swap.verification.tree import flatten, lack_of_numbers
 
 
-def run(request: Request, progress: Progress) -> Result:
+def run(request: Request, progress: Progress, placed: Callable[[Path], None]) -> Result:
     """Do what `request` says. The output file is written last, and only if the verification has passed.
 
     Args:
         request: what to do.
         progress: called with what comes next.
+        placed: called with the output file once it is in its place.
 
     Raises:
         LoadError: the file is not a network that may be loaded.
@@ -51,9 +63,11 @@ def run(request: Request, progress: Progress) -> Result:
     if out is not None:
         _checked(lambda: check_target(out))
     progress(f"loading {request.model}")
-    loaded = _load(request)
+    loaded = _load(request, () if out is None else (("--out", out),))
+    if loaded.program is not None and request.out_format != "module":
+        raise RequestError("--out-format state_dict: a torch.export archive is written as one")
     if out is not None:
-        _checked(lambda: output.check_name(out, loaded, request))
+        _checked(lambda: network_file.check_name(out, loaded, request))
     way_choice.check_request(request, device, exported=loaded.program is not None)
     plan = _plan(loaded.model, request)
     notes = _notes(loaded)
@@ -61,7 +75,7 @@ def run(request: Request, progress: Progress) -> Result:
         notes += map(str, find_functional_calls(loaded.model))
         return Result(plan, _facts(request, device, "none", "nothing was run", notes))
     if out is not None:
-        _checked(lambda: output.check_writable(loaded, request))
+        _checked(lambda: network_file.check_writable(loaded, request))
 
     original, swapped = _pair(loaded.model, request, device)
     found = _inputs_that_run(request, original, loaded.inputs, progress)
@@ -102,8 +116,8 @@ def run(request: Request, progress: Progress) -> Result:
         progress(f"writing {out}")
         names = [name for layer in plan.swapped for name in layer.names]
         prepared = way_choice.prepared(_swap(loaded.model, request), ways)
-        notes += output.write(loaded, prepared, names, request)
-        written = way_choice.with_run(output.load_snippet(loaded, request), ways, device)
+        notes += network_file.write(loaded, prepared, names, request, placed)
+        written = way_choice.with_run(network_file.load_snippet(loaded, request), ways, device)
     elif verification.passed:
         notes.append("nothing was written: --out FILE writes the swapped network")
     else:
@@ -112,7 +126,7 @@ def run(request: Request, progress: Progress) -> Result:
     return Result(plan, facts, verification, timing, explanation, ceilings, ways)
 
 
-def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
+def tune_layers(request: NetworkRequest, progress: Progress) -> TuneReport | None:
     """Measure what computes the layers that a swap would swap, and keep the winners for this machine. No file is
     written but that.
 
@@ -133,12 +147,11 @@ def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
     return tune(swapped, found.inputs, backward=None if request.backward else False)
 
 
-def explain_request(request: Request, architecture: str | None, progress: Progress) -> Explained:
+def explain_request(request: ExplainRequest, progress: Progress) -> Explained:
     """Load and plan, and follow the shapes through the network, without numbers where that is possible.
 
     Args:
-        request: of which what concerns running, verifying, timing and writing is left aside.
-        architecture: plan for such a GPU wherever the network is, as in `explain`.
+        request: the network, and the GPU to plan for, if it is another one than the network's.
         progress: called with what comes next.
 
     Raises:
@@ -153,13 +166,15 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
         return Explained(plan, notes=tuple(notes))
     progress("planning")
     # The plan for a GPU that is here takes into account what was tuned on it: that is a matter of the GPU itself.
-    here = device.type == "cuda" and architecture is None
+    here = device.type == "cuda" and request.architecture is None
     places = (device,) if here else (torch.device("meta"), torch.device("cpu"))
     for place in places:
         try:
             original, swapped = _pair(loaded.model, request, place)
             found = _inputs(request, original, loaded.inputs)
-            made = explain(swapped, found.inputs, architecture=architecture, backward=request.backward)
+            made = explain(
+                swapped, found.inputs, architecture=request.architecture, backward=request.backward
+            )
         except Exception as error:  # a foreign forward may raise anything
             if place != places[-1]:
                 notes.append(f"run once on the CPU, since without numbers it raises {first_line(error)}")
@@ -173,7 +188,7 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
     return Explained(plan, found.inputs.describe(), found.how, made, tuple(notes))
 
 
-def _load(request: Request) -> LoadedModel:
+def _load(request: NetworkRequest, out: Sequence[Place] = ()) -> LoadedModel:
     loaded = load_model(
         request.model,
         trust=request.trust,
@@ -182,13 +197,10 @@ def _load(request: Request) -> LoadedModel:
         factory=request.factory,
         key=request.key,
     )
-    out = () if request.out is None else (("--out", request.out),)
     try:
         check_not_imported([*out, *request.written])
     except PlaceError as error:
         raise RequestError(str(error)) from None
-    if loaded.program is not None and request.out_format != "module":
-        raise RequestError("--out-format state_dict: a torch.export archive is written as one")
     return loaded
 
 
@@ -212,23 +224,6 @@ def _ceilings(device: torch.device, explanation: Explanation, notes: list[str]) 
         return None
 
 
-def device_of(wanted: torch.device | None) -> torch.device:
-    """Where to run: as wanted, else a GPU if there is one, else the CPU.
-
-    Raises:
-        RequestError: there is no such device here, or no layer of ours runs on it.
-    """
-    if wanted is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.type not in ("cpu", "cuda"):
-        raise RequestError(f"--device {wanted}: only cpu and cuda have swapped layers")
-    try:
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"--device {wanted} is not to be had here ({first_line(error)})") from None
-    return wanted
-
-
 def _checked(check: Callable[[], None]) -> None:
     """An output that cannot be written is wrong usage as long as nothing has been done for it."""
     try:
@@ -237,7 +232,7 @@ def _checked(check: Callable[[], None]) -> None:
         raise RequestError(str(error)) from None
 
 
-def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.Module, nn.Module]:
+def _pair(model: nn.Module, request: NetworkRequest, device: torch.device) -> tuple[nn.Module, nn.Module]:
     """The original and the swapped network on `device`, with the same parameters; a file may be swapped already.
 
     So the weights are in memory twice, as they lie in the file and here; once where a GPU that they are on already
@@ -263,7 +258,7 @@ def _shared(model: nn.Module) -> dict[int, object]:
     return {id(parameter): parameter for parameter in model.parameters()}
 
 
-def _fills(model: nn.Module, device: torch.device, request: Request) -> bool:
+def _fills(model: nn.Module, device: torch.device, request: NetworkRequest) -> bool:
     """Whether the network lies on this GPU as it is to run, and a second one would not fit well."""
     if device.type != "cuda" or request.dtype is not None or request.channels_last:
         return False
@@ -277,7 +272,7 @@ def _fills(model: nn.Module, device: torch.device, request: Request) -> bool:
     )
 
 
-def _plan(model: nn.Module, request: Request) -> SwapPlan:
+def _plan(model: nn.Module, request: NetworkRequest) -> SwapPlan:
     return plan_swap(
         model,
         include=request.include or None,
@@ -287,7 +282,7 @@ def _plan(model: nn.Module, request: Request) -> SwapPlan:
     )
 
 
-def _swap(model: nn.Module, request: Request) -> nn.Module:
+def _swap(model: nn.Module, request: NetworkRequest) -> nn.Module:
     with warnings.catch_warnings():
         # The plan says the same, and the report shows it.
         warnings.simplefilter("ignore", SwapWarning)
@@ -302,7 +297,7 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
 
 
 def _inputs_that_run(
-    request: Request, model: nn.Module, exported: Inputs | None, progress: Progress
+    request: NetworkRequest, model: nn.Module, exported: Inputs | None, progress: Progress
 ) -> InferredInputs:
     progress("finding inputs")
     found = _inputs(request, model, exported)
@@ -317,7 +312,7 @@ def _inputs_that_run(
     return found
 
 
-def _inputs(request: Request, model: nn.Module, exported: Inputs | None) -> InferredInputs:
+def _inputs(request: NetworkRequest, model: nn.Module, exported: Inputs | None) -> InferredInputs:
     device = model_device(model)
     if request.inputs is not None:
         given = load_inputs(request.inputs)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from tconv_swap.cli.request import Request
 from tconv_swap.files import exported, weights
 from tconv_swap.files.fileformat import LoadError, printable
 from tconv_swap.files.loading import LoadedModel, load_model, load_weights
 from tconv_swap.files.saving import SaveError, save_model, save_whole
-
-if TYPE_CHECKING:
-    from tconv_swap.request import Request
 
 
 def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
@@ -56,23 +53,29 @@ def check_writable(loaded: LoadedModel, request: Request) -> None:
             )
 
 
-def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], request: Request) -> list[str]:
+def write(
+    loaded: LoadedModel,
+    swapped: nn.Module,
+    names: Collection[str],
+    request: Request,
+    placed: Callable[[Path], None],
+) -> list[str]:
     """Write what was asked for to `request.out`, atomically; what a user should know about it, in lines.
 
     Args:
         loaded: what was in the file.
         swapped: its network after the swap, never moved or run.
         names: of the swapped layers.
+        placed: called with the file once it has taken its place.
 
     Raises:
         SaveError: it could not be written, or read back as what it is. Nothing was written then.
     """
-    assert request.out is not None
     if loaded.program is not None:
-        return _write_program(loaded.program, names, request)
+        return _write_program(loaded.program, names, request, placed)
     if request.out_format == "state_dict":
-        return _write_weights(loaded, swapped, request, request.out)
-    return _write_network(swapped, request, request.out)
+        return _write_weights(loaded, swapped, request, placed)
+    return _write_network(swapped, request, placed)
 
 
 def load_snippet(loaded: LoadedModel, request: Request) -> str:
@@ -93,7 +96,9 @@ def load_snippet(loaded: LoadedModel, request: Request) -> str:
     return f"{path}import torch, tconv_swap\nmodel = torch.load({out!r}, weights_only=False)"
 
 
-def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]:
+def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path], None]) -> list[str]:
+    out = request.out
+    assert out is not None
     expected = _structure(swapped)
 
     def check(temporary: Path) -> None:
@@ -107,11 +112,15 @@ def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]
         if _structure(again) != expected:
             raise SaveError(f"{out} was not written: read back, the network is not the same")
 
-    save_model(swapped, out, check=check)
+    save_model(swapped, out, check=check, placed=placed)
     return []
 
 
-def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, out: Path) -> list[str]:
+def _write_weights(
+    loaded: LoadedModel, swapped: nn.Module, request: Request, placed: Callable[[Path], None]
+) -> list[str]:
+    out = request.out
+    assert out is not None
     # Weights that were converted for the network are written as they were read.
     content = dict(swapped.state_dict() if loaded.weights is None else loaded.weights)
     if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
@@ -128,7 +137,7 @@ def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, ou
             torch.save(content, stream)  # type: ignore[arg-type]
 
     try:
-        save_whole(write, out, check=check)
+        save_whole(write, out, check=check, placed=placed)
     except LoadError as error:  # safetensors is not installed
         raise SaveError(str(error)) from error
     names = ", ".join(printable(repr(key)) for key in loaded.left_out)
@@ -141,7 +150,10 @@ def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, ou
 
 
 def _write_program(
-    program: torch.export.ExportedProgram, names: Collection[str], request: Request
+    program: torch.export.ExportedProgram,
+    names: Collection[str],
+    request: Request,
+    placed: Callable[[Path], None],
 ) -> list[str]:
     out = request.out
     assert out is not None
@@ -154,7 +166,7 @@ def _write_program(
         if exported.count_swapped(again) != expected or not same:
             raise SaveError(f"{out} was not written: read back, the program is not the same")
 
-    save_whole(lambda stream: exported.save_program(swapped, stream), out, check=check)
+    save_whole(lambda stream: exported.save_program(swapped, stream), out, check=check, placed=placed)
     return []
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NoReturn
 
 import typer
 
-from tconv_swap import options, workflow
-from tconv_swap.console import print_error
-from tconv_swap.cuda.cache import cache_problem
-from tconv_swap.files.fileformat import printable
-from tconv_swap.outcome import (
+from tconv_swap.cli import workflow
+from tconv_swap.cli.console import print_error
+from tconv_swap.cli.declare import expanded
+from tconv_swap.cli.outcome import (
     SIGNAL_CODES,
     STDOUT,
     ExitCode,
@@ -23,7 +23,10 @@ from tconv_swap.outcome import (
     leave,
     write_json,
 )
-from tconv_swap.places import files_read
+from tconv_swap.cli.places import files_read
+from tconv_swap.cli.request import NetworkRequest
+from tconv_swap.cuda.cache import cache_problem
+from tconv_swap.files.fileformat import printable
 from tconv_swap.report import SCHEMA_VERSION
 from tconv_swap.tuning import TuneReport
 
@@ -32,48 +35,12 @@ be loaded or is not trusted; 4 = nothing to swap; 5 = measured, but it could not
 tconv-swap itself; {SIGNAL_CODES} What was measured until then is kept."""
 
 
-def tune(
-    model: options.ModelArgument,
-    input_shape: options.InputShape = None,
-    inputs: options.InputsFile = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    channels_last: options.ChannelsLast = False,
-    include: options.Include = None,
-    exclude: options.Exclude = None,
-    include_1d: options.Include1d = False,
-    no_backward: options.NoBackward = False,
-    seed: options.Seed = 0,
-    json_target: options.JsonTarget = None,
-    quiet: options.Quiet = False,
-    trust: options.Trust = None,
-    unsafe_pickle: options.UnsafePickle = False,
-    module: options.UserModule = None,
-    factory: options.Factory = None,
-    key: options.Key = None,
-) -> None:
+@expanded(without=("backend", "fuse", "reports", "verbose"))
+def tune(request: NetworkRequest, output: Output) -> NoReturn:
     """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
-    request = options.network_request(
-        model,
-        input_shape=input_shape,
-        inputs=inputs,
-        device=device,
-        dtype=dtype,
-        include=include,
-        exclude=exclude,
-        trust=trust,
-        module=module,
-        factory=factory,
-        key=key,
-        channels_last=channels_last,
-        include_1d=include_1d,
-        no_backward=no_backward,
-        unsafe_pickle=unsafe_pickle,
-    )
-    output = Output(json_target, quiet=quiet)
     check_targets(output, files_read(request))
-    request = replace(request, seed=seed, written=tuple(output.places))
-    outcome = attempt(lambda progress: workflow.tune_layers(request, progress), quiet=quiet)
+    request = replace(request, written=tuple(output.places))
+    outcome = attempt(lambda progress: workflow.tune_layers(request, progress), quiet=output.quiet)
     if outcome is None:
         outcome = Failure(ExitCode.NOTHING_TO_SWAP, "nothing to swap, and so nothing to tune")
     if isinstance(outcome, Failure):
@@ -82,13 +49,13 @@ def tune(
         finish(outcome, output)
     found = outcome
     code = ExitCode.CANNOT_WRITE if found.not_kept else ExitCode.VERIFIED
-    leave(lambda: _write(found, output, code), code)
+    leave(lambda: _write(found, output, code), code, output.invocation)
 
 
 def _write(found: TuneReport, output: Output, code: ExitCode) -> None:
     if output.json_target is not None:
         head = {"schema_version": SCHEMA_VERSION, "tool": "tconv-swap", "outcome": "tuned"}
-        write_json({**head, **found.to_dict(), "exit_code": int(code)}, output.json_target)
+        write_json({**head, **found.to_dict(), "exit_code": int(code)}, output)
     if not output.quiet and output.json_target != STDOUT:
         for line in str(found).splitlines():
             typer.echo(printable(line))
