@@ -15,7 +15,8 @@ from torch import nn
 
 import tconv_swap
 from tconv_swap import op
-from tconv_swap.cli.outcome import ExitCode, workflow
+from tconv_swap.cli import demo_network, workflow
+from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.verification import Check, VerifyReport
 
 

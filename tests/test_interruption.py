@@ -204,13 +204,13 @@ class TestSignalsOfThisProcess:
             raise SystemExit(143)
 
         monkeypatch.setattr(os, "replace", terminated)
-        saving.finished.clear()
+        placed: list[Path] = []
         before = signal.signal(signal.SIGTERM, handler)
         try:
             with pytest.raises(SystemExit):
-                saving.save_text("whole", tmp_path / "r.md")
+                saving.save_text("whole", tmp_path / "r.md", placed=placed.append)
             assert signal.getsignal(signal.SIGTERM) is handler
         finally:
             signal.signal(signal.SIGTERM, before)
-        assert saving.finished == [tmp_path / "r.md"]
+        assert placed == [tmp_path / "r.md"]
         assert (tmp_path / "r.md").read_text() == "whole"

@@ -1,7 +1,7 @@
 """An option of the command line is declared once, beside the field of the dataclass that takes it.
 
-`Annotated[type, option(...)]` says how a field is given; `expanded` makes the parameters of a command of the dataclasses
-that its function takes.
+`Annotated[type, option(...)]` says how a field is given; `expanded` makes the parameters of a command of the
+dataclasses that its function takes.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def argument(metavar: str, **shown: Any) -> Declared:
     return Declared(metavar, typer.Argument(metavar=metavar, **shown))
 
 
-def expanded(
-    *, without: Collection[str] = ()
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def expanded(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Makes a command of a function whose parameters are dataclasses: each declared field becomes an option.
 
     A field that is not declared keeps its default, and so does one named in `without`. A field of the type
@@ -122,7 +120,7 @@ def _parameter(field: dataclasses.Field[Any], declared: Declared, kind: Any) -> 
         default = False
     elif default is None:
         given = given | None
-    annotation = Annotated[given, declared.shown]
+    annotation = Annotated[given, declared.shown]  # type: ignore[valid-type]
     return inspect.Parameter(
         field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )

@@ -14,7 +14,6 @@ from tconv_swap.cli.parsers import (
     check_seed,
     check_way,
     if_valid,
-    one_of,
     parse_dtype,
     parse_fuse,
     parse_shape,
@@ -275,7 +274,6 @@ Architecture = Annotated[
     str | None,
     option(
         "--arch",
-        parse=one_of(DEVICES),
         metavar="|".join(DEVICES),
         help="Plan for this GPU, whether or not one is installed.",
     ),
@@ -297,7 +295,6 @@ ModeName = Annotated[
     str | None,
     option(
         "--dtype",
-        parse=one_of(MODES),
         metavar="|".join(MODES),
         help="The arithmetic; fp32 is float32 with TF32 off.",
         show_default="tf32 on a GPU, fp32 on a CPU",

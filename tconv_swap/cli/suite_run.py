@@ -70,7 +70,7 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
     """Check and time the layers; what does not fit into memory is noted, and the rest goes on.
 
     Raises:
-        RequestError: there is no such device or layer.
+        RequestError: there is no such device, mode or layer.
         Exception: whatever our layers raise where PyTorch's do not.
     """
     run, notes = _resolved(request)
@@ -112,7 +112,9 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
 def _resolved(request: SuiteRequest) -> tuple[_Run, list[str]]:
     """The layers, cut to what the device gets through, and notes on what was cut."""
     device = device_of(request.device)
-    mode = MODES[request.mode or ("tf32" if device.type == "cuda" else "fp32")]
+    mode = request.mode or ("tf32" if device.type == "cuda" else "fp32")
+    if mode not in MODES:
+        raise RequestError(f"--dtype {mode}: expected one of {', '.join(MODES)}")
     layout = "channels_last" if request.channels_last else "nchw"
     suite = load_suite()
     names = [name for entry in request.only for name in entry.split(",")]
@@ -121,13 +123,13 @@ def _resolved(request: SuiteRequest) -> tuple[_Run, list[str]]:
     except ValueError as error:
         raise RequestError(f"--only: {error}") from None
     if device.type != "cpu":
-        return _Run(layers, mode, layout, device, request), []
+        return _Run(layers, MODES[mode], layout, device, request), []
     fitting = [(layer, layer.for_cpu()) for layer in layers]
     notes = ["batches are cut to what a CPU gets through"]
     if left := [layer.name for layer, cut in fitting if cut is None]:
         notes.append(f"left out, too large for a CPU: {', '.join(left)}")
     layers = tuple(cut for _, cut in fitting if cut is not None)
-    return _Run(layers, mode, layout, device, request), notes
+    return _Run(layers, MODES[mode], layout, device, request), notes
 
 
 def _module(layer: Layer, device: torch.device, run: _Run) -> nn.ConvTranspose2d:

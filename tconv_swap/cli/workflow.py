@@ -26,7 +26,7 @@ from tconv_swap.cli.request import (
     Result,
 )
 from tconv_swap.computed import deep_copy
-from tconv_swap.explanation import Explanation, explain
+from tconv_swap.explanation import DEVICES, Explanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
@@ -157,6 +157,8 @@ def explain_request(request: ExplainRequest, progress: Progress) -> Explained:
     Raises:
         LoadError, RequestError: as `run`.
     """
+    if request.architecture is not None and request.architecture not in DEVICES:
+        raise RequestError(f"--arch {request.architecture}: expected one of {', '.join(DEVICES)}")
     device = device_of(request.device)
     progress(f"loading {request.model}")
     loaded = _load(request)

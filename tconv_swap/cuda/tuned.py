@@ -23,8 +23,8 @@ import torch
 from tconv_swap import geometry
 from tconv_swap.cuda import jit
 from tconv_swap.cuda.cache import cache_directory, write_atomically
+from tconv_swap.cuda.gpu_facts import gpu_facts
 from tconv_swap.cuda.problem import Problem
-from tconv_swap.measurement.environment import environment
 
 logger = logging.getLogger("tconv_swap")
 
@@ -161,7 +161,7 @@ def _warn_of(path: Path, error: Exception) -> None:
 @lru_cache(maxsize=64)
 def machine(device: int) -> dict[str, str]:
     """What a measurement holds for. The multiprocessors: MPS and green contexts give a process a part of them."""
-    facts = environment(torch.device("cuda", device))
+    facts = gpu_facts(torch.device("cuda", device)) | {"torch": torch.__version__}
     names = ("gpu", "compute_capability", "multiprocessors", "driver", "torch", "cudnn")
     return {**{name: str(facts[name]) for name in names}, "kernels": _sources()}
 
