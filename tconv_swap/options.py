@@ -99,7 +99,8 @@ Include1d = Annotated[
 FuseOption = Annotated[
     Literal["blocks", "all", "none"],
     typer.Option(
-        help="Compute as one kernel a norm and the activation behind it: behind a swapped layer, or everywhere."
+        help="Compute as one kernel a norm and the activation behind it: behind a swapped layer (blocks) or everywhere "
+        "(all). What is slower by itself or does not verify is left out, and the report says why."
     ),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say which layers would be swapped.")]
