@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from tconv_swap.blocks.call import is_watched
 from tconv_swap.blocks.form import NORMS, activation_of
 from tconv_swap.blocks.handed import ACTIVATION_CLASSES, handing_class
-from tconv_swap.blocks.modules import FUSED_NORMS, NORM_CLASSES, Blocks, Fuse, fused_class, original_class
+from tconv_swap.blocks.modules import (
+    FUSED_NORMS,
+    LEFT_CLASSES,
+    NORM_CLASSES,
+    Blocks,
+    Fuse,
+    fused_class,
+    original_class,
+)
 from tconv_swap.blocks.proof import Pair, pairs_of
 from tconv_swap.kernels.norm.plan import DTYPES
 
@@ -55,11 +63,24 @@ class Found:
     classes: tuple[tuple[str, type[nn.Module]], ...]
 
 
-def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> Found:
-    """What a swap fuses. ``is_ours``: whether a module is a transposed convolution of ours after the swap."""
+def find(
+    model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool], left: Collection[str] = ()
+) -> Found:
+    """What a swap fuses.
+
+    Args:
+        is_ours: whether a module is a transposed convolution of ours after the swap.
+        left: dotted names of norms that stay PyTorch's; a mapping has a reason for each.
+
+    Raises:
+        ValueError: ``left`` names something else than a norm.
+    """
     if fuse is None:
         return Found((), ())
     names = {id(module): name for name, module in model.named_modules()}
+    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase | nn.GroupNorm)}
+    if unknown := sorted(set(left) - norms):
+        raise ValueError(f"leave_blocks: no normalisation of the model is called {unknown[0]!r}")
     places = _places(model)
     blocks: list[BlockPlan] = []
     classes: dict[str, type[nn.Module]] = {}
@@ -75,7 +96,7 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
             if id(own) not in pairs:
                 pairs[id(own)] = pairs_of(own) if _can_hand(own) else ()
             pair = next((one for one in pairs[id(own)] if one.norm is norm), None)
-        block = _block(norm, place, pair, fuse, is_ours, lambda module: names.get(id(module), ""))
+        block = _block(norm, place, pair, fuse, is_ours, lambda module: names.get(id(module), ""), left)
         if block is None:
             continue
         blocks.append(block)
@@ -92,6 +113,18 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
             for module, cls in _classes_that_hand(own, pair):
                 if cls is not type(module):
                     classes[names[id(module)]] = cls
+    for name in left:
+        norm = model.get_submodule(name)
+        # Its container computes every norm that has a class of PyTorch's.
+        inside = any(
+            isinstance(place.parent, Blocks) or names[id(place.parent)] in classes
+            for place in places.get(id(norm), [])
+            if place.parent is not None and _in_turn(place.parent)
+        )
+        plain = _original(norm)
+        cls = LEFT_CLASSES.get(plain, plain) if inside else plain
+        if cls is not type(norm):
+            classes[name] = cls
     return Found(tuple(blocks), tuple(classes.items()))
 
 
@@ -151,6 +184,7 @@ def _block(
     fuse: Fuse,
     is_ours: Callable[[nn.Module], bool],
     name_of: Callable[[nn.Module], str],
+    left: Collection[str],
 ) -> BlockPlan | None:
     """What happens to a norm; None where ``fuse`` is not about it."""
     name, kind = name_of(norm), _original(norm).__name__
@@ -168,7 +202,7 @@ def _block(
             name, whole, name_of(activation) if activation is not None else "", behind, swap, reason
         )
 
-    if reason := _why_unfit(norm):
+    if reason := _why_left(name, left) or _why_unfit(norm):
         return plan(False, reason)
     if pair is not None and (fuse == "all" or behind) and not is_watched(pair.activation):
         return plan(True, activation=pair.activation)
@@ -184,8 +218,16 @@ def _block(
     return plan(True, activation=place.after)
 
 
+def _why_left(name: str, left: Collection[str]) -> str:
+    if name not in left:
+        return ""
+    return left[name] if isinstance(left, Mapping) else "left out by leave_blocks"
+
+
 def _why_unfit(norm: nn.Module) -> str:
     kind = type(norm)
+    if kind in LEFT_CLASSES.values():
+        return "left out by an earlier swap: unswap_layers makes it a candidate again"
     if kind not in FUSED_NORMS:
         known = ", ".join(cls.__name__ for cls in NORMS)
         return f"{kind.__name__} is none of {known}"

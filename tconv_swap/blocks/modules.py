@@ -117,8 +117,36 @@ NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 FUSED_NORMS = frozenset({*NORMS, *NORM_CLASSES.values()})
 
 
+class LeftBatchNorm1d(Leaf, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` that is left as it is, in a container that computes others as blocks."""
+
+
+class LeftBatchNorm2d(Leaf, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` that is left as it is, in a container that computes others as blocks."""
+
+
+class LeftInstanceNorm1d(Leaf, nn.InstanceNorm1d):
+    """``nn.InstanceNorm1d`` that is left as it is, in a container that computes others as blocks."""
+
+
+class LeftInstanceNorm2d(Leaf, nn.InstanceNorm2d):
+    """``nn.InstanceNorm2d`` that is left as it is, in a container that computes others as blocks."""
+
+
+LEFT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: LeftBatchNorm1d,
+    nn.BatchNorm2d: LeftBatchNorm2d,
+    nn.InstanceNorm1d: LeftInstanceNorm1d,
+    nn.InstanceNorm2d: LeftInstanceNorm2d,
+}
 #: Every class that a swap gives, but those made from a user's.
-CLASSES = (Blocks, AllBlocks, *NORM_CLASSES.values(), *handed.ACTIVATION_CLASSES.values())
+CLASSES = (
+    Blocks,
+    AllBlocks,
+    *NORM_CLASSES.values(),
+    *LEFT_CLASSES.values(),
+    *handed.ACTIVATION_CLASSES.values(),
+)
 
 
 class _PickledByFirstBase:
@@ -154,8 +182,8 @@ def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
     """The inverse of ``fused_class``; None for a class that it does not give."""
     if cls in (Blocks, AllBlocks):
         return nn.Sequential
-    for plain, ours in NORM_CLASSES.items():
-        if cls is ours:
+    for plain in NORM_CLASSES:
+        if cls in (NORM_CLASSES[plain], LEFT_CLASSES[plain]):
             return plain
     if (original := handed.before_handing(cls)) is not None:
         return original

@@ -14,6 +14,7 @@ from tconv_swap.files import exported, weights
 from tconv_swap.files.fileformat import LoadError, printable
 from tconv_swap.files.loading import LoadedModel, load_model, load_weights
 from tconv_swap.files.saving import SaveError, save_model, save_whole
+from tconv_swap.surgery import SwapPlan
 
 
 def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
@@ -78,7 +79,7 @@ def write(
     return _write_network(swapped, request, placed)
 
 
-def load_snippet(loaded: LoadedModel, request: Request) -> str:
+def load_snippet(loaded: LoadedModel, request: Request, plan: SwapPlan) -> str:
     """How the written file is loaded in Python."""
     out = str(request.out)
     if loaded.program is not None:
@@ -87,13 +88,22 @@ def load_snippet(loaded: LoadedModel, request: Request) -> str:
         library = "safetensors.torch" if _is_safetensors(Path(out)) else "torch"
         read = f"{library}.load{'_file' if _is_safetensors(Path(out)) else ''}({out!r})"
         return (
-            f"import {library}, tconv_swap\nmodel = tconv_swap.swap_layers(...)  # the network, built as before\n"
+            f"import {library}, tconv_swap\n"
+            f"model = tconv_swap.swap_layers(...{_fused(request, plan)})  # the network, built as before\n"
             f"model.load_state_dict({read})"
         )
     place, _, _ = (request.factory or "").rpartition(":")
     file = request.module or (Path(place) if place.endswith(".py") else None)
     path = f"import sys; sys.path.append({str(file.resolve().parent)!r})\n" if file is not None else ""
     return f"{path}import torch, tconv_swap\nmodel = torch.load({out!r}, weights_only=False)"
+
+
+def _fused(request: Request, plan: SwapPlan) -> str:
+    """The arguments of `swap_layers` with which it swaps the same blocks."""
+    if not any(block.swap for block in plan.blocks):
+        return ""
+    left = [block.name for block in plan.blocks if not block.swap]
+    return f", fuse={request.fuse!r}" + (f", leave_blocks={left!r}" if left else "")
 
 
 def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path], None]) -> list[str]:

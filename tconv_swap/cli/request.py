@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
+from tconv_swap.blocks.modules import Fuse
 from tconv_swap.cli import options
 from tconv_swap.cli.parsers import KEEP
 from tconv_swap.explanation import Explanation
@@ -53,7 +54,7 @@ class NetworkRequest:
     exclude: options.Exclude = ()
     backend: options.ChosenBackend = None
     include_1d: options.Include1d = False
-    fuse: options.ChosenFuse = None
+    fuse: Fuse = None
     backward: options.Backward = True
     seed: options.Seed = 0
     trust: options.Trust = ()
@@ -74,6 +75,7 @@ class NetworkRequest:
 class Request(NetworkRequest):
     """One swap: load, plan, verify, time, write."""
 
+    fuse: options.ChosenFuse = "blocks"
     out: options.Out = None
     autocast: options.Autocast = None
     dry_run: options.DryRun = False

@@ -6,13 +6,15 @@ What the command line does, without a word about options, printing or exit codes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
 from tconv_swap.cli import network_file, way_choice
+from tconv_swap.cli.block_choice import BlockChoice
 from tconv_swap.cli.device import device_of
 from tconv_swap.cli.places import PlaceError, check_not_imported
 from tconv_swap.cli.request import (
@@ -41,8 +43,11 @@ from tconv_swap.memory import free_bytes, is_out_of_memory
 from tconv_swap.report import Facts
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
-from tconv_swap.verification import verify
+from tconv_swap.verification import VerifyReport, verify
 from tconv_swap.verification.tree import flatten, lack_of_numbers
+
+#: Nothing is left out.
+NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
 
 
 def run(request: Request, progress: Progress, placed: Callable[[Path], None]) -> Result:
@@ -80,17 +85,19 @@ def run(request: Request, progress: Progress, placed: Callable[[Path], None]) ->
     original, swapped = _pair(loaded.model, request, device)
     found = _inputs_that_run(request, original, loaded.inputs, progress)
     notes += map(str, find_functional_calls(original, found.inputs))
+    choice = BlockChoice(plan)
+    if choice.leave_slower(original, swapped, found.inputs, request, progress):
+        del original, swapped
+        original, swapped = _pair(loaded.model, request, device, choice.left)
     progress(f"verifying on {found.inputs.describe()}")
-    verification = verify(
-        original,
-        swapped,
-        found.inputs,
-        backward=request.backward,
-        atol=request.atol,
-        rtol=request.rtol,
-        autocast=request.autocast,
-        seed=request.seed,
-    )
+    verification = _verified(original, swapped, found.inputs, request)
+    while choice.leave_failing(verification):
+        progress("verifying without the blocks that fail")
+        del original, swapped
+        original, swapped = _pair(loaded.model, request, device, choice.left)
+        verification = _verified(original, swapped, found.inputs, request)
+    notes += choice.notes(device)
+    plan = _plan(loaded.model, request, choice.left)
     timing = None
     if request.benchmark and verification.passed:
         timing = benchmark(
@@ -115,9 +122,9 @@ def run(request: Request, progress: Progress, placed: Callable[[Path], None]) ->
         del original, swapped
         progress(f"writing {out}")
         names = [name for layer in plan.swapped for name in layer.names]
-        prepared = way_choice.prepared(_swap(loaded.model, request), ways)
+        prepared = way_choice.prepared(_swap(loaded.model, request, choice.left), ways)
         notes += network_file.write(loaded, prepared, names, request, placed)
-        written = way_choice.with_run(network_file.load_snippet(loaded, request), ways, device)
+        written = way_choice.with_run(network_file.load_snippet(loaded, request, plan), ways, device)
     elif verification.passed:
         notes.append("nothing was written: --out FILE writes the swapped network")
     else:
@@ -206,6 +213,19 @@ def _load(request: NetworkRequest, out: Sequence[Place] = ()) -> LoadedModel:
     return loaded
 
 
+def _verified(original: nn.Module, swapped: nn.Module, inputs: Inputs, request: Request) -> VerifyReport:
+    return verify(
+        original,
+        swapped,
+        inputs,
+        backward=request.backward,
+        atol=request.atol,
+        rtol=request.rtol,
+        autocast=request.autocast,
+        seed=request.seed,
+    )
+
+
 def _explanation(swapped: nn.Module, inputs: Inputs, backward: bool, notes: list[str]) -> Explanation | None:
     """What computes each layer, for the report: a network that will not tell is no reason to give up."""
     try:
@@ -234,7 +254,9 @@ def _checked(check: Callable[[], None]) -> None:
         raise RequestError(str(error)) from None
 
 
-def _pair(model: nn.Module, request: NetworkRequest, device: torch.device) -> tuple[nn.Module, nn.Module]:
+def _pair(
+    model: nn.Module, request: NetworkRequest, device: torch.device, left: Mapping[str, str] = NO_BLOCKS
+) -> tuple[nn.Module, nn.Module]:
     """The original and the swapped network on `device`, with the same parameters; a file may be swapped already.
 
     So the weights are in memory twice, as they lie in the file and here; once where a GPU that they are on already
@@ -251,7 +273,7 @@ def _pair(model: nn.Module, request: NetworkRequest, device: torch.device) -> tu
         TypeError,
     ) as error:  # no memory; the meta device; integer dtypes
         raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
-    swapped = _swap(deep_copy(original, _shared(original)), request)
+    swapped = _swap(deep_copy(original, _shared(original)), request, left)
     return unswap_layers(original), swapped
 
 
@@ -274,17 +296,18 @@ def _fills(model: nn.Module, device: torch.device, request: NetworkRequest) -> b
     )
 
 
-def _plan(model: nn.Module, request: NetworkRequest) -> SwapPlan:
+def _plan(model: nn.Module, request: NetworkRequest, left: Mapping[str, str] = NO_BLOCKS) -> SwapPlan:
     return plan_swap(
         model,
         include=request.include or None,
         exclude=request.exclude,
         include_1d=request.include_1d,
         fuse=request.fuse,
+        leave_blocks=left,
     )
 
 
-def _swap(model: nn.Module, request: NetworkRequest) -> nn.Module:
+def _swap(model: nn.Module, request: NetworkRequest, left: Mapping[str, str]) -> nn.Module:
     with warnings.catch_warnings():
         # The plan says the same, and the report shows it.
         warnings.simplefilter("ignore", SwapWarning)
@@ -295,6 +318,7 @@ def _swap(model: nn.Module, request: NetworkRequest) -> nn.Module:
             backend=request.backend,
             include_1d=request.include_1d,
             fuse=request.fuse,
+            leave_blocks=left,
         )
 
 

@@ -35,7 +35,7 @@ be loaded or is not trusted; 4 = nothing to swap; 5 = measured, but it could not
 tconv-swap itself; {SIGNAL_CODES} What was measured until then is kept."""
 
 
-@expanded(without=("backend", "fuse", "reports", "verbose"))
+@expanded(without=("backend", "reports", "verbose"))
 def tune(request: NetworkRequest, output: Output) -> NoReturn:
     """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
     check_targets(output, files_read(request))
