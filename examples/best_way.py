@@ -61,10 +61,6 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     for step, (before, after) in enumerate(losses, start=1):
         print(f"step {step}: loss {before:.6f} today, {after:.6f} as {training.run.way}")
     if options.save is not None:
-        options.save.mkdir(parents=True, exist_ok=True)
-        with torch.no_grad():
-            rows = {"today": eager(batches[0]), "best way": training.model(batches[0])}
-        results.save_picture(options.save / "best_way.png", rows)
         both = tconv_swap.WaysReport(
             [*serving.report.stages, *training.report.stages],
             training.report.environment,
@@ -72,6 +68,9 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
         )
         plan = tconv_swap.plan_swap(eager)
         results.save_report(options.save / "best_way.md", "examples/best_way.py", plan, batches[0], ways=both)
+        with torch.no_grad():
+            rows = {"today": eager(batches[0]), "best way": training.model(batches[0])}
+        results.save_picture(options.save / "best_way.png", rows)
     return Outcome(serving.report, training.report, losses)
 
 

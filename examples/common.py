@@ -161,10 +161,9 @@ def save(
     """
     if args.save is None:
         return
-    args.save.mkdir(parents=True, exist_ok=True)
-    with torch.no_grad():
-        results.save_picture(args.save / f"{name}.png", rows())
     report = args.save / f"{name}.md"
     results.save_report(
         report, f"examples/{name}.py", outcome.plan, inputs, outcome.verification, outcome.timing
     )
+    with torch.no_grad():
+        results.save_picture(args.save / f"{name}.png", rows())

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from torch import Tensor
 
 import tconv_swap
@@ -19,6 +18,8 @@ COLUMNS = 6
 
 def save_picture(path: Path, rows: Mapping[str, Tensor]) -> None:
     """Draws rows of images under each other: of each, ``[count, 1 or 3, height, width]`` in [-1, 1], the first few."""
+    from matplotlib.figure import Figure  # here, because importing it takes a second
+
     columns = min(COLUMNS, *(len(images) for images in rows.values()))
     figure = Figure(figsize=(0.9 + columns, len(rows)), dpi=80)
     axes = figure.subplots(len(rows), columns, squeeze=False)
@@ -47,4 +48,5 @@ def save_report(
     device = next((str(tensor.device) for _, tensor in given.named_tensors()), "cpu")
     facts = Facts(title, given.describe(), "made by the example", device)
     document = to_json_dict(plan, verification, timing, facts, ways=ways)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(render(path, document), encoding="utf-8")
