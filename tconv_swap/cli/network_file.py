@@ -59,7 +59,7 @@ def write(
     swapped: nn.Module,
     names: Collection[str],
     request: Request,
-    placed: Callable[[Path], None],
+    placed: Callable[[Path], None] | None,
 ) -> list[str]:
     """Write what was asked for to `request.out`, atomically; what a user should know about it, in lines.
 
@@ -106,7 +106,7 @@ def _fused(request: Request, plan: SwapPlan) -> str:
     return f", fuse={request.fuse!r}" + (f", leave_blocks={left!r}" if left else "")
 
 
-def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path], None]) -> list[str]:
+def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path], None] | None) -> list[str]:
     out = request.out
     assert out is not None
     expected = _structure(swapped)
@@ -127,7 +127,7 @@ def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path]
 
 
 def _write_weights(
-    loaded: LoadedModel, swapped: nn.Module, request: Request, placed: Callable[[Path], None]
+    loaded: LoadedModel, swapped: nn.Module, request: Request, placed: Callable[[Path], None] | None
 ) -> list[str]:
     out = request.out
     assert out is not None
@@ -163,7 +163,7 @@ def _write_program(
     program: torch.export.ExportedProgram,
     names: Collection[str],
     request: Request,
-    placed: Callable[[Path], None],
+    placed: Callable[[Path], None] | None,
 ) -> list[str]:
     out = request.out
     assert out is not None

@@ -50,7 +50,7 @@ from tconv_swap.verification.tree import flatten, lack_of_numbers
 NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
 
 
-def run(request: Request, progress: Progress, placed: Callable[[Path], None]) -> Result:
+def run(request: Request, progress: Progress, placed: Callable[[Path], None] | None = None) -> Result:
     """Do what `request` says. The output file is written last, and only if the verification has passed.
 
     Args:

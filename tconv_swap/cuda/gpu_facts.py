@@ -1,4 +1,4 @@
-"""What a GPU, its driver and the CUDA libraries are, for reports and for what is kept of measurements."""
+"""Facts about a GPU, its driver and the CUDA libraries, for reports and for the files that keep measurements."""
 
 from __future__ import annotations
 
