@@ -1,4 +1,4 @@
-"""Writes a network to a file that is either whole or not there."""
+"""Writes files atomically: each is either complete or does not exist."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SaveError(Exception):
 
 
 def check_target(target: Path, source: Path | None = None, *, text: bool = False) -> None:
-    """Find out before any work is done that `target` could be written.
+    """Check, before any work is done, that `target` can be written.
 
     Args:
         target: what is to be written.
@@ -115,7 +115,7 @@ def save_whole(
 
 
 def save_text(text: str, target: Path, *, placed: Callable[[Path], None] | None = None) -> None:
-    """Write a report as `save_whole` does; into a pipe or a device straight.
+    """Write a report as `save_whole` does, or directly into a pipe or a device.
 
     Raises:
         OSError, SaveError: it could not be written; no file was left behind.
@@ -128,7 +128,8 @@ def save_text(text: str, target: Path, *, placed: Callable[[Path], None] | None 
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM wait for the end: a file must not take its place without anybody knowing."""
+    """Delays SIGINT and SIGTERM until the end of the block: between the renaming and its record no signal may
+    strike."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if None in before.values() or threading.current_thread() is not threading.main_thread():
         yield
