@@ -1,4 +1,4 @@
-"""Which layers of a network are swapped, swapping them, and undoing it.
+"""Plans which layers of a network are swapped, swaps them, and undoes it.
 
 A swap gives a layer another class and touches nothing else (see ``layer``). Everything is decided before the
 first layer is touched, and what is then done cannot fail half-way.
@@ -34,7 +34,7 @@ _LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
 
 
 class SwapWarning(UserWarning):
-    """A swap that is probably not what was meant: nothing to swap, or a pattern that matches no layer."""
+    """A swap is probably not what the user meant: nothing is swapped, or a pattern matches no layer."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SwapPlan:
         return "\n  ".join(lines)
 
     def describe_unused(self, pattern: str) -> str:
-        """The text of the warning that ``pattern`` matches nothing."""
+        """Returns the text of the warning that ``pattern`` matches nothing."""
         names = [name for layer in self.layers for name in layer.names]
         hint = f"; '{pattern}.**' would match what is below" if matches_any(f"{pattern}.**", names) else ""
         return f"pattern '{pattern}' matches no transposed convolution{hint}"
@@ -255,7 +255,7 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
 
 
 def _why_kept(layer: nn.Module) -> str:
-    """Why ``layer`` cannot go back to its class, or ``""``."""
+    """Returns why ``layer`` cannot go back to its class, or ``""``."""
     if "forward" in vars(layer):
         return "its forward was replaced on the instance, and may hold on to ours"
     if not issubclass(type_before_parametrizations(layer), nn.Module):
@@ -311,7 +311,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Every module that is a transposed convolution of some kind, once, with all its names."""
+    """Returns every module that is a transposed convolution of any kind, once, with all its names."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _LIKE_OURS) or _is_quantized(module) or _is_scripted(module):
@@ -320,7 +320,7 @@ def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[st
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    # By name: importing torch.ao is slow, and it is on its way out of PyTorch.
+    # Compared by name: importing torch.ao is slow, and PyTorch is going to remove it.
     return any(
         cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _LIKE_OURS_NAMES
         for cls in type(module).__mro__
@@ -332,7 +332,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _why_unfit(module: nn.Module, include_1d: bool) -> str:
-    """Why ``module`` cannot be swapped, or ``""``."""
+    """Returns why ``module`` cannot be swapped, or ``""``."""
     kind = _kind(module)
     if _is_scripted(module):
         return "compiled by TorchScript, which has fixed its code"
@@ -371,7 +371,7 @@ def _why_unwanted(
     excluded: tuple[str, ...],
     filter_fn: FilterFn | None,
 ) -> str:
-    """Why the user does not want ``module`` swapped, or ``""``."""
+    """Returns why the user does not want ``module`` swapped, or ``""``."""
     if included is not None and not any(matches_any(pattern, names) for pattern in included):
         return "matches no include pattern"
     for pattern in excluded:
