@@ -28,9 +28,9 @@ IMAGE_SIZES = (64, 128, 256, 224, 32, 28, 16, 8, 4, 1, 299, 512)
 IMAGE_CHANNELS = (1, 3)
 # Larger shapes are tried only if none of the smaller ones runs.
 LARGEST_PREFERRED = 256
-# A transposed convolution that reads the network's input is fed a latent vector (stride 1, no padding) ...
+# A transposed convolution that reads the network's input gets a latent vector (stride 1, no padding).
 LATENT_SIZES = (1, 4, 8, 16, 32, 64)
-# ... or a feature map.
+# Otherwise it gets a feature map.
 FEATURE_SIZES = (16, 8, 32, 64, 4, 2, 1)
 SEQUENCE_LENGTHS = (16, 64, 256, 1024, 4096)
 VOLUME_SIZES = (8, 16, 32, 64, 4)

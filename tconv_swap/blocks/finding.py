@@ -1,4 +1,5 @@
-"""Which norms of a network our kernels compute, which with the activation behind them, and why not the others."""
+"""Finds the norms of a network that our kernels compute, with or without the activation behind them, and says why
+not the others."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Found:
-    """What ``find`` finds. ``classes``: of the modules that get another one."""
+    """The result of ``find``. ``classes``: the names and new classes of the modules that get another class."""
 
     blocks: tuple[BlockPlan, ...]
     classes: tuple[tuple[str, type[nn.Module]], ...]
@@ -66,7 +67,7 @@ class Found:
 def find(
     model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool], left: Collection[str] = ()
 ) -> Found:
-    """What a swap fuses.
+    """Returns what a swap fuses.
 
     Args:
         is_ours: whether a module is a transposed convolution of ours after the swap.
@@ -157,7 +158,7 @@ class _Place:
 
 
 def _places(model: nn.Module) -> dict[int, list[_Place]]:
-    """Of every norm, by its ``id``: one that is shared has several."""
+    """Returns the places of every norm, by its ``id``: a shared norm has several."""
     found: dict[int, list[_Place]] = {}
     for parent in model.modules():
         children = [child for child in parent._modules.values() if child is not None]
@@ -186,7 +187,7 @@ def _block(
     name_of: Callable[[nn.Module], str],
     left: Collection[str],
 ) -> BlockPlan | None:
-    """What happens to a norm; None where ``fuse`` is not about it."""
+    """Returns what happens to a norm; None if ``fuse`` does not concern it."""
     name, kind = name_of(norm), _original(norm).__name__
     source = place.before if pair is None or pair.source is None else pair.source
     behind = name_of(source) if is_ours(source) else ""
