@@ -66,8 +66,14 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
             training.report.environment,
             training.report.method,
         )
-        plan = tconv_swap.plan_swap(eager)
-        results.save_report(options.save / "best_way.md", "examples/best_way.py", plan, batches[0], ways=both)
+        results.save_report(
+            options.save / "best_way.md",
+            "examples/best_way.py",
+            tconv_swap.plan_swap(eager),
+            batches[0],
+            both.chosen.verification,
+            ways=both,
+        )
         with torch.no_grad():
             rows = {"today": eager(batches[0]), "best way": training.model(batches[0])}
         results.save_picture(options.save / "best_way.png", rows)

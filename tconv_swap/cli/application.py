@@ -31,14 +31,16 @@ class SwapByDefault(TyperGroup):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         own = {option for parameter in self.get_params(ctx) for option in parameter.opts}
         invocation = ctx.obj = Invocation(tuple(self.commands))
-        # A misspelt word by itself may as well be a file that is not there: `swap` says so of that.
+        # A misspelt word alone may also be a missing file: `swap` reports it, with the command that was probably
+        # meant.
         misspelt = len(args) > 1 and args[0].isalpha() and invocation.near_command(args[0])
         if args and args[0] not in self.commands and args[0] not in own and not misspelt:
             args = [DEFAULT_COMMAND, *args]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Says what was written wherever a signal strikes: typer would leave without a word."""
+        """Runs a command. If a signal ends it, the error names the files that were written; typer would say
+        nothing."""
         if is_obeyed():
             obey_signals()
         try:

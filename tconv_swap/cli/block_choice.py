@@ -1,4 +1,4 @@
-"""Which blocks a swap leaves out: what is slower than PyTorch's modules, and what does not verify."""
+"""Decides which blocks a swap leaves out: those that are slower than PyTorch's modules or do not verify."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _STAGES = {"forward": "evaluation", "step": "forward and backward"}
 
 
 class BlockChoice:
-    """Of one network. ``left``: by the dotted names of their norms, the blocks that are left out, and why."""
+    """The choice for one network. ``left``: by the dotted names of their norms, the blocks that are left out, and
+    why."""
 
     def __init__(self, plan: SwapPlan) -> None:
         self.left: dict[str, str] = {}
@@ -70,7 +71,8 @@ class BlockChoice:
         return True
 
     def notes(self, device: torch.device) -> list[str]:
-        """What is to be known of the times, and of blocks that our kernels do not compute on these inputs."""
+        """Returns what users should know about the times, and about blocks that our kernels do not compute on
+        these inputs."""
         others = [name for name in self._remaining() if not self._may_be_ours(name)]
         if not others:
             return self._times.notes

@@ -1,7 +1,7 @@
-"""An option of the command line is declared once, beside the field of the dataclass that takes it.
+"""Makes commands of dataclasses, so that an option is declared once, with the type of the field that takes it.
 
-`Annotated[type, option(...)]` says how a field is given; `expanded` makes the parameters of a command of the
-dataclasses that its function takes.
+`Annotated[type, option(...)]` says how a field is given; `expanded` turns the dataclasses that a function takes into
+the parameters of its command.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Declared(NamedTuple):
     """How a field is given on the command line.
 
     Attributes:
-        name: as an error names it, such as `--device`.
-        shown: of typer: names, help, metavar, limits.
-        given: what typer reads; None: what the field holds, or text where there is a `parse`.
-        parse: makes of each one given what the field holds.
-        is_negated: a flag whose presence makes the field False.
+        name: what an error calls it, such as `--device`.
+        shown: typer's declaration: names, help, metavar, limits.
+        given: the type that typer reads. None: the type of the field, or text if there is a `parse`.
+        parse: turns each given value into what the field holds.
+        is_negated: whether this is a flag whose presence makes the field False.
     """
 
     name: str
@@ -42,7 +42,7 @@ def option(
     is_negated: bool = False,
     **shown: Any,
 ) -> Declared:
-    """The declaration of an option. A field whose type is a tuple takes it several times.
+    """Declares an option. It may be repeated if the type of the field is a tuple.
 
     Args:
         names: such as `--out`, `-o`.
@@ -53,7 +53,7 @@ def option(
 
 
 def argument(metavar: str, **shown: Any) -> Declared:
-    """The declaration of an argument, with what `typer.Argument` takes."""
+    """Declares an argument; takes what `typer.Argument` takes."""
     return Declared(metavar, typer.Argument(metavar=metavar, **shown))
 
 
@@ -61,7 +61,7 @@ def expanded(*, without: Collection[str] = ()) -> Callable[[Callable[..., None]]
     """Makes a command of a function whose parameters are dataclasses: each declared field becomes an option.
 
     A field that is not declared keeps its default, and so does one named in `without`. A field of the type
-    `Invocation` gets the program's own. What a dataclass refuses with a ValueError is wrong usage.
+    `Invocation` gets that of the current run. A ValueError from a dataclass becomes a usage error.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
@@ -127,7 +127,7 @@ def _parameter(field: dataclasses.Field[Any], declared: Declared, kind: Any) -> 
 
 
 def _value(given: Any, field: dataclasses.Field[Any], declared: Declared, kind: Any) -> Any:
-    """What the field holds when `given` was on the command line."""
+    """Returns what the field holds if `given` was on the command line."""
     if declared.is_negated:
         return not given
     if _is_repeated(kind):

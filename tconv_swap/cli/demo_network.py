@@ -16,9 +16,10 @@ CHANNELS = (512, 256, 128, 64)
 
 
 def dcgan_generator() -> nn.Sequential:
-    """From 100 x 1 x 1 noise to a 3 x 64 x 64 image (Radford et al., 2016), with the paper's initial weights.
+    """Returns the generator from 100 x 1 x 1 noise to a 3 x 64 x 64 image (Radford et al., 2016), with the paper's
+    initial weights.
 
-    Built of PyTorch's own layers alone, so that its file loads without trusting anything.
+    It consists of PyTorch's own layers only, so that its file loads without trust.
     """
     layers: list[nn.Module] = [nn.ConvTranspose2d(LATENT, CHANNELS[0], 4, bias=False)]
     for before, after in itertools.pairwise(CHANNELS):
@@ -35,7 +36,7 @@ def dcgan_generator() -> nn.Sequential:
 
 
 def input_shape(device: torch.device) -> tuple[int, ...]:
-    """A training batch on a GPU; on a CPU one that two cores get through in seconds."""
+    """Returns the shape of a training batch on a GPU; on a CPU, of one that two cores compute in seconds."""
     return (128 if device.type == "cuda" else 32, LATENT, 1, 1)
 
 

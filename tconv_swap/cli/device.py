@@ -9,7 +9,7 @@ from tconv_swap.files.fileformat import first_line
 
 
 def device_of(wanted: torch.device | None) -> torch.device:
-    """Where to run: as wanted, else a GPU if there is one, else the CPU.
+    """Returns where to run: the wanted device, else a GPU if there is one, else the CPU.
 
     Raises:
         RequestError: there is no such device here, or no layer of ours runs on it.

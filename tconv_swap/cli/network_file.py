@@ -1,4 +1,5 @@
-"""The file that a swap writes: a network, its weights or an exported program, read back before it counts."""
+"""Writes the file of a swap: a network, its weights or an exported program. It is read back before it takes its
+place."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from tconv_swap.surgery import SwapPlan
 
 
 def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
-    """Find out before any work is done whether `out` is called like something else than what is written there.
+    """Check, before any work is done, that the name of `out` fits what is written there.
 
     Raises:
-        SaveError: it is; who loads it by its name would fail.
+        SaveError: it does not, so that loading by the name's suffix would fail.
     """
     suffix = out.suffix.lower()
     if loaded.program is not None:
@@ -38,7 +39,7 @@ def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
 
 
 def check_writable(loaded: LoadedModel, request: Request) -> None:
-    """Find out before the verification whether the network can be written in the form that was asked for.
+    """Check, before the verification, that the network can be written in the requested form.
 
     Raises:
         SaveError: it cannot.
@@ -61,7 +62,7 @@ def write(
     request: Request,
     placed: Callable[[Path], None] | None,
 ) -> list[str]:
-    """Write what was asked for to `request.out`, atomically; what a user should know about it, in lines.
+    """Write the requested form to `request.out`, atomically. Returns lines that the user should know about it.
 
     Args:
         loaded: what was in the file.
@@ -70,7 +71,7 @@ def write(
         placed: called with the file once it has taken its place.
 
     Raises:
-        SaveError: it could not be written, or read back as what it is. Nothing was written then.
+        SaveError: it could not be written, or not be read back as the same. Then nothing was written.
     """
     if loaded.program is not None:
         return _write_program(loaded.program, names, request, placed)
@@ -80,7 +81,7 @@ def write(
 
 
 def load_snippet(loaded: LoadedModel, request: Request, plan: SwapPlan) -> str:
-    """How the written file is loaded in Python."""
+    """Returns the lines of Python that load the written file."""
     out = str(request.out)
     if loaded.program is not None:
         return f"import torch, tconv_swap\nmodel = torch.export.load({out!r}).module()"
@@ -99,7 +100,7 @@ def load_snippet(loaded: LoadedModel, request: Request, plan: SwapPlan) -> str:
 
 
 def _fused(request: Request, plan: SwapPlan) -> str:
-    """The arguments of `swap_layers` with which it swaps the same blocks."""
+    """Returns the arguments with which `swap_layers` swaps the same blocks."""
     if not any(block.swap for block in plan.blocks):
         return ""
     left = [block.name for block in plan.blocks if not block.swap]
@@ -115,7 +116,7 @@ def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path]
         again = load_model(
             temporary,
             trust=request.trust,
-            # The classes of a factory's network are those of living objects that this process has just written.
+            # The classes of a factory's network belong to objects of this process, which has just written them.
             unsafe_pickle=request.unsafe_pickle or request.factory is not None,
             module=request.module,
         ).model
@@ -191,5 +192,5 @@ def _structure(model: nn.Module) -> list[tuple[str, object]]:
 
 
 def _shape(tensor: Tensor) -> object:
-    # A nested tensor's shape is equal to its own only.
+    # The shape of a nested tensor equals only itself.
     return [part.shape for part in tensor.unbind()] if tensor.is_nested else tensor.shape

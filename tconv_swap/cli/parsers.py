@@ -1,4 +1,4 @@
-"""From the text of an option to its value. Every parser raises a ValueError for what it does not take."""
+"""Parses the text of options. Every parser raises a ValueError for a text that it does not take."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from tconv_swap import op
 from tconv_swap.blocks.modules import Fuse
 from tconv_swap.ways.way import parse_way
 
-#: PyTorch counts a tensor's bytes in 64 bits with a sign; the largest elements, of float64, have eight.
+#: PyTorch counts the bytes of a tensor in signed 64 bits, and the largest elements, of float64, have eight bytes.
 MOST_ELEMENTS = (2**63 - 1) // 8
 KEEP, AUTO = "keep", "auto"
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """`2,3,64,64` (or `2x3x64x64`) as a tuple.
+    """Returns `2,3,64,64` (or `2x3x64x64`) as a tuple.
 
     Raises:
-        ValueError: it is not a list of positive whole numbers, or no tensor can be as large.
+        ValueError: it is not a list of positive integers, or no tensor can be as large.
     """
     sizes = text.lower().replace("x", ",").split(",")
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
@@ -32,13 +32,13 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_dtype(text: str) -> torch.dtype:
-    """`float16`, `half` or `torch.float16` as a dtype.
+    """Returns `float16`, `half` or `torch.float16` as a dtype.
 
     Raises:
-        ValueError: there is none of this name that networks run in.
+        ValueError: there is no dtype of this name in which networks run.
     """
     found = getattr(torch, text.removeprefix("torch."), None)
-    # Not every floating-point one: float8 is a storage format, for which PyTorch has no layers.
+    # Not every floating-point dtype: float8 is a storage format, for which PyTorch has no layers.
     if not isinstance(found, torch.dtype) or found not in op.SUPPORTED_DTYPES:
         raise ValueError(f"{text!r} is not one of the dtypes float64, float32, float16 and bfloat16")
     return found
@@ -78,7 +78,7 @@ def check_way(text: str) -> str:
 
 
 def parse_fuse(text: str) -> Fuse:
-    """`none` as None."""
+    """Returns the choice of blocks that a word names; None for `none`."""
     choices: dict[str, Fuse] = {"blocks": "blocks", "all": "all", "none": None}
     return choices[text]
 

@@ -1,4 +1,4 @@
-"""What a user can ask for, and what comes of it: plain data between the commands and the workflow."""
+"""What a user can request, and the results: plain data between the commands and the workflow."""
 
 from __future__ import annotations
 
@@ -91,14 +91,15 @@ class Request(NetworkRequest):
 
 @dataclass(frozen=True)
 class ExplainRequest(NetworkRequest):
-    """An explanation; of the network, what concerns verifying, timing and writing is left aside."""
+    """An explanation: nothing is verified, timed or written."""
 
     architecture: options.Architecture = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a request; what was not done is None. `ceilings`: of the GPU, measured in the same run."""
+    """The result of a request; parts that were not done are None. `ceilings` are those of the GPU, measured in the
+    same run."""
 
     plan: SwapPlan
     facts: Facts
@@ -109,7 +110,7 @@ class Result:
     ways: WaysReport | None = None
 
     def document(self) -> dict[str, Any]:
-        """What the reports are drawn from: see `report.to_json_dict`."""
+        """Returns the document from which the reports are made: see `report.to_json_dict`."""
         return to_json_dict(
             self.plan,
             self.verification,
@@ -123,7 +124,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Explained:
-    """What would compute a network; `explanation` is None where there is nothing to swap."""
+    """The explanation of a network; `explanation` is None if there is nothing to swap."""
 
     plan: SwapPlan
     inputs: str = "none"

@@ -1,6 +1,6 @@
-"""The layer suite on the machine at hand: every layer checked against float64, then timed beside PyTorch's.
+"""Runs the layer suite on this machine: checks every layer against float64, then times it beside PyTorch's.
 
-Gives the same `Result` as the swap of a network, so that the same reports show it.
+It gives the same `Result` as the swap of a network, so that the same reports show it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class SuiteRequest:
     """What is to be measured.
 
     Attributes:
-        only: names of layers, of several separated by commas; none: every layer. On the CPU their batches are cut, and
-            layers that are too much for one are left out.
+        only: names of layers, separated by commas; empty: every layer. On a CPU their batches are reduced, and layers
+            that are too large for a CPU are left out.
         mode: of the arithmetic, one of `MODES`.
-        seconds: of timing for each layer and stage; `iters` exactly so many samples instead.
+        seconds: how long each layer is timed in each stage; `iters` is the exact number of samples instead.
     """
 
     only: options.Only = ()
@@ -67,7 +67,7 @@ class _Run:
 
 
 def run_suite(request: SuiteRequest, progress: Progress) -> Result:
-    """Check and time the layers; what does not fit into memory is noted, and the rest goes on.
+    """Check and time the layers. A layer that does not fit into memory is noted, and the others are run.
 
     Raises:
         RequestError: there is no such device, mode or layer.
@@ -93,7 +93,7 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
                     raise
                 notes.append(f"{layer.name} not measured: {first_line(error)}")
             if run.device.type == "cuda":
-                # A layer's buffers are gigabytes, and no two layers want the same sizes.
+                # A layer's buffers are gigabytes, and no two layers have the same sizes.
                 torch.cuda.empty_cache()
         ceilings = None
         if run.device.type == "cuda":
@@ -110,7 +110,7 @@ def run_suite(request: SuiteRequest, progress: Progress) -> Result:
 
 
 def _resolved(request: SuiteRequest) -> tuple[_Run, list[str]]:
-    """The layers, cut to what the device gets through, and notes on what was cut."""
+    """Returns the layers, reduced to what the device can run, and notes on what was reduced."""
     device = device_of(request.device)
     mode = request.mode or ("tf32" if device.type == "cuda" else "fp32")
     if mode not in MODES:
@@ -153,7 +153,7 @@ def _module(layer: Layer, device: torch.device, run: _Run) -> nn.ConvTranspose2d
 def _measure(
     layer: Layer, run: _Run, timing: BenchmarkReport, verification: VerifyReport | None
 ) -> LayerExplanation:
-    """One layer into the reports; returns its explanation."""
+    """Adds one layer to the reports; returns its explanation."""
     request, device = run.request, run.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(layer.name.encode()))
@@ -196,7 +196,7 @@ def _verify(
     layer: Layer, original: nn.Module, swapped: nn.Module, x: Tensor, backward: bool, into: VerifyReport
 ) -> None:
     found = verify(original, swapped, x, modes=("eval",), backward=backward)
-    # A layer that is the whole network is compared as both: once is enough.
+    # This layer is the whole network, and would be compared as both; one comparison is enough.
     into.checks += [replace(one, name=layer.name) for one in found.checks if one.kind.startswith("layer_")]
     into.failures += [f"{layer.name}: {line}" for line in found.failures]
     into.notes += [f"{layer.name}: {line}" for line in found.notes]
@@ -207,7 +207,7 @@ def _verify(
 
 
 def _means(rows: Sequence[LayerComparison]) -> Iterator[str]:
-    """Geometric mean and least speedup of each stage."""
+    """Yields the geometric mean and the least speedup of each stage."""
     for stage in dict.fromkeys(row.stage for row in rows):
         found = [row for row in rows if row.stage == stage]
         mean = math.exp(math.fsum(math.log(row.speedup) for row in found) / len(found))

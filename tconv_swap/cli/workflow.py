@@ -1,6 +1,6 @@
 """One swap from file to file: load, plan, find inputs, swap, verify, time, save.
 
-What the command line does, without a word about options, printing or exit codes.
+This is the work of the command line, without options, printing or exit codes.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ def run(request: Request, progress: Progress, placed: Callable[[Path], None] | N
 
     Raises:
         LoadError: the file is not a network that may be loaded.
-        RequestError: no such device, no inputs on which the network runs, an output that cannot be.
+        RequestError: there is no such device, there are no inputs on which the network runs, or an output is not
+        possible.
         SaveError: the verified network could not be written.
     """
     device = device_of(request.device)
@@ -111,7 +112,7 @@ def run(request: Request, progress: Progress, placed: Callable[[Path], None] | N
         )
     ways = way_choice.choose_way(swapped, found.inputs, request, verification, progress)
     explanation = _explanation(swapped, found.inputs, request.backward, notes)
-    # On the CPU everything is made of PyTorch's operators.
+    # On the CPU, all formulations consist of PyTorch's operators.
     native = explanation.native if explanation is not None and device.type == "cuda" else ()
     ceilings = None
     if timing is not None and explanation is not None and device.type == "cuda":
@@ -134,11 +135,11 @@ def run(request: Request, progress: Progress, placed: Callable[[Path], None] | N
 
 
 def tune_layers(request: NetworkRequest, progress: Progress) -> TuneReport | None:
-    """Measure what computes the layers that a swap would swap, and keep the winners for this machine. No file is
-    written but that.
+    """Measure what computes the layers that a swap would swap, and keep the winners for this machine. No other file
+    is written.
 
     Returns:
-        What was measured; None where there is nothing to swap.
+        What was measured; None if there is nothing to swap.
 
     Raises:
         LoadError, RequestError: as ``run``.
@@ -155,7 +156,7 @@ def tune_layers(request: NetworkRequest, progress: Progress) -> TuneReport | Non
 
 
 def explain_request(request: ExplainRequest, progress: Progress) -> Explained:
-    """Load and plan, and follow the shapes through the network, without numbers where that is possible.
+    """Load and plan, and follow the shapes through the network, without data if that is possible.
 
     Args:
         request: the network, and the GPU to plan for, if it is another one than the network's.
@@ -174,7 +175,7 @@ def explain_request(request: ExplainRequest, progress: Progress) -> Explained:
     if not plan.swapped:
         return Explained(plan, notes=tuple(notes))
     progress("planning")
-    # The plan for a GPU that is here takes into account what was tuned on it: that is a matter of the GPU itself.
+    # The plan for a GPU of this machine uses what was tuned on it, so the network has to be on that GPU.
     here = device.type == "cuda" and request.architecture is None
     places = (device,) if here else (torch.device("meta"), torch.device("cpu"))
     for place in places:
@@ -227,7 +228,8 @@ def _verified(original: nn.Module, swapped: nn.Module, inputs: Inputs, request: 
 
 
 def _explanation(swapped: nn.Module, inputs: Inputs, backward: bool, notes: list[str]) -> Explanation | None:
-    """What computes each layer, for the report: a network that will not tell is no reason to give up."""
+    """Returns what computes each layer, for the report. If the network raises, a note says so and the command goes
+    on."""
     try:
         return explain(swapped, inputs, backward=backward)
     except Exception as error:  # a foreign forward may raise anything
@@ -236,7 +238,7 @@ def _explanation(swapped: nn.Module, inputs: Inputs, backward: bool, notes: list
 
 
 def _ceilings(device: torch.device, explanation: Explanation, notes: list[str]) -> Ceilings | None:
-    """The rates that bound the layers, in the modes that they are computed in."""
+    """Measures the rates that bound the layers, in the modes in which they are computed."""
     found = {mode_of(getattr(torch, layer.dtype), layer.precision) for layer in explanation.layers}
     torch.cuda.empty_cache()
     try:
@@ -247,7 +249,7 @@ def _ceilings(device: torch.device, explanation: Explanation, notes: list[str]) 
 
 
 def _checked(check: Callable[[], None]) -> None:
-    """An output that cannot be written is wrong usage as long as nothing has been done for it."""
+    """Turns a SaveError into a usage error, for checks that are made before any work is done."""
     try:
         check()
     except SaveError as error:
@@ -257,10 +259,11 @@ def _checked(check: Callable[[], None]) -> None:
 def _pair(
     model: nn.Module, request: NetworkRequest, device: torch.device, left: Mapping[str, str] = NO_BLOCKS
 ) -> tuple[nn.Module, nn.Module]:
-    """The original and the swapped network on `device`, with the same parameters; a file may be swapped already.
+    """Returns the original and the swapped network on `device`, with the same parameters. The file may be swapped
+    already.
 
-    So the weights are in memory twice, as they lie in the file and here; once where a GPU that they are on already
-    would hold no more. (Verification and timing leave parameters as they were.)
+    So the weights are in memory twice: as the file has them, and here. They are there once if they are on a GPU
+    already that could not hold more. (Verification and timing do not change parameters.)
     """
     original = deep_copy(model, _shared(model) if _fills(model, device, request) else {})
     try:
@@ -278,12 +281,13 @@ def _pair(
 
 
 def _shared(model: nn.Module) -> dict[int, object]:
-    """For `deep_copy`: a copy with the very same parameters."""
+    """Returns a memo for `deep_copy` that makes the copy share the parameters."""
     return {id(parameter): parameter for parameter in model.parameters()}
 
 
 def _fills(model: nn.Module, device: torch.device, request: NetworkRequest) -> bool:
-    """Whether the network lies on this GPU as it is to run, and a second one would not fit well."""
+    """Returns whether the network is already on this GPU in the form in which it runs, and a second one would not
+    fit."""
     if device.type != "cuda" or request.dtype is not None or request.channels_last:
         return False
     held = list(model.parameters())
@@ -309,7 +313,7 @@ def _plan(model: nn.Module, request: NetworkRequest, left: Mapping[str, str] = N
 
 def _swap(model: nn.Module, request: NetworkRequest, left: Mapping[str, str]) -> nn.Module:
     with warnings.catch_warnings():
-        # The plan says the same, and the report shows it.
+        # The plan says the same, and the report shows the plan.
         warnings.simplefilter("ignore", SwapWarning)
         return swap_layers(
             model,

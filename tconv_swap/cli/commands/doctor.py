@@ -23,7 +23,7 @@ STYLES = {"ok": "green", "--": "yellow", "NO": "bold red"}
 
 @expanded(without=("reports", "verbose", "quiet"))
 def doctor(output: Output) -> NoReturn:
-    """Say in ten lines what works here, what is missing, and what PyTorch's own operators compute.
+    """Say in ten lines what works on this machine, what is missing, and what PyTorch's operators compute.
 
     Compiles one empty kernel; builds and launches nothing. Paste it into a bug report.
     """

@@ -32,8 +32,8 @@ be loaded or is not trusted; 4 = nothing to swap; 70 = an error in tconv-swap it
 def explain(request: ExplainRequest, output: Output) -> NoReturn:
     """Say what would compute each layer of a saved network: kernels, tiles, why, work, and what bounds it.
 
-    No kernel runs and nothing is compiled. Shapes are followed through the network without numbers; only a network that
-    depends on numbers, or one on a GPU of this machine, is run once.
+    No kernel runs and nothing is compiled. Shapes are followed through the network without data. A network is run
+    once only if it depends on data or is on a GPU of this machine.
     """
     check_targets(output, files_read(request))
     request = replace(request, written=tuple(output.places))

@@ -1,4 +1,4 @@
-"""`tconv-swap tune MODEL`: measure on this GPU what computes each swapped layer fastest, and go by it from then on."""
+"""`tconv-swap tune MODEL`: measures on this GPU what computes each swapped layer fastest, and keeps the result."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ tconv-swap itself; {SIGNAL_CODES} What was measured until then is kept."""
 
 @expanded(without=("backend", "reports", "verbose"))
 def tune(request: NetworkRequest, output: Output) -> NoReturn:
-    """Measure on this GPU what computes each swapped layer fastest; every later use of them here goes by it."""
+    """Measure on this GPU what computes each swapped layer fastest. Every later run on it uses the result."""
     check_targets(output, files_read(request))
     request = replace(request, written=tuple(output.places))
     outcome = attempt(lambda progress: workflow.tune_layers(request, progress), quiet=output.quiet)
