@@ -12,6 +12,7 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import results
 import torch
 from common import arguments
 from dcgan import build_generator
@@ -42,14 +43,13 @@ class Outcome(NamedTuple):
 
 
 def main(argv: Sequence[str] | None = None) -> Outcome:
-    options = arguments(__doc__, argv, steps=5, size=64, batch=16, width=16)
+    options = arguments(__doc__, argv, steps=5, size=64, batch=16, width=16, with_ways=True)
     torch.manual_seed(0)
     network = build_generator(options.size, options.width).to(options.device)
     batches = [torch.randn(options.batch, 100, 1, 1, device=options.device) for _ in range(options.steps)]
     # Compiling takes a minute on a CPU: there, the layouts alone.
-    ways = (
-        None if options.device.startswith("cuda") else ["ours", "pytorch+channels_last", "ours+channels_last"]
-    )
+    layouts = ["ours", "pytorch+channels_last", "ours+channels_last"]
+    ways = options.ways or (None if options.device.startswith("cuda") else layouts)
     serving = tconv_swap.optimize(network, batches[0], ways=ways)
     print(serving.report)
     training = tconv_swap.optimize(network, batches[0], training=True, ways=ways)
@@ -60,6 +60,23 @@ def main(argv: Sequence[str] | None = None) -> Outcome:
     losses = list(zip(today, best, strict=True))
     for step, (before, after) in enumerate(losses, start=1):
         print(f"step {step}: loss {before:.6f} today, {after:.6f} as {training.run.way}")
+    if options.save is not None:
+        both = tconv_swap.WaysReport(
+            [*serving.report.stages, *training.report.stages],
+            training.report.environment,
+            training.report.method,
+        )
+        results.save_report(
+            options.save / "best_way.md",
+            "examples/best_way.py",
+            tconv_swap.plan_swap(eager),
+            batches[0],
+            both.chosen.verification,
+            ways=both,
+        )
+        with torch.no_grad():
+            rows = {"today": eager(batches[0]), "best way": training.model(batches[0])}
+        results.save_picture(options.save / "best_way.png", rows)
     return Outcome(serving.report, training.report, losses)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+import results
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -27,8 +30,10 @@ def arguments(
     size: int,
     batch: int,
     width: int | None = None,
+    with_ways: bool = False,
 ) -> argparse.Namespace:
-    """The options of an example, with its defaults; without ``width``, the network has none to choose."""
+    """The options of an example, with its defaults; without ``width``, the network has none to choose.
+    ``with_ways``: which ways are tried is one of them."""
     parser = argparse.ArgumentParser(description=description, formatter_class=_HelpFormatter)
     parser.add_argument("--steps", type=int, default=steps, help="training steps of either network")
     parser.add_argument("--size", type=int, default=size, help="height and width of the images, pixels")
@@ -39,6 +44,9 @@ def arguments(
     parser.add_argument(
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="where it runs"
     )
+    if with_ways:
+        parser.add_argument("--ways", nargs="+", help="try these ways, instead of all that fit the device")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write a picture and the report here")
     return parser.parse_args(argv)
 
 
@@ -117,6 +125,9 @@ def summarise(
     for layer in plan.swapped:
         print(f"  {' = '.join(layer.names)}: {layer.geometry}")
 
+    for block in plan.blocks:
+        print(f"  {block}")
+
     print(f"\nMilliseconds on {machine_name(timing.environment)}")
     rows = [*timing.layers, *timing.network]
     wide = max(len(row.name) for row in rows)
@@ -130,3 +141,29 @@ def summarise(
     if not verification.passed:
         sys.exit("\n".join(["verification failed:", *verification.failures]))
     return outcome
+
+
+def save(
+    args: argparse.Namespace,
+    name: str,
+    outcome: Outcome,
+    inputs: Any,
+    rows: Callable[[], Mapping[str, Tensor]],
+) -> None:
+    """Writes the picture and the report into the directory of ``--save``, if that is given.
+
+    Args:
+        args: the options.
+        name: of both files.
+        outcome: what the example found out.
+        inputs: what both networks were verified and timed on.
+        rows: gives the images in the rows of the picture, as ``results.save_picture`` takes them.
+    """
+    if args.save is None:
+        return
+    report = args.save / f"{name}.md"
+    results.save_report(
+        report, f"examples/{name}.py", outcome.plan, inputs, outcome.verification, outcome.timing
+    )
+    with torch.no_grad():
+        results.save_picture(args.save / f"{name}.png", rows())

@@ -129,7 +129,15 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
     timing = tconv_swap.benchmark(original, swapped, (a, b), iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
-    return common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    common.save(
+        args,
+        "cyclegan",
+        outcome,
+        (a, b),
+        lambda: {"input": a, "original": original(a, b)["fake_b"], "swapped": swapped(a, b)["fake_b"]},
+    )
+    return outcome
 
 
 if __name__ == "__main__":

@@ -77,7 +77,11 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
     timing = tconv_swap.benchmark(original, swapped, latent, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
-    return common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    common.save(
+        args, "dcgan", outcome, latent, lambda: {"original": original(latent), "swapped": swapped(latent)}
+    )
+    return outcome
 
 
 if __name__ == "__main__":

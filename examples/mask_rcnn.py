@@ -81,6 +81,12 @@ def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
     return losses
 
 
+def masks(model: nn.Module, inputs: Batch) -> Tensor:
+    """``[batch, 1, size, size]`` in [-1, 1]: the union of the masks of all detections."""
+    found = model.eval()(inputs["images"])
+    return torch.stack([2 * one["masks"].amax(dim=0) - 1 for one in found])
+
+
 def main(argv: Sequence[str] | None = None) -> common.Outcome:
     args = common.arguments(__doc__, argv, steps=2, size=96, batch=1)
     torch.manual_seed(0)
@@ -92,7 +98,19 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
     timing = tconv_swap.benchmark(original, swapped, inputs, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
-    return common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    common.save(
+        args,
+        "mask_rcnn",
+        outcome,
+        inputs,
+        lambda: {
+            "input": 2 * torch.stack(inputs["images"]) - 1,
+            "original": masks(original, inputs),
+            "swapped": masks(swapped, inputs),
+        },
+    )
+    return outcome
 
 
 if __name__ == "__main__":

@@ -106,7 +106,15 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
     timing = tconv_swap.benchmark(original, swapped, labels, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
-    return common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    common.save(
+        args,
+        "pix2pix",
+        outcome,
+        labels,
+        lambda: {"input": labels, "original": original(labels), "swapped": swapped(labels)},
+    )
+    return outcome
 
 
 if __name__ == "__main__":

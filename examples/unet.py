@@ -66,6 +66,11 @@ def train(model: nn.Module, args: argparse.Namespace) -> list[float]:
     return losses
 
 
+def mask(model: nn.Module, images: Tensor) -> Tensor:
+    """``[batch, 1, size, size]`` in [-1, 1]: how probable it is that a pixel is of the disk."""
+    return 2 * model(images).softmax(dim=1)[:, 1:] - 1
+
+
 def main(argv: Sequence[str] | None = None) -> common.Outcome:
     args = common.arguments(__doc__, argv, steps=5, size=128, width=16, batch=2)
     torch.manual_seed(0)
@@ -77,7 +82,15 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
     timing = tconv_swap.benchmark(original, swapped, images, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
-    return common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    common.save(
+        args,
+        "unet",
+        outcome,
+        images,
+        lambda: {"input": images, "original": mask(original, images), "swapped": mask(swapped, images)},
+    )
+    return outcome
 
 
 if __name__ == "__main__":

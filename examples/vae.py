@@ -78,7 +78,15 @@ def main(argv: Sequence[str] | None = None) -> common.Outcome:
     timing = tconv_swap.benchmark(original, swapped, images, iters=args.iters)
 
     losses = {"original": train(original, args), "swapped": train(swapped, args)}
-    return common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    outcome = common.summarise(tconv_swap.plan_swap(swapped), verification, timing, losses)
+    common.save(
+        args,
+        "vae",
+        outcome,
+        images,
+        lambda: {"input": images, "original": original(images)[0], "swapped": swapped(images)[0]},
+    )
+    return outcome
 
 
 if __name__ == "__main__":

@@ -28,11 +28,10 @@ from tconv_swap.surgery import (
 )
 from tconv_swap.tuning import TuneReport, tune
 from tconv_swap.verification import VerifyReport, verify
+from tconv_swap.version import __version__
 from tconv_swap.ways.optimize import Optimized, in_way, optimize
 from tconv_swap.ways.report import WaysReport
 from tconv_swap.ways.run import WayWarning
-
-__version__ = "0.1.0"
 
 __all__ = [
     "BenchmarkReport",
@@ -49,6 +48,7 @@ __all__ = [
     "VerifyReport",
     "WayWarning",
     "WaysReport",
+    "__version__",
     "benchmark",
     "conv_transpose2d",
     "explain",

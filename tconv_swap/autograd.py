@@ -1,4 +1,4 @@
-"""The derivative of a transposed convolution for whatever csrc/node.h does not differentiate: the CPU, and tracers."""
+"""The derivative of a transposed convolution where csrc/node.h does not provide it: on the CPU and under tracers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tconv_swap.geometry import Arguments
 
 
 class ConvTranspose2dFunction(torch.autograd.Function):
-    """Input, weight, bias, arguments and backend, as ``graph.output`` takes them, to the output."""
+    """Computes the output from input, weight, bias, arguments and backend, as ``graph.output`` takes them."""
 
     @staticmethod
     def forward(
@@ -29,7 +29,7 @@ class ConvTranspose2dFunction(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad[:3]
         with without_autocast():
-            # Gradients of gradients are PyTorch's, whose operator is differentiable any number of times.
+            # PyTorch's operator, which is differentiable any number of times, computes gradients of gradients.
             if torch.is_grad_enabled():
                 found = native.backward(grad_output, input, weight, ctx.arguments, mask)
             else:

@@ -1,4 +1,4 @@
-"""Whether two tensors hold the same bits."""
+"""Compares the bits of two tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether shapes, dtypes and bits agree: a NaN is the same as itself, and 0 is not the same as -0.
+    """Returns whether shapes, dtypes and bits are equal: a NaN equals itself, and 0 does not equal -0.
 
-    Sparse and nested tensors agree where all that they are made of does: indices, values, parts. Where no bits can be
-    looked at (tensors on the meta device) the answer is no.
+    Sparse and nested tensors are equal if all their parts are: indices, values, components. If there are no bits to
+    compare (tensors on the meta device), the result is False.
     """
     if (first.dtype, first.layout, first.is_nested) != (second.dtype, second.layout, second.is_nested):
         return False
@@ -31,7 +31,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    """The strided tensors that a sparse or nested one is made of."""
+    """Returns the strided tensors that a sparse or nested tensor consists of."""
     tensor = tensor.detach()
     if tensor.is_nested:
         return list(tensor.unbind())

@@ -1,4 +1,4 @@
-"""What a call's tensors must satisfy, and the memory format PyTorch would give its result."""
+"""Checks the tensors of a call, and tells the memory format that PyTorch would give its result."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from tconv_swap.geometry import Geometry, cached_geometry, check_geometry
 
 
 def check_tensors(input: Tensor, **others: Tensor | None) -> None:
-    """Every tensor has the dtype of ``input`` and is on its device.
+    """Checks that every tensor has the dtype of ``input`` and is on its device.
 
     Raises:
-        RuntimeError: naming the tensor and what was expected.
+        RuntimeError: one does not; the message names it and what was expected.
     """
     for name, tensor in others.items():
         if tensor is None:
@@ -33,7 +33,7 @@ def check_tensors(input: Tensor, **others: Tensor | None) -> None:
 
 
 def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any]) -> Geometry:
-    """The geometry of a forward call; ``arguments``: stride, padding, output_padding, groups, dilation.
+    """Returns the geometry of a forward call. ``arguments``: stride, padding, output_padding, groups, dilation.
 
     Raises:
         RuntimeError: as ``check_tensors`` and ``check_geometry``.
@@ -43,10 +43,10 @@ def check_forward(input: Tensor, weight: Tensor, bias: Tensor | None, arguments:
 
 
 def check_backward(grad_output: Tensor, input: Tensor, weight: Tensor, arguments: Sequence[Any]) -> Geometry:
-    """The same for a backward call.
+    """Returns the geometry of a backward call.
 
     Raises:
-        RuntimeError: also when ``grad_output`` does not have the shape of the output.
+        RuntimeError: as ``check_forward``, or ``grad_output`` does not have the shape of the output.
     """
     check_tensors(input, weight=weight, grad_output=grad_output)
     geometry = _geometry(input, weight, None, arguments)
@@ -59,7 +59,7 @@ def check_backward(grad_output: Tensor, input: Tensor, weight: Tensor, arguments
 
 def _geometry(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any]) -> Geometry:
     stride, padding, output_padding, groups, dilation = arguments
-    # PyTorch's operator gives an empty output on CUDA, and none on the CPU.
+    # PyTorch's operator returns an empty output on CUDA, and raises on the CPU.
     if input.device.type == "cpu" and weight.dim() == 4 and weight.shape[1] == 0:
         raise RuntimeError(
             f"expected weight to have at least one output channel, but got weight of size {list(weight.shape)}"
@@ -81,7 +81,8 @@ def _geometry(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Seq
 
 
 def output_memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
-    """The format PyTorch gives out: channels_last if input or weight has it (cuDNN: never for float64)."""
+    """Returns the format of PyTorch's output: channels_last if input or weight has it (with cuDNN never for
+    float64)."""
     if input.device.type == "cuda" and input.dtype == torch.float64:
         return torch.contiguous_format
     if _is_channels_last(input) or _is_channels_last(weight):
@@ -89,17 +90,18 @@ def output_memory_format(input: Tensor, weight: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-#: Whose sizes are numbers: to ask each of them takes longer than all the rest.
+#: The sizes of these types are plain integers; checking each size would take longer than the rest of the function.
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:
-    """What ``Tensor::suggest_memory_format`` asks (c10/core/MemoryFormat.h, is_channels_last_strides_2d)."""
+    """Returns whether ``Tensor::suggest_memory_format`` says channels_last (c10/core/MemoryFormat.h,
+    is_channels_last_strides_2d)."""
     sizes, strides = tensor.shape, tensor.stride()
     if type(tensor) not in _PLAIN_TYPES and any(
         isinstance(number, torch.SymInt) for number in (*sizes, *strides)
     ):
-        # Guards on symbolic sizes are PyTorch's business. Its function imports sympy: 1.8 s of a first call.
+        # PyTorch's function sets guards on symbolic sizes. It imports sympy, which takes 1.8 s at the first call.
         from torch._prims_common import suggest_memory_format
 
         return suggest_memory_format(tensor) == torch.channels_last
@@ -109,7 +111,7 @@ def _is_channels_last(tensor: Tensor) -> bool:
     for dimension in (1, 3, 2, 0):
         if sizes[dimension] == 0 or strides[dimension] < least:
             return False
-        # Of one pixel and one channel nobody can tell; PyTorch calls it contiguous.
+        # One pixel with one channel has both formats; PyTorch calls it contiguous.
         if dimension == 0 and least == strides[1]:
             return False
         least = strides[dimension] * sizes[dimension]

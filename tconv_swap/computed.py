@@ -1,7 +1,7 @@
 """Tensors that a network computes from its parameters and keeps as plain attributes.
 
-`torch.nn.utils.weight_norm`, `spectral_norm` and `prune` do so, and what is written like them: a hook sets
-`weight` before every forward, and autograd made it, so that `copy.deepcopy` refuses the network.
+`torch.nn.utils.weight_norm`, `spectral_norm`, `prune` and similar code do so: a hook sets `weight` before every
+forward pass. Autograd made this tensor, so `copy.deepcopy` refuses the network.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ from torch import Tensor, nn
 
 _M = TypeVar("_M", bound=nn.Module)
 
-# Of the parameter that `weight` is computed from: without gradients its result looks like any other tensor.
+# Suffixes of the parameter that `weight` is computed from: without gradients, the computed tensor looks like any
+# other.
 _SUFFIXES = ("_orig", "_g", "_bar", "_raw")
 
 
 def computed_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The computed tensors of this very module, by name."""
+    """Returns the computed tensors of this module, not of its children, by name."""
     return {name: value for name, value in vars(module).items() if _is_computed(module, name, value)}
 
 
 def deep_copy(model: _M, memo: dict[int, Any] | None = None, dtype: torch.dtype | None = None) -> _M:
-    """`copy.deepcopy` that also copies sparse and nested tensors, and computed ones: as numbers, until the hooks
-    compute them anew.
+    """Returns `copy.deepcopy` of a network, including sparse, nested and computed tensors. Computed tensors are
+    copied as plain values, until the hooks compute them again.
 
     Args:
         model: the network.
         memo: as in `copy.deepcopy`.
-        dtype: of the copies of computed floating-point tensors, which `copy.to(dtype)` leaves as they are;
-            None is their own.
+        dtype: the dtype of the copies of computed floating-point tensors, which `copy.to(dtype)` leaves as they are;
+            None keeps their own.
     """
     memo = {} if memo is None else memo
     for module in model.modules():
@@ -48,7 +49,7 @@ def deep_copy(model: _M, memo: dict[int, Any] | None = None, dtype: torch.dtype 
 
 
 def _has_no_storage(tensor: Tensor) -> bool:
-    """Sparse and nested tensors, of which `copy.deepcopy` knows some only."""
+    """Returns whether a tensor is sparse or nested: `copy.deepcopy` supports only some of these."""
     return tensor.layout != torch.strided or tensor.is_nested
 
 
@@ -60,17 +61,17 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 class ComputedState:
-    """Which computed tensors some modules hold, to be put back after they have run.
+    """The computed tensors that some modules hold, which can be put back after the modules have run.
 
-    Other plain attributes are left as a run leaves them: a cache and what says that it is filled belong
-    together. What autograd made is no such cache, since a second backward pass through it fails.
+    Other plain attributes stay as a run leaves them, since a cache and the flag that says it is filled belong
+    together. A tensor that autograd made is not such a cache: a second backward pass through it fails.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._held = [(module, dict(vars(module))) for module in modules]
 
     def put_back(self) -> None:
-        """The very same tensors as before; what was not there, or was no tensor, is so again."""
+        """Puts the same tensor objects back; an attribute that was missing, or was not a tensor, is so again."""
         for module, before in self._held:
             names = computed_tensors(module).keys() | {
                 name for name, value in before.items() if _is_computed(module, name, value)

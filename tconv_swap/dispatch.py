@@ -1,5 +1,4 @@
-"""Who wants to see a call beside its caller (compilers, tracers, modes, transforms, subclasses), and what an autocast
-casts."""
+"""Tells who intercepts a call (compilers, tracers, modes, transforms, subclasses), and what an autocast casts."""
 
 from __future__ import annotations
 
@@ -21,17 +20,17 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C
 
 
 def is_untransformed() -> bool:
-    """Whether a tensor's sizes and strides are those that PyTorch would see: no compiler or tracer, no vmap."""
+    """Returns whether a tensor's sizes and strides are real: there is no compiler, tracer or vmap."""
     return not torch.compiler.is_compiling() and _functorch_level() is None and not _is_tracing()
 
 
 def is_eager() -> bool:
-    """Whether no compiler, tracer, mode or transform wants to see a call."""
+    """Returns whether no compiler, tracer, mode or transform intercepts calls."""
     return is_untransformed() and _dispatch_modes() == 0 and forward_ad._current_level < 0
 
 
 def is_left_to_pytorch() -> bool:
-    """Whether what follows the call knows PyTorch's operator only.
+    """Returns whether the code that records the call knows only PyTorch's operator.
 
     A TorchScript trace and an ONNX graph run without us; forward-mode derivatives have no rule for our op.
     """
@@ -41,7 +40,7 @@ def is_left_to_pytorch() -> bool:
 
 
 def are_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether none of them is of a subclass that wants to see the call."""
+    """Returns whether none of them is of a subclass that intercepts the call."""
     return (
         type(input) is Tensor
         and type(weight) in (Parameter, Tensor)
@@ -50,7 +49,7 @@ def are_plain(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def is_unseen(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether nobody wants to see, cast or differentiate a call."""
+    """Returns whether nothing intercepts, casts or differentiates a call."""
     return (
         is_eager()
         and not _any_autocast()
@@ -66,7 +65,8 @@ def needs_gradient(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def cast(tensor: Tensor | None, device_type: str, dtype: torch.dtype) -> Tensor | None:
-    """As PyTorch's autocast casts an operand of conv_transpose2d: float tensors but float64, to its dtype."""
+    """Casts an operand of conv_transpose2d as PyTorch's autocast does: floating-point tensors, except float64, to
+    its dtype."""
     eligible = (
         tensor is not None
         and tensor.is_floating_point()
@@ -77,7 +77,7 @@ def cast(tensor: Tensor | None, device_type: str, dtype: torch.dtype) -> Tensor 
 
 
 def cast_operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The operands as the autocast that is on wants them; as they are where none is on."""
+    """Returns the operands as the active autocast casts them, or unchanged if none is active."""
     device_type = input.device.type
     if not (_any_autocast() and torch.is_autocast_enabled(device_type)):
         return input, weight, bias
@@ -88,7 +88,8 @@ def cast_operands(input: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Operands have been cast by now, or came as they are wanted: a backward pass inside of an autocast casts none."""
+    """Disables autocast inside: the operands have been cast already, and a backward pass under an autocast casts
+    nothing."""
     if not _any_autocast():
         yield
         return

@@ -1,4 +1,5 @@
-"""``explain``: what computes a layer, by which kernels and tiles, why, and what bounds it. Runs no kernel."""
+"""``explain`` says what computes a layer, with which kernels and tiles, why, and what bounds it. It runs no
+kernel."""
 
 from __future__ import annotations
 
@@ -18,10 +19,10 @@ from tconv_swap.layer_state import LayerState, Operands
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.measurement.stages import LayerCall, capture_calls
-from tconv_swap.measurement.state import preserved
 from tconv_swap.op import SUPPORTED_DTYPES
+from tconv_swap.preserving import preserved
 
-#: Multiprocessors and bytes of shared memory that a block may ask for, of a GPU of each architecture.
+#: For one GPU of each architecture: its multiprocessors, and the bytes of shared memory that a block may request.
 DEVICES = {
     "sm_75": (40, 64 << 10),  # T4
     "sm_80": (108, 163 << 10),  # A100
@@ -70,11 +71,11 @@ class StageExplanation:
         stage: ``"forward"`` or the gradients, such as ``"grad_input, grad_weight"``.
         backend: ``"kernel"``, ours, or ``"native"``, PyTorch's operator.
         family: of the kernels; on the CPU the formulation.
-        why: why this and no other, with the tile.
-        kernels: in the order of their launches; none where PyTorch's operator or the CPU computes.
+        why: the reason for this choice, with the tile.
+        kernels: in the order of their launches; empty if PyTorch's operator or the CPU computes.
         flops: useful floating-point operations.
         bytes: fewest bytes that must move through memory.
-        workspace_bytes: of memory that is used meanwhile.
+        workspace_bytes: bytes of temporary memory.
         bound: ``"memory"`` or ``"arithmetic"``: which of the two takes longer at the ceilings; ``"unknown"``.
         roof_us: the longer of the two, in microseconds: the least that the stage can take; None where unknown.
         ceilings: where the ceilings are from.
@@ -137,13 +138,13 @@ class LayerExplanation:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Every swapped layer of a network, once for each form of inputs that it was called with."""
+    """Every swapped layer of a network, once for each form of inputs with which it was called."""
 
     layers: tuple[LayerExplanation, ...]
 
     @property
     def native(self) -> tuple[str, ...]:
-        """One line for each layer and stage that PyTorch's operator computes, and why."""
+        """Returns one line for each layer and stage that PyTorch's operator computes, with the reason."""
         return tuple(
             f"{layer.name or '(the model itself)'}: PyTorch computes {stage.stage} ({stage.why})"
             for layer in self.layers
@@ -200,7 +201,8 @@ def _calls(module: nn.Module, inputs: Inputs) -> list[_Called]:
     layers = {name: m for name, m in module.named_modules() if isinstance(m, LayerState)}
     with preserved(module), torch.no_grad():
         found = capture_calls(module, list(layers), lambda: inputs.map(Tensor.clone)(module))
-        # Within: a weight that a hook computes has the network's dtype and layout only once it has run.
+        # Inside the run: a weight that a hook computes has the network's dtype and layout only after the hook has
+        # run.
         return [_called(layers[captured.name], captured) for captured in found]
 
 
@@ -225,7 +227,7 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
         posed = replace(posed, channels_last=False)
     mask = (True, True, bias is not None) if backward else None
     if on_cpu:
-        # TF32 is of GPUs alone.
+        # Only GPUs have TF32.
         posed = replace(posed, precision="ieee")
         where = str(device)
         stages = _on_cpu(posed, input, weight, layer.tconv_backend, mask)
@@ -253,7 +255,7 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
 
 
 def _form(tensor: Tensor | None, autocast: torch.dtype | None) -> Any:
-    """A tensor without numbers that lies as ``tensor`` does, cast as autocast casts it."""
+    """Returns a tensor without data that has the layout of ``tensor``, cast as autocast casts it."""
     if tensor is None:
         return None
     casts = autocast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
@@ -264,7 +266,7 @@ def _form(tensor: Tensor | None, autocast: torch.dtype | None) -> Any:
 def _gpu(
     device: torch.device, architecture: str | None
 ) -> tuple[str, plan.Device, KnownCeilings | None, tuned.Winners]:
-    """Its name, what planning must know of it, its ceilings, and what was tuned for it."""
+    """Returns its name, what planning must know about it, its ceilings, and its tuned winners."""
     if architecture is not None:
         facts = plan.Device(architecture, *DEVICES[architecture])
         return architecture, facts, known_ceilings(None, facts.compute_capability), tuned.NONE

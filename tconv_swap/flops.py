@@ -1,4 +1,4 @@
-"""FLOPs of our ops for ``torch.utils.flop_counter``, which takes an operator that it has no formula of for free."""
+"""FLOPs of our ops for ``torch.utils.flop_counter``, which counts zero for an operator without a formula."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _NAMESPACE = torch.ops.tconv_swap
 
 @cache
 def register() -> None:
-    """From here on every new ``FlopCounterMode`` counts what ours compute, as it counts PyTorch's convolutions.
+    """Registers the formulas: from now on every new ``FlopCounterMode`` counts our ops as it counts PyTorch's
+    convolutions.
 
-    Not at import of this package: the module of the counters brings torch._decomp along, which few need.
+    This does not happen when the package is imported: the counters' module imports torch._decomp, which few need.
     """
     from torch.utils.flop_counter import conv_flop_count, register_flop_formula
 
@@ -28,7 +29,7 @@ def register() -> None:
     def _(input: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
         return count(input, weight)
 
-    # Every product of the forward pass occurs in the gradient of the input once, and in that of the weight.
+    # Each multiply-add of the forward pass occurs once in the gradient of the input and once in that of the weight.
     @register_flop_formula(_NAMESPACE.conv_transpose2d_gradients)
     def _(
         _: Any, input: Sequence[int], weight: Sequence[int], geometry: Any, mask: Any, *__: Any, **___: Any

@@ -1,4 +1,4 @@
-"""``freeze`` and ``unfreeze``: packed weights, kept, for a network that only infers."""
+"""``freeze`` and ``unfreeze``: keep packed weights for a network that is used for inference only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tconv_swap.layer_state import LayerState
 
 
 def freeze(model: nn.Module) -> nn.Module:
-    """Keep the packed weights of the swapped layers of a network for as long as it only infers.
+    """Keep the packed weights of the swapped layers of a network while it is used for inference only.
 
-    On CUDA some kernels want the weight in another order. By default they pack it on every call, so that no change of
-    it can be missed. A frozen layer packs it once for each kind of input and uses that where no gradient is needed,
+    On CUDA some kernels need the weight in another order. By default they pack it on every call, so that no change of
+    it is missed. A frozen layer packs it once for each kind of input and uses the result where no gradient is needed,
     no autocast is on and no CUDA graph is being captured; elsewhere it computes as before.
 
     A layer is no longer frozen after ``unfreeze``, ``load_state_dict``, ``.train()``, ``.to()`` and its like, and after
@@ -39,7 +39,7 @@ def freeze(model: nn.Module) -> nn.Module:
 
 
 def unfreeze(model: nn.Module) -> nn.Module:
-    """Undo ``freeze``: every layer reads its weight on every call again, and what was packed is let go.
+    """Undo ``freeze``: every layer reads its weight on every call again, and the packed weights are released.
 
     Args:
         model: a network, frozen or not; may itself be the layer.
@@ -54,7 +54,7 @@ def unfreeze(model: nn.Module) -> nn.Module:
 
 
 class FrozenState:
-    """Which of some modules are frozen layers, to be frozen again after they have run in training mode."""
+    """The frozen layers among some modules, which can be frozen again after they have run in training mode."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._layers = [
@@ -62,7 +62,8 @@ class FrozenState:
         ]
 
     def put_back(self) -> None:
-        """What was packed is still there where nothing undid it; elsewhere it is packed anew by the next call."""
+        """Freezes the layers again. A packed weight that still exists is kept; the next call packs the others
+        again."""
         for layer in self._layers:
             if not layer.tconv_is_frozen():
                 layer.tconv_keep_packed()

@@ -1,7 +1,7 @@
-"""Transposed convolutions that a network calls as functions: there is no layer to swap, but they are not missed.
+"""Finds transposed convolutions that a network calls as functions: they cannot be swapped, but they are reported.
 
-With inputs the network runs, and every call is seen as it is made. Without, it is traced with ``torch.fx``,
-which sees what a symbolic value can reach and gives up at the first branch on one.
+With inputs the network runs, and every call is recorded. Without inputs it is traced with ``torch.fx``, which sees
+what a symbolic value reaches and stops at the first branch on such a value.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tconv_swap.input_search import try_modes
 from tconv_swap.inputs import Inputs
 from tconv_swap.layer import SWAPPED
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 _FUNCTIONS: dict[Any, str] = {
     torch.conv_transpose1d: "conv_transpose1d",

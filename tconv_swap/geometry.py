@@ -94,7 +94,7 @@ class Geometry:
 
     @property
     def layer_constants(self) -> tuple[tuple[str, int], ...]:
-        """What a layer fixes whatever its input, by the names that kernels use."""
+        """The constants that a layer fixes for every input, by the names that kernels use."""
         return (
             ("IN_CHANNELS", self.in_channels),
             ("OUT_CHANNELS", self.out_channels),
@@ -111,7 +111,7 @@ class Geometry:
 
     @property
     def constants(self) -> tuple[tuple[str, int], ...]:
-        """The same with the sizes of the images. The batch is an argument of kernels, never a constant."""
+        """The same, and the sizes of the images. The batch is an argument of kernels, never a constant."""
         return (
             *self.layer_constants,
             ("HEIGHT", self.height),
@@ -146,11 +146,11 @@ def phase_taps(kernel: int, stride: int, dilation: int, phase: int) -> list[int]
 
 
 def as_pair(value: Any, name: str) -> Pair:
-    """``value`` as a (vertical, horizontal) pair, as PyTorch reads it.
+    """Returns ``value`` as a (vertical, horizontal) pair, as PyTorch reads it.
 
     Raises:
         TypeError: not an integer or a sequence of integers.
-        RuntimeError: a sequence that has neither one nor two entries.
+        RuntimeError: a sequence that does not have one or two entries.
     """
     if type(value) is int:
         return (value, value)
@@ -183,7 +183,7 @@ def _as_int(value: Any, name: str) -> int:
 
 
 def as_list(arguments: Sequence[Any]) -> list[Any]:
-    """Stride, padding, output_padding, groups and dilation as one list of nine integers, as ops take them."""
+    """Returns stride, padding, output_padding, groups and dilation as one list of nine integers, as ops take them."""
     stride, padding, output_padding, groups, dilation = arguments
     return [*stride, *padding, *output_padding, groups, *dilation]
 
@@ -287,5 +287,5 @@ def check_geometry(
     return geometry
 
 
-#: The same for plain integers, remembered: a layer asks for the same few geometries again and again.
+#: The same for plain integers, with a cache: a layer asks for the same few geometries again and again.
 cached_geometry = lru_cache(maxsize=4096)(check_geometry)

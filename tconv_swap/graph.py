@@ -44,7 +44,7 @@ _bias_is_cast: ContextVar[bool] = ContextVar("_bias_is_cast", default=False)
 def output(
     input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Sequence[Any], backend: str
 ) -> Tensor:
-    """``[batch, out_channels, out_height, out_width]``.
+    """Returns ``[batch, out_channels, out_height, out_width]``.
 
     Args:
         arguments: stride, padding, output_padding, groups, dilation.
@@ -72,7 +72,7 @@ def gradients(
     mask: Sequence[bool],
     backend: str,
 ) -> list[Tensor]:
-    """Those of the input, the weight and the bias that ``mask`` asks for, in that order.
+    """Returns the gradients of input, weight and bias that ``mask`` asks for, in that order.
 
     Raises:
         RuntimeError: as ``output``.
@@ -90,7 +90,7 @@ def gradients(
 
 @contextmanager
 def bias_is_cast(whether: bool) -> Iterator[None]:
-    """Around a call that an autocast makes: whether it had to cast the bias for it."""
+    """Surrounds a call that an autocast makes, and says whether it had to cast the bias."""
     token = _bias_is_cast.set(whether)
     try:
         yield
@@ -99,7 +99,7 @@ def bias_is_cast(whether: bool) -> Iterator[None]:
 
 
 def _is_for_a_compiler(input: Tensor) -> bool:
-    """Whether a call to be computed by our kernels is on its way into a compiler's graph."""
+    """Returns whether a call that our kernels compute is being recorded into a compiler's graph."""
     return input.is_cuda and torch._C._get_dispatch_mode(_functional_mode) is not None
 
 
@@ -134,10 +134,10 @@ def _compute_gradients(
 
 
 def _is_left_to_host(backend: str) -> bool:
-    """Whether the op has a kernel of the host part for CUDA, now that it is loaded; else PyTorch's operator computes.
+    """Loads the host part; returns whether it has a kernel of the op for CUDA. Otherwise PyTorch's operator computes.
 
     Raises:
-        BuildError: it cannot be built, and ``backend`` asks for our kernels.
+        BuildError: the host part cannot be built, and ``backend`` asks for our kernels.
     """
     if backend == KERNEL:
         host.library()
@@ -159,7 +159,8 @@ def _output_autograd(
     geometry: Sequence[Any],
     backend: str,
 ) -> Tensor:
-    """A compiled graph differentiates around its calls; a decomposed program is run as anything else is."""
+    """Differentiates a call outside of a compiled graph, such as one of a decomposed program. A compiled graph
+    differentiates by itself."""
     if _wants_derivative(input, weight, bias):
         whole_op = torch.ops.tconv_swap.conv_transpose2d.default
         return whole_op(input, weight, bias, *from_list(geometry), backend)  # type: ignore[no-any-return]
@@ -176,7 +177,7 @@ def _gradients_autograd(
     mask: Sequence[bool],
     backend: str,
 ) -> list[Tensor]:
-    """Gradients of gradients are PyTorch's."""
+    """PyTorch's operator computes gradients of gradients."""
     if _wants_derivative(grad_output, input, weight):
         return _gradients_by_pytorch(grad_output, input, weight, geometry, mask, backend)
     keys = keys & torch._C._after_autograd_keyset
@@ -208,7 +209,7 @@ def _gradients_by_pytorch(
 def register_autocast(
     register: Callable[[str, Callable[..., Tensor], str], object], op: Any, device_type: str
 ) -> None:
-    """An autocast casts input, weight and bias, an op's first arguments, as it would a convolution's."""
+    """Registers an op for autocast: input, weight and bias, its first arguments, are cast like a convolution's."""
     key = getattr(torch._C.DispatchKey, {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}[device_type])
     excluded = torch._C.DispatchKeySet(key)
 

@@ -1,7 +1,7 @@
-"""A guess at a network's inputs when the user gives none.
+"""Finds inputs for a network when the user gives none.
 
-`infer_inputs` finds a shape by trying what the layers that may read the input would accept, and says what it used;
-`advice` says how to give what it cannot find.
+`infer_inputs` tries shapes that the layers which may read the input accept, and says which one it used; `advice` says
+how to give inputs that it cannot find.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs, random_inputs
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 # Batch 2: with one sample, BatchNorm over 1x1 maps has a single value per channel and refuses to train.
 BATCHES = (2, 1)
 # An image network first gets an image; a size that its head or its depth needs follows.
 IMAGE_SIZES = (64, 128, 256, 224, 32, 28, 16, 8, 4, 1, 299, 512)
-# Of these channels, grey and colours, is also what a transposed convolution reads as an image.
+# Images have this many channels, grey or colour; a transposed convolution may read an image too.
 IMAGE_CHANNELS = (1, 3)
-# Larger ones only where none of the smaller runs.
+# Larger shapes are tried only if none of the smaller ones runs.
 LARGEST_PREFERRED = 256
-# A transposed convolution that reads the network's input is fed a latent vector (stride 1, no padding) ...
+# A transposed convolution that reads the network's input gets a latent vector (stride 1, no padding).
 LATENT_SIZES = (1, 4, 8, 16, 32, 64)
-# ... or a feature map.
+# Otherwise it gets a feature map.
 FEATURE_SIZES = (16, 8, 32, 64, 4, 2, 1)
 SEQUENCE_LENGTHS = (16, 64, 256, 1024, 4096)
 VOLUME_SIZES = (8, 16, 32, 64, 4)
-# How many of the first parametrised layers may say what the input looks like.
+# The number of first layers with parameters that may determine the shape of the input.
 LAYERS_TRIED = 4
-# After so many shapes that run, a transposed convolution that none of them reached is not a matter of shape.
+# If none of this many working shapes reaches a transposed convolution, the shape is not the reason.
 ENOUGH_SHAPES = 4
 
 
 class InputShapeError(ValueError):
-    """No input was given and none could be found; the message says what to give."""
+    """No inputs were given and none could be found; the message says what to give."""
 
 
 @dataclass(frozen=True)
 class InferredInputs:
-    """Inputs that nobody gave, and in one line how they were found."""
+    """Inputs that were found, and one line that says how."""
 
     inputs: Inputs
     how: str
@@ -125,13 +125,13 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
 
 
 def infer_input_shape(model: nn.Module) -> tuple[tuple[int, ...], str]:
-    """The shape of `infer_inputs`, and in one line how it was found."""
+    """Returns the shape of `infer_inputs`, and one line that says how it was found."""
     found = infer_inputs(model)
     return tuple(found.inputs.args[0].shape), found.how
 
 
 def required_arguments(model: nn.Module) -> list[inspect.Parameter]:
-    """The arguments of `forward` that have no default."""
+    """Returns the arguments of `forward` that have no default."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError):
@@ -141,7 +141,7 @@ def required_arguments(model: nn.Module) -> list[inspect.Parameter]:
 
 
 def advice(model: nn.Module) -> str:
-    """How to give this network its inputs on the command line: only what can work for its `forward`."""
+    """Returns how to give this network its inputs on the command line, naming only options that fit its `forward`."""
     needed = required_arguments(model)
     kinds = {parameter.kind for parameter in needed}
     names = [parameter.name for parameter in needed] or ["x"]
@@ -175,13 +175,13 @@ def _may_be_tensor(annotation: object) -> bool:
 
 @dataclass(frozen=True)
 class ModeTrial:
-    """What one call did.
+    """The result of one trial call.
 
     Attributes:
         mode: `eval` or `train`.
         error: in one line; empty if it ran.
         reached: the modules that were called.
-        reader: the first of them that says what an input looks like: what reads the network's.
+        reader: the first of them whose class determines the shape of its input: it reads the network's.
         pixels: of the smallest map that a transposed convolution read; 0 if none was reached.
         remark: what `examine` said of the output.
     """
@@ -231,7 +231,7 @@ def _trial(model: nn.Module, mode: str, inputs: Inputs, examine: Callable[[Any],
     hooks = [m.register_forward_pre_hook(hook) for m in model.modules()]
     error = remark = ""
     try:
-        # A network may write to its inputs (an in-place ReLU in front), which others are to see as they are.
+        # A network may write to its inputs, for example with an in-place ReLU, so each run gets a copy.
         remark = examine(inputs.map(torch.clone)(model))
     except Exception as failure:  # a foreign forward may raise anything; all of it means "does not run"
         error = f"{type(failure).__name__}: {failure}".split("\n", 1)[0]
@@ -244,7 +244,7 @@ def _trial(model: nn.Module, mode: str, inputs: Inputs, examine: Callable[[Any],
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A shape that a layer may read as the network's input; `high`: exclusive bound of whole numbers."""
+    """A shape that a layer may read as the network's input; `high`: the exclusive upper bound of integer inputs."""
 
     layer: str
     module: nn.Module
@@ -253,18 +253,18 @@ class _Candidate:
 
     @property
     def size(self) -> int:
-        """Of its images; 1 where it is none."""
+        """The size of its images; 1 if it is not a shape of images."""
         return self.shape[-1] if len(self.shape) > 2 else 1
 
 
 def _candidates(model: nn.Module) -> list[_Candidate]:
-    """What the first layers allow, the likeliest first."""
+    """Returns the shapes that the first layers allow, the most likely first."""
     layers = [module for module in model.modules() if _accepted(module)][:LAYERS_TRIED]
     return _sizes(model, layers)
 
 
 def _sizes(model: nn.Module, layers: Sequence[nn.Module]) -> list[_Candidate]:
-    """What these layers allow, each shape once, larger batches first."""
+    """Returns the shapes that these layers allow, each once, larger batches first."""
     names = {module: name for name, module in model.named_modules()}
     found: dict[tuple[int, ...], _Candidate] = {}
     for batch in BATCHES:
@@ -278,7 +278,8 @@ def _sizes(model: nn.Module, layers: Sequence[nn.Module]) -> list[_Candidate]:
 
 
 def _accepted(module: nn.Module) -> list[tuple[int, ...]]:
-    """Shapes, without the batch, that this layer would read as the network's input; [] if it does not say."""
+    """Returns the shapes, without the batch, that this layer would read as the network's input; [] if it sets
+    none."""
     if isinstance(module, nn.ConvTranspose2d):
         if module.in_channels in IMAGE_CHANNELS:
             return [(module.in_channels, s, s) for s in IMAGE_SIZES]

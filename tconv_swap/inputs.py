@@ -1,4 +1,4 @@
-"""What a network is called with: one container for it, which is what `verify` and `benchmark` take."""
+"""The container for a network's inputs, which `verify` and `benchmark` take."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 
 def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
-    """`value` with `fn` applied to every tensor in it; containers are rebuilt, anything else is kept.
+    """Returns `value` with `fn` applied to every tensor in it; containers are rebuilt, anything else is kept.
 
     Knows tensors, lists, tuples, named tuples, mappings (a dict's class is kept) and dataclass instances.
     """
@@ -34,7 +34,7 @@ def map_tensors(fn: Callable[[Tensor], Any], value: Any) -> Any:
 
 
 def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a nesting of containers, with a readable path such as `0`, `1.boxes`, `image`."""
+    """Yields every tensor in nested containers, with a readable path such as `0`, `1.boxes`, `image`."""
     if isinstance(value, Tensor):
         yield name, value
         return
@@ -58,7 +58,8 @@ class Inputs:
 
     @classmethod
     def of(cls, value: Any) -> Inputs:
-        """A tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones.
+        """Makes `Inputs` of a value: a tensor is the only argument, a tuple or list the positional ones, a dict the
+        keyword ones.
 
         So a network whose one argument is a list of images is given `([image, image],)`, or an `Inputs`.
 
@@ -87,11 +88,11 @@ class Inputs:
         return model(*self.args, **self.kwargs)
 
     def map(self, fn: Callable[[Tensor], Any]) -> Inputs:
-        """The same arguments with `fn` applied to every tensor, however deeply nested."""
+        """Returns the same arguments with `fn` applied to every tensor, however deeply nested."""
         return Inputs(map_tensors(fn, self.args), map_tensors(fn, self.kwargs))
 
     def named_tensors(self) -> list[tuple[str, Tensor]]:
-        """Every tensor with its path: `0`, `1.mask` for positional arguments, `image` for keyword ones."""
+        """Returns every tensor with its path: `0`, `1.mask` for positional arguments, `image` for keyword ones."""
         return [*named_tensors(self.args), *named_tensors(self.kwargs)]
 
     def to(
@@ -100,7 +101,8 @@ class Inputs:
         dtype: torch.dtype | None = None,
         memory_format: torch.memory_format | None = None,
     ) -> Inputs:
-        """Every tensor moved to `device`; floating-point ones to `dtype`; 4-D ones to `memory_format`."""
+        """Returns the arguments with every tensor moved to `device`, floating-point ones to `dtype`, 4-D ones to
+        `memory_format`."""
 
         def move(tensor: Tensor) -> Tensor:
             wanted = dtype if tensor.is_floating_point() else None
@@ -112,7 +114,7 @@ class Inputs:
         return self.map(move)
 
     def describe(self) -> str:
-        """One line for a report: `2x100x1x1 float32` or `image 1x3x64x64 float32, label 1 int64`."""
+        """Returns one line for a report: `2x100x1x1 float32` or `image 1x3x64x64 float32, label 1 int64`."""
 
         def text(name: str, tensor: Tensor) -> str:
             shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -126,10 +128,10 @@ class Inputs:
 def random_inputs(
     shapes: Sequence[Sequence[int]], model: nn.Module | None = None, *, seed: int = 0, high: int | None = None
 ) -> Inputs:
-    """Standard normal tensors, one per positional argument, on the model's device and in its dtype.
+    """Returns standard normal tensors, one per positional argument, on the model's device and in its dtype.
 
-    Drawn on the CPU from a generator of their own, so that a seed gives the same numbers on every device and
-    the global random state stays as it was.
+    They are drawn on the CPU from a separate generator, so that a seed gives the same numbers on every device and the
+    global random state does not change.
 
     Args:
         shapes: one shape per positional argument.
@@ -149,12 +151,12 @@ def random_inputs(
 
 
 def model_device(model: nn.Module | None) -> torch.device:
-    """The device of the first parameter or buffer; the CPU if there is none."""
+    """Returns the device of the first parameter or buffer; the CPU if there is none."""
     tensors = () if model is None else (*model.parameters(), *model.buffers())
     return tensors[0].device if tensors else torch.device("cpu")
 
 
 def model_dtype(model: nn.Module | None) -> torch.dtype:
-    """The dtype of the first floating-point parameter or buffer; float32 if there is none."""
+    """Returns the dtype of the first floating-point parameter or buffer; float32 if there is none."""
     tensors = () if model is None else (*model.parameters(), *model.buffers())
     return next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)

@@ -1,9 +1,9 @@
 """Signals that end a command, from its first import to the end of its process.
 
-SIGINT (Ctrl-C) has exit code 130 and SIGTERM 143, always with one line that says so. While the package is imported, the
-process ends at once: nothing has been begun. While a command works, both raise, so that a half-written file is removed,
-and whoever swallows the exception does not swallow the signal. Once the exit code stands, both are ignored: all is
-written, and what is left of the process takes a second.
+SIGINT (Ctrl-C) gives exit code 130 and SIGTERM 143, always with one line that says so. While the package is imported,
+a signal ends the process at once, since no work has begun. While a command works, both raise, so that a half-written
+file is removed; code that swallows the exception does not swallow the signal. Once the exit code is decided, both are
+ignored: everything is written, and the process ends within a second.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
-#: How the script that pip makes is called, and `python -m` while it imports the package of `-m`.
+#: The names of the script that pip installs; and the package of `python -m`.
 _SCRIPTS = ("tconv-swap", "tconv-swap.exe", "tconv-swap-script.py")
 _MODULE = "tconv_swap"
 
@@ -25,15 +25,15 @@ _obeyed: set[int] = set()
 
 
 def end_while_importing() -> None:
-    """`end_at_signals` if this package is being imported by its own command; nothing in a program that uses it."""
+    """Calls `end_at_signals` if our own command imports this package; does nothing in a program that uses it."""
     if _is_own_command():
         end_at_signals()
 
 
 def end_at_signals() -> None:
-    """From now on a signal ends the process at once, without a traceback: nothing has been begun.
+    """From now on a signal ends the process at once, without a traceback, since no work has begun.
 
-    One that is ignored stays so, as SIGINT is in a script's background.
+    An ignored signal stays ignored, such as SIGINT in a background process of a script.
     """
     _handle(_leave_at_once)
 
@@ -44,31 +44,33 @@ def obey_signals() -> None:
 
 
 def ignore_signals() -> None:
-    """The exit code stands: from now on neither signal changes it. Nothing if they were not obeyed before.
+    """From now on neither signal changes the exit code. Does nothing if the signals were not obeyed before.
 
-    A handler of Python's would not do: the interpreter takes it away before it has ended.
+    A Python handler would not do: the interpreter removes it before the process has ended.
     """
     for number in _obeyed:
         signal.signal(number, signal.SIG_IGN)
 
 
 def received() -> int | None:
-    """The signal that has come since `obey_signals`, the graver if both have; None if none has."""
+    """Returns the signal that has come since `obey_signals`, SIGTERM if both have; None if none has."""
     return max(_received, default=None)
 
 
 def is_obeyed() -> bool:
-    """Whether signals are watched, so that a KeyboardInterrupt without one is somebody's own."""
+    """Returns whether our handlers are installed; then foreign code raised a KeyboardInterrupt that no signal
+    caused."""
     return signal.SIGINT in _obeyed
 
 
 def describe(number: int) -> str:
-    """`interrupted` or `terminated`."""
+    """Returns `interrupted` or `terminated`."""
     return _NAMES[signal.Signals(number)]
 
 
 def raise_again() -> None:
-    """To be called now and then: a library that was being imported, or a destructor, may have gone on.
+    """Raises again for a signal that has come. Call it regularly: an import or a destructor may have swallowed the
+    exception.
 
     Raises:
         KeyboardInterrupt, SystemExit: a signal has come.
@@ -89,7 +91,7 @@ def _handle(handler: object) -> None:
 
 
 def obeyed() -> None:
-    """Ctrl-C has ended the part of the work that it was meant to end: what is left goes on."""
+    """Forgets a Ctrl-C that has ended the part of the work that it was meant to end; the rest of the work goes on."""
     while signal.SIGINT in _received:
         _received.remove(signal.SIGINT)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 from torch.nn.utils.parametrize import is_parametrized
 
-# The module, not the function: whoever replaces the operator (a test, a profiler) then reaches every layer.
+# The module is imported, not the function: if a test or a profiler replaces the operator, it reaches every layer.
 from tconv_swap import op
 from tconv_swap.layer_state import LayerState, Operands
 from tconv_swap.leaf import Leaf
@@ -43,7 +43,7 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
             ``[batch, out_channels, out_height, out_width]``, unbatched where ``input`` is.
 
         Raises:
-            ValueError: ``output_size`` cannot be had, or ``padding_mode`` is not ``"zeros"``.
+            ValueError: ``output_size`` is not possible, or ``padding_mode`` is not ``"zeros"``.
             RuntimeError: the shapes, dtypes or devices of ``input`` and the parameters do not fit together.
         """
         if not _is_ours(self, input):
@@ -136,19 +136,19 @@ _PLAIN: dict[type[Swapped], type[Plain]] = {
     ConvTranspose1d: nn.ConvTranspose1d,
 }
 _CHANGE = "_tconv_swap_changes_class"
-#: As they were: somebody may put another in the place of PyTorch's.
+#: The originals: other code may replace PyTorch's functions.
 _FORWARDS = [cls.forward for cls in (*_PLAIN, *_PLAIN.values())]
 
 
 def _computed(layer: Swapped, operands: Operands) -> Tensor:
-    # Whoever replaces the operator need know no more than PyTorch's arguments.
+    # Code that replaces the operator then needs to know PyTorch's arguments only.
     if layer.tconv_backend == "auto":
         return op.conv_transpose2d(*operands)
     return op.conv_transpose2d(*operands, layer.tconv_backend)
 
 
 def _is_ours(layer: Plain, input: Tensor) -> bool:
-    """Whether our operator takes this call; PyTorch's takes the others, and raises for a broken layer.
+    """Returns whether our operator takes this call. PyTorch's takes the others, and raises for a broken layer.
 
     The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).
     """
@@ -183,7 +183,7 @@ class _SwappedSubclass1d(_PickledByFirstBase, ConvTranspose1d):
 
 
 def swapped_class(cls: type[Plain]) -> type[Swapped]:
-    """The class that takes the place of ``cls``: what ``cls`` is, but on top of our layer.
+    """Returns the class that replaces ``cls``: the same, but on top of our layer.
 
     A ``forward`` that ``cls`` has of its own stays; what it reaches by ``super().forward`` is then ours.
 
@@ -216,7 +216,7 @@ def original_class(cls: type[Swapped]) -> type[Plain]:
 
 
 def set_classes(classes: Sequence[tuple[nn.Module, type[Plain]]]) -> None:
-    """Gives each layer its class; all classes are made before the first is assigned."""
+    """Gives each layer its class. All classes are made before the first is assigned."""
     for layer, cls in [(layer, _parametrized_like(layer, cls)) for layer, cls in classes]:
         object.__setattr__(layer, "__class__", cls)  # past any __setattr__ of a subclass, which might raise
         # torch.compile skips its guards, that on the class too, while no dictionary of the network has
@@ -238,12 +238,12 @@ def _parametrized_like(layer: nn.Module, cls: type[Plain]) -> type[nn.Module]:
 
 
 def plain_class(layer: Plain) -> type[Plain]:
-    """``nn.ConvTranspose1d`` or ``nn.ConvTranspose2d``, whichever ``layer`` is."""
+    """Returns ``nn.ConvTranspose1d`` or ``nn.ConvTranspose2d``, whichever ``layer`` is."""
     return nn.ConvTranspose1d if isinstance(layer, nn.ConvTranspose1d) else nn.ConvTranspose2d
 
 
 def has_own_forward(cls: type[nn.Module]) -> bool:
-    """Whether a subclass of PyTorch's or our layer computes something else than these."""
+    """Returns whether a subclass of PyTorch's or our layer has a ``forward`` of its own."""
     asks_otherwise = getattr(cls, "_output_padding", None) is not _ConvTransposeNd._output_padding
     return asks_otherwise or getattr(cls, "forward", None) not in _FORWARDS
 

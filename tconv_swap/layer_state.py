@@ -1,4 +1,5 @@
-"""What a swapped layer keeps beside its parameters: which backend computes it, and a frozen weight's packed form."""
+"""What a swapped layer keeps besides its parameters: the backend that computes it, and the packed form of a frozen
+weight."""
 
 from __future__ import annotations
 
@@ -30,30 +31,31 @@ class LayerState(nn.Module):
             with the layer into copies and pickles, and is no part of its ``state_dict``.
     """
 
-    #: On the class, for layers that nobody gave one: those of old pickles too.
+    #: The default on the class, for layers without a backend of their own, also those of old pickles.
     tconv_backend: Backend = "auto"
     _tconv_packed: PackedWeight | None = None
 
     def tconv_operands(self, *args: Any, **kwargs: Any) -> Operands:
-        """What ``forward`` with these arguments calls ``tconv_swap.conv_transpose2d`` with, the backend apart."""
+        """Returns the arguments, except for the backend, that ``forward`` passes to
+        ``tconv_swap.conv_transpose2d``."""
         raise NotImplementedError
 
     def tconv_forget(self) -> None:
-        """Take away what the layer of PyTorch's does not know."""
+        """Remove the attributes that PyTorch's layer does not have."""
         self.tconv_let_packed_go()
         vars(self).pop("tconv_backend", None)
 
     # Frozen weights (freezing.py). In the instance's dictionary, past any __setattr__ of a subclass.
 
     def tconv_keep_packed(self) -> None:
-        """Freeze the weight, if it is a parameter whose changes show."""
+        """Freeze the weight, if it is a parameter whose changes can be noticed."""
         self.tconv_let_packed_go()
         weight = self._parameters.get("weight")
         if weight is not None and not weight.is_inference():
             vars(self)["_tconv_packed"] = PackedWeight(weight)
 
     def tconv_is_frozen(self) -> bool:
-        """Whether a packed weight is kept that the next call may use."""
+        """Returns whether a packed weight is kept that the next call may use."""
         packed = self._tconv_packed
         return (
             packed is not None and packed.weight is self._parameters.get("weight") and packed.is_unchanged()
@@ -66,11 +68,11 @@ class LayerState(nn.Module):
             packed.release()
 
     def _tconv_with_packed(self, packed: PackedWeight, operands: Operands) -> Tensor | None:
-        """The output from the packed weight; None where the call is to be computed in the ordinary way."""
+        """Returns the output from the packed weight; None if the call has to be computed in the ordinary way."""
         input, weight, bias, *arguments = operands
         if input.shape in packed.unpacked_shapes:
             return None
-        # Somebody else's weight for this one call (functional_call) leaves what is frozen as it is.
+        # Another weight for this one call (functional_call) does not change what is frozen.
         if weight is not packed.weight or input.dim() != 4 or not _may_use_packed(input, weight, bias):
             return None
         if not packed.is_unchanged():

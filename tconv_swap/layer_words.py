@@ -1,4 +1,4 @@
-"""A transposed convolution in a few words."""
+"""Describes a transposed convolution in a few words."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 
 def described(module: Any) -> str:
-    """Channels and arguments, such as ``"128->64 k4 s2 p1 bias"``; arguments at their default are left out."""
+    """Returns channels and arguments, such as ``"128->64 k4 s2 p1 bias"``, without arguments at their default."""
     if not hasattr(module, "kernel_size"):  # a traced module keeps no attributes
         return "of unknown geometry"
     parts = [f"{module.in_channels or '?'}->{module.out_channels}", f"k{_short(module.kernel_size)}"]
@@ -29,7 +29,7 @@ def described(module: Any) -> str:
 
 
 def _short(value: int | tuple[int, ...]) -> str:
-    """``4`` for (4, 4), ``3x5`` for (3, 5)."""
+    """Returns ``4`` for (4, 4), ``3x5`` for (3, 5)."""
     values = [str(v) for v in value] if isinstance(value, tuple | list) else [str(value)]
     return values[0] if len(set(values)) == 1 else "x".join(values)
 
@@ -41,5 +41,5 @@ def _has_bias(module: Any) -> bool:
 
 
 def count_parameters(module: nn.Module) -> int:
-    """Numbers in its parameters."""
+    """Returns the number of elements of its parameters."""
     return sum(p.numel() for p in module.parameters() if not nn.parameter.is_lazy(p))

@@ -1,4 +1,4 @@
-"""How much memory is free, and not letting a file take more than that."""
+"""Tells how much memory is free, and keeps a file from taking more."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 
 CPU = torch.device("cpu")
-#: So much is taken to be free in any case: what a system tells of a container is an estimate.
+#: At least this much is assumed to be free, since what a system reports for a container is an estimate.
 LEAST_BYTES = 1 << 30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out, of a GPU or of the CPU."""
+    """Returns whether an exception says that a GPU or the CPU is out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     # PyTorch's CPU allocator has no class of its own; what C++ code allocates besides says no more than bad_alloc.
@@ -23,7 +23,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be allocated on a CPU or CUDA device; None where that cannot be told."""
+    """Returns the bytes that can still be allocated on a CPU or CUDA device; None if unknown."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
@@ -47,7 +47,7 @@ def _meminfo_available() -> int | None:
 
 
 def _cgroup_available() -> int | None:
-    """Of this container, where the limit is set on the group that is seen as the root."""
+    """Returns the free bytes of this container, if its limit is set on the group that it sees as the root."""
     root = Path("/sys/fs/cgroup")
     try:
         limit = int((root / "memory.max").read_text())
@@ -60,7 +60,7 @@ def _cgroup_available() -> int | None:
 
 @contextlib.contextmanager
 def within_free_memory() -> Iterator[None]:
-    """Inside, an allocation beyond what is free on the CPU raises; where the system can be told so (Linux).
+    """Inside, an allocation beyond the CPU's free memory raises, if the system supports such a limit (Linux).
 
     Otherwise a small file that unpacks to something huge would have the system kill this process, or another.
     """
@@ -82,7 +82,7 @@ def within_free_memory() -> Iterator[None]:
 
 
 def _private_bytes() -> int | None:
-    """What RLIMIT_DATA counts of this process."""
+    """Returns the bytes of this process that RLIMIT_DATA counts."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith("VmData:"):

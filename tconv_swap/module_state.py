@@ -18,7 +18,8 @@ _T = TypeVar("_T", bound=Tensor | None)
 
 
 class ModuleState:
-    """The same objects under the same names, with the same values in the same memory.
+    """Parameters and buffers as they were: the same objects under the same names, with the same values in the same
+    memory.
 
     Costs one copy of all parameters and buffers: on their own device, or on the CPU where they would take more than
     half of what a GPU has left. Uninitialised (lazy) parameters are not covered.
@@ -27,7 +28,7 @@ class ModuleState:
     def __init__(self, modules: Iterable[nn.Module], beside: ModuleState | None = None) -> None:
         """
         Args:
-            beside: another made just now, whose copies serve for the tensors that are in both.
+            beside: another state, made just before; its copies are used for the tensors that are in both.
         """
         modules = list(modules)
         self._registered = [_Registered(module) for module in modules]
@@ -45,12 +46,12 @@ class ModuleState:
             saved.put_back()
 
     def value_of(self, tensor: Tensor) -> Tensor | None:
-        """What it was; None for one that was not there."""
+        """Returns the saved values of a tensor; None if it was not there."""
         return self._values.get(id(tensor))
 
 
 def unique_tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """All parameters and buffers, each once."""
+    """Returns all parameters and buffers, each once."""
     found: dict[int, Tensor] = {}
     for module in modules:
         for tensor in (*module._parameters.values(), *module._buffers.values()):
@@ -77,7 +78,7 @@ class _Registered:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A tensor, with all that is needed to put back what it holds."""
+    """A tensor, and everything that is needed to restore its values."""
 
     tensor: Tensor
     memory: Tensor
@@ -101,7 +102,7 @@ class _Saved:
 
 
 def _unchanged(tensor: Tensor, value: Tensor) -> bool:
-    # Subclasses need not have bits to look at.
+    # Subclasses may have no bits that could be compared.
     return tensor.is_meta or (type(tensor) in (Tensor, nn.Parameter) and same_bits(tensor, value))
 
 
@@ -113,7 +114,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _saved(tensors: list[Tensor]) -> list[_Saved]:
-    """Every tensor with a copy of its values."""
+    """Returns every tensor with a copy of its values."""
     needed = Counter[torch.device]()
     for tensor in tensors:
         needed[tensor.device] += tensor.numel() * tensor.element_size()

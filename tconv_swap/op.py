@@ -76,7 +76,7 @@ def conv_transpose2d(
     """
     if backend != "auto":
         check_backend(backend)
-    # The way of most calls, which costs no more than it must.
+    # Most calls take this way, so it does as little as possible.
     if (
         input.is_cuda
         and backend != "native"
@@ -109,7 +109,7 @@ def conv_transpose2d(
         )
     arguments = _as_arguments(stride, padding, output_padding, groups, dilation)
     if input.is_cpu and input.dim() == 4 and type(input) is Tensor and is_untransformed():
-        # Where PyTorch's own call is the fastest, nothing is put in its way.
+        # PyTorch's own call is the fastest here, so it is made directly.
         if is_plain(input, weight, bias, arguments):
             return torch.nn.functional.conv_transpose2d(
                 input, weight, bias, arguments[0], arguments[1], arguments[2], groups, arguments[4]
@@ -150,7 +150,7 @@ def _cached_list(*given: Any) -> list[int]:
 
 
 def _is_distributed(tensor: Tensor) -> bool:
-    """Whether it is a DTensor: how PyTorch's own operators are computed in parts is known of these alone."""
+    """Returns whether it is a DTensor: PyTorch can shard only its own operators."""
     if type(tensor) is Tensor:
         return False
     module = sys.modules.get("torch.distributed.tensor")

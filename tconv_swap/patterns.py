@@ -1,4 +1,4 @@
-"""Patterns of dotted names, compared component by component: ``plan_swap`` says how."""
+"""Matches patterns with dotted names, component by component, as ``plan_swap`` describes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Patterns: TypeAlias = str | Iterable[str] | None
 
 
 def as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
-    """The patterns that were given as ``argument``; a single string is one of them.
+    """Returns the patterns that were given as ``argument``; a single string is one pattern.
 
     Raises:
         TypeError: one is not a string.
@@ -23,7 +23,7 @@ def as_patterns(patterns: Patterns, argument: str) -> tuple[str, ...]:
 
 
 def matches_any(pattern: str, names: Iterable[str]) -> bool:
-    """Whether one of the dotted names matches."""
+    """Returns whether one of the dotted names matches."""
     return any(_matches(_split(name), _split(pattern)) for name in names)
 
 

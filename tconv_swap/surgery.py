@@ -1,4 +1,4 @@
-"""Which layers of a network are swapped, swapping them, and undoing it.
+"""Plans which layers of a network are swapped, swaps them, and undoes it.
 
 A swap gives a layer another class and touches nothing else (see ``layer``). Everything is decided before the
 first layer is touched, and what is then done cannot fail half-way.
@@ -7,7 +7,7 @@ first layer is touched, and what is then done cannot fail half-way.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -34,7 +34,7 @@ _LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
 
 
 class SwapWarning(UserWarning):
-    """A swap that is probably not what was meant: nothing to swap, or a pattern that matches no layer."""
+    """A swap is probably not what the user meant: nothing is swapped, or a pattern matches no layer."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class SwapPlan:
         return "\n  ".join(lines)
 
     def describe_unused(self, pattern: str) -> str:
-        """The text of the warning that ``pattern`` matches nothing."""
+        """Returns the text of the warning that ``pattern`` matches nothing."""
         names = [name for layer in self.layers for name in layer.names]
         hint = f"; '{pattern}.**' would match what is below" if matches_any(f"{pattern}.**", names) else ""
         return f"pattern '{pattern}' matches no transposed convolution{hint}"
@@ -129,6 +129,7 @@ def plan_swap(
     filter_fn: FilterFn | None = None,
     include_1d: bool = False,
     fuse: Fuse = None,
+    leave_blocks: Collection[str] = (),
 ) -> SwapPlan:
     """Says what ``swap_layers`` would do with the same arguments; changes nothing.
 
@@ -150,12 +151,14 @@ def plan_swap(
             Sigmoid, SiLU, GELU), in an ``nn.Sequential`` or in a ``forward`` that proves what reads the norm's output.
             ``"all"``: these norms anywhere, with the activation behind them where that is known. None: nothing.
             ``include``, ``exclude`` and ``filter_fn`` are about the layers.
+        leave_blocks: dotted names of norms that ``fuse`` leaves as they are; a mapping gives the reason that the
+            plan then has.
 
     Raises:
         TypeError: ``model`` is not an ``nn.Module``, or a pattern is not a string.
-        ValueError: ``fuse`` is something else.
+        ValueError: ``fuse`` is something else, or ``leave_blocks`` names something else than a norm.
     """
-    return _plan(model, include, exclude, filter_fn, include_1d, fuse)[0]
+    return _plan(model, include, exclude, filter_fn, include_1d, fuse, leave_blocks)[0]
 
 
 def swap_layers(
@@ -167,6 +170,7 @@ def swap_layers(
     backend: Backend | None = None,
     include_1d: bool = False,
     fuse: Fuse = None,
+    leave_blocks: Collection[str] = (),
     inplace: bool = True,
 ) -> nn.Module:
     """Makes each ``nn.ConvTranspose2d`` of a network a ``tconv_swap.ConvTranspose2d`` by changing its class.
@@ -180,7 +184,7 @@ def swap_layers(
     which layers are left, and why.
 
     Args:
-        model, include, exclude, filter_fn, include_1d, fuse: as in ``plan_swap``.
+        model, include, exclude, filter_fn, include_1d, fuse, leave_blocks: as in ``plan_swap``.
         backend: what computes the layers that are ours after the swap: ``"auto"``, ``"kernel"`` or ``"native"``
             (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
@@ -190,14 +194,14 @@ def swap_layers(
 
     Raises:
         TypeError: as in ``plan_swap``. Whatever is raised, ``model`` is as it was.
-        ValueError: there is no such backend, or ``fuse``.
+        ValueError: there is no such backend, ``fuse``, or norm of ``leave_blocks``.
 
     Warns:
         SwapWarning: nothing to swap, or a pattern matches no layer.
     """
     if backend is not None:
         check_backend(backend)
-    plan, fused = _plan(model, include, exclude, filter_fn, include_1d, fuse)
+    plan, fused = _plan(model, include, exclude, filter_fn, include_1d, fuse, leave_blocks)
     for pattern in plan.unused_patterns:
         warnings.warn(plan.describe_unused(pattern), SwapWarning, stacklevel=2)
     if not plan.swapped and not any(block.swap for block in plan.blocks):
@@ -251,7 +255,7 @@ def unswap_layers(model: nn.Module, *, inplace: bool = True) -> nn.Module:
 
 
 def _why_kept(layer: nn.Module) -> str:
-    """Why ``layer`` cannot go back to its class, or ``""``."""
+    """Returns why ``layer`` cannot go back to its class, or ``""``."""
     if "forward" in vars(layer):
         return "its forward was replaced on the instance, and may hold on to ours"
     if not issubclass(type_before_parametrizations(layer), nn.Module):
@@ -266,6 +270,7 @@ def _plan(
     filter_fn: FilterFn | None,
     include_1d: bool,
     fuse: Fuse,
+    leave_blocks: Collection[str],
 ) -> tuple[SwapPlan, Found]:
     _check_model(model)
     if fuse not in CHOICES:
@@ -293,7 +298,7 @@ def _plan(
             )
         )
     ours = {id(module) for (module, _), layer in zip(found, layers, strict=True) if layer.swap}
-    fused = find(model, fuse, lambda module: id(module) in ours)
+    fused = find(model, fuse, lambda module: id(module) in ours, leave_blocks)
     all_names = [name for _, names in found for name in names]
     patterns = dict.fromkeys([*(included or ()), *excluded])
     unused = tuple(pattern for pattern in patterns if not matches_any(pattern, all_names))
@@ -306,7 +311,7 @@ def _check_model(model: nn.Module) -> None:
 
 
 def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[str, ...]]]:
-    """Every module that is a transposed convolution of some kind, once, with all its names."""
+    """Returns every module that is a transposed convolution of any kind, once, with all its names."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, _LIKE_OURS) or _is_quantized(module) or _is_scripted(module):
@@ -315,7 +320,7 @@ def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[st
 
 
 def _is_quantized(module: nn.Module) -> bool:
-    # By name: importing torch.ao is slow, and it is on its way out of PyTorch.
+    # Compared by name: importing torch.ao is slow, and PyTorch is going to remove it.
     return any(
         cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _LIKE_OURS_NAMES
         for cls in type(module).__mro__
@@ -327,7 +332,7 @@ def _is_scripted(module: nn.Module) -> bool:
 
 
 def _why_unfit(module: nn.Module, include_1d: bool) -> str:
-    """Why ``module`` cannot be swapped, or ``""``."""
+    """Returns why ``module`` cannot be swapped, or ``""``."""
     kind = _kind(module)
     if _is_scripted(module):
         return "compiled by TorchScript, which has fixed its code"
@@ -366,7 +371,7 @@ def _why_unwanted(
     excluded: tuple[str, ...],
     filter_fn: FilterFn | None,
 ) -> str:
-    """Why the user does not want ``module`` swapped, or ``""``."""
+    """Returns why the user does not want ``module`` swapped, or ``""``."""
     if included is not None and not any(matches_any(pattern, names) for pattern in included):
         return "matches no include pattern"
     for pattern in excluded:

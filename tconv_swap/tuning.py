@@ -1,4 +1,4 @@
-"""``tune``: measure, on this GPU, what computes the layers of a network fastest, and keep the winners on disk."""
+"""``tune`` measures on this GPU what computes the layers of a network fastest, and keeps the winners on disk."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import sum_of_squares
-from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.preserving import preserved
 
 logger = logging.getLogger("tconv_swap")
 
-#: Something else than what is taken without a measurement has to be so much faster: less may be noise.
+#: A candidate must be faster than the default choice by this factor: a smaller difference may be noise.
 MARGIN = 1.03
 BUDGET_S = 0.5
 PYTORCH = "PyTorch's operator"
-#: Relative L2 distance from PyTorch's result, beyond which a candidate is wrong. Far above what rounding explains.
+#: A candidate is wrong beyond this relative L2 distance from PyTorch's result, which is far above rounding.
 WRONG = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
 
 
@@ -44,7 +44,7 @@ class Candidate:
         family: of the kernels; ``"native"``: PyTorch's operator.
         what: its tiles, and why it is a candidate.
         microseconds: the median from a cold L2 cache; None where it did not run or was wrong.
-        failure: why it did not, in a line; else ``""``.
+        failure: one line that says why it did not run or was wrong; else ``""``.
     """
 
     family: str
@@ -59,8 +59,8 @@ class TunedProblem:
 
     Attributes:
         problem: stage, shapes, arguments, dtype and layout in words.
-        candidates: in the order tried: what is taken without a measurement first.
-        chosen: the place of what ``backend="auto"`` uses from now on among them.
+        candidates: in the order in which they were tried, the default choice first.
+        chosen: the index of the candidate that ``backend="auto"`` uses from now on.
     """
 
     problem: str
@@ -69,12 +69,12 @@ class TunedProblem:
 
     @property
     def speedup_over_default(self) -> float:
-        """Of what was chosen, over what is taken without a measurement; NaN where that did not run."""
+        """The speedup of the chosen candidate over the default choice; NaN if that did not run."""
         return _ratio(self.candidates[0], self.candidates[self.chosen])
 
     @property
     def speedup_over_pytorch(self) -> float:
-        """Of what was chosen; 1 where that is PyTorch's, NaN where PyTorch's did not run."""
+        """The speedup of the chosen candidate over PyTorch's operator; 1 if it is that, NaN if that did not run."""
         native = next(c for c in self.candidates if c.family == NATIVE)
         return _ratio(native, self.candidates[self.chosen])
 
@@ -96,7 +96,7 @@ class TuneReport:
 
     Attributes:
         device: the GPU's name, or ``"cpu"``.
-        problems: every distinct one that the network's layers met.
+        problems: every distinct problem of the network's layers.
         path: the file that keeps the winners; None where there was nothing to keep, or it could not be written.
         not_kept: why winners could not be kept, in a line; else ``""``.
     """
@@ -153,7 +153,7 @@ def tune(
             or ``tconv_swap.Inputs``.
         backward: tune the gradients too. None: where a parameter or an input requires one.
         candidates: how many plans of ours are measured for a problem, from 1 to 8.
-        budget_s: seconds of measuring for a problem, compilation apart.
+        budget_s: seconds of measuring for each problem, without compilation.
 
     Returns:
         What was tried and chosen. Empty on the CPU, where there is nothing to tune.
@@ -199,7 +199,7 @@ def _name(device: torch.device) -> str:
 
 
 def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]:
-    """Every distinct problem, gradients cut into those that are decided about together."""
+    """Returns every distinct problem; the gradients are split into groups that are decided together."""
     call.forget()
     with preserved(model), call.recording() as asked:
         if backward:
@@ -222,7 +222,7 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
-    """No winner where nothing ran."""
+    """Measures the candidates for one problem. There is no winner if nothing ran."""
     problem, mask, has_bias, index = posed
     device, facts = torch.device("cuda", index), call.device_facts(index)
     key = tuned.problem_key(problem, mask, has_bias)
@@ -242,7 +242,7 @@ def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, t
         )
         times = {number: timings[str(number)].median_ms * 1e3 for number in runs}
     entries = [(made.family, made.why) for made in plans] + [(NATIVE, PYTORCH)]
-    # What is taken without a measurement comes first: the first plan, or PyTorch's operator.
+    # The default choice comes first: the first plan, or PyTorch's operator.
     order = list(range(len(entries)))
     if default.plan is None:
         order = [order[-1], *order[:-1]]
@@ -263,11 +263,12 @@ def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, t
 def _that_run(
     posed: Posed, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
 ) -> tuple[dict[int, Callable[[], list[Tensor]]], dict[int, str]]:
-    """What computes the problem, by its number, and why the others do not; PyTorch's comes after all plans."""
+    """Returns the candidates that compute the problem, by number, and why the others do not. PyTorch's operator
+    has the last number."""
     runs: dict[int, Callable[[], list[Tensor]]] = {}
     failures: dict[int, str] = {}
     truth: list[Tensor] = []
-    # PyTorch's first, which ours have to agree with. Where it does not run, with what is taken without a measurement.
+    # PyTorch's operator comes first: ours have to agree with it, or with the default choice if it does not run.
     for number in (len(plans), *range(len(plans))):
         try:
             if number == len(plans):
@@ -280,19 +281,21 @@ def _that_run(
             elif wrong := _wrong(run(), truth, posed):
                 raise RuntimeError(f"wrong: {wrong} from the result of {whose}")
             runs[number] = run
-        except RuntimeError as error:  # what does not compile, load, launch or find memory loses
+        except (
+            RuntimeError
+        ) as error:  # a candidate that does not compile, load, launch or find memory is left out
             failures[number] = first_line(error)
     return runs, failures
 
 
 def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
-    """The first in ``order`` that is as fast as the fastest, up to noise."""
+    """Returns the first in ``order`` that is as fast as the fastest, up to noise."""
     limit = MARGIN * min(times.values())
     return next(n for n in order if n in times and times[n] <= limit)
 
 
 def _compile(plans: Iterable[Plan], architecture: str) -> None:
-    """All kernels at once: the compiler works without the interpreter's lock."""
+    """Compiles all kernels in parallel: the compiler runs without the interpreter's lock."""
     kernels = {one.kernel for made in plans for one in made.launches}
 
     def compiled(kernel: Any) -> None:
@@ -304,7 +307,7 @@ def _compile(plans: Iterable[Plan], architecture: str) -> None:
 
 
 def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Random ones that lie as the problem's: input, weight, bias, or grad_output, input, weight."""
+    """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
     problem, mask, has_bias, _ = posed
     geometry = problem.geometry
 
@@ -334,8 +337,8 @@ def _native(posed: Posed, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list
 
 
 def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
-    """How far a result is from the right one, where it is too far: a measurement must not choose what does not
-    compute the same."""
+    """Returns how far a result is from the right one if it is too far, else ``""``: a wrong candidate must not be
+    chosen."""
     dtype = str(posed.problem.dtype).removeprefix("torch.")
     allowed = WRONG["tf32" if posed.problem.precision == "tf32" else dtype]
     for ours, theirs in zip(found, truth, strict=True):

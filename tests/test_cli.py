@@ -14,8 +14,9 @@ from cli_cases import files, generator, run, saved_generator, swap, wrong
 from torch import nn
 
 import tconv_swap
-from tconv_swap import demo, op, workflow
-from tconv_swap.cli import ExitCode
+from tconv_swap import op
+from tconv_swap.cli import demo_network, workflow
+from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.verification import Check, VerifyReport
 
 
@@ -359,7 +360,7 @@ class TestJson:
 class TestDemo:
     @pytest.mark.usefixtures("quick")
     def test_it_swaps_the_file_that_it_has_saved(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(demo, "CHANNELS", (16, 8, 6, 4))
+        monkeypatch.setattr(demo_network, "CHANNELS", (16, 8, 6, 4))
         result = swap("demo", "--dir", "new/demo")
         assert result.exit_code == 0, result.output
         assert "5 of 5 transposed convolutions swapped" in result.stdout
@@ -367,7 +368,7 @@ class TestDemo:
         assert run("new/demo/dcgan.pt", "--dry-run").exit_code == 0
 
     def test_the_generator_is_dcgans(self) -> None:
-        generator = demo.dcgan_generator()
+        generator = demo_network.dcgan_generator()
         with torch.device("meta"):
             assert generator.to("meta")(torch.empty(2, 100, 1, 1)).shape == (2, 3, 64, 64)
         assert sum(p.numel() for p in generator.parameters()) == 3_576_704
@@ -376,7 +377,7 @@ class TestDemo:
     def test_the_seed_decides_the_weights_and_the_global_state_stays(self, tmp_path: Path) -> None:
         before = torch.get_rng_state()
         for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-            demo.write_generator(tmp_path / name, seed)
+            demo_network.write_generator(tmp_path / name, seed)
         first, again, other = (torch.load(tmp_path / n, weights_only=False)[0].weight for n in "abc")
         assert torch.equal(first, again)
         assert not torch.equal(first, other)

@@ -14,8 +14,8 @@ import torch
 from cli_cases import command, environment, files, generator, run, saved_generator, swap
 
 import tconv_swap
-from tconv_swap import options, workflow
-from tconv_swap.cli import ExitCode
+from tconv_swap.cli import parsers, workflow
+from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.report import written
 from tconv_swap.verification import Check, VerifyReport, runs
 
@@ -87,8 +87,8 @@ class TestUsage:
         assert tconv_swap.__version__ in run("--version").stdout
 
     def test_parsers(self) -> None:
-        assert options.parse_shape(" 1, 2,3") == (1, 2, 3)
-        assert options.parse_dtype("torch.half") == torch.float16
+        assert parsers.parse_shape(" 1, 2,3") == (1, 2, 3)
+        assert parsers.parse_dtype("torch.half") == torch.float16
 
 
 class TestUnexpected:
@@ -182,7 +182,7 @@ class TestInterruptedWhileWriting:
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("tconv_swap.commands.doctor.diagnose", interrupt)
+        monkeypatch.setattr("tconv_swap.cli.commands.doctor.diagnose", interrupt)
         result = run("doctor")
         assert result.exit_code == ExitCode.INTERRUPTED
         assert result.stderr == "tconv-swap: error: interrupted; no file was written\n"

@@ -14,9 +14,9 @@ import torch
 from cli_cases import files, run, saved_generator, swap
 from torch import Tensor, nn
 
-from tconv_swap import outcome, workflow
+from tconv_swap.cli import outcome, workflow
+from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.files.loading import LoadedModel
-from tconv_swap.outcome import ExitCode
 
 Load = Callable[[nn.Module], Path]
 

@@ -15,7 +15,8 @@ from cli_cases import process, run
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap import op, workflow
+from tconv_swap import op
+from tconv_swap.cli import workflow
 from tconv_swap.measurement.suite import load_suite
 from tconv_swap.report import json_schema
 
@@ -97,7 +98,7 @@ class TestBench:
     def test_what_cannot_be_written_is_refused_before_any_work(
         self, option: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("tconv_swap.commands.bench.run_suite", None)
+        monkeypatch.setattr("tconv_swap.cli.commands.bench.run_suite", None)
         result = run("bench", "--only", "dcgan1", option, "/nowhere/b.html")
         assert result.exit_code == 2
         assert f"{option}: /nowhere/b.html cannot be written: /nowhere is not a directory" in result.stderr

@@ -13,7 +13,7 @@ import pytest
 import torch
 from cli_cases import REPOSITORY, run
 
-from tconv_swap import diagnosis
+from tconv_swap.cli import diagnosis
 from tconv_swap.cuda import cache as cache_module
 from tconv_swap.cuda.cache import cache_directory
 

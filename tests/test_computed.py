@@ -14,12 +14,12 @@ from torch.nn.utils import prune
 from verify_cases import flipped_tap, with_kernel
 
 import tconv_swap
+from tconv_swap.cli.request import Request
+from tconv_swap.cli.workflow import run
 from tconv_swap.computed import computed_tensors, deep_copy
 from tconv_swap.inputs import Inputs
-from tconv_swap.measurement.state import preserved
-from tconv_swap.request import Request
+from tconv_swap.preserving import preserved
 from tconv_swap.verification.memory import float64_does_not_fit
-from tconv_swap.workflow import run
 
 Norm = Callable[[nn.Module], nn.Module]
 

@@ -9,7 +9,7 @@ import re
 import pytest
 from rich.console import Console
 
-from tconv_swap.console import Progress, progress_shown
+from tconv_swap.cli.console import Progress, progress_shown
 
 
 @pytest.fixture

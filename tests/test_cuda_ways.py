@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap import swap_layers, verify, workflow
+from tconv_swap import swap_layers, verify
+from tconv_swap.cli import workflow
 from tconv_swap.measurement.bench import benchmark
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 pytestmark = pytest.mark.gpu
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import matplotlib.image
 import pytest
 import torch
 from torch import nn
@@ -32,10 +33,12 @@ class Case(NamedTuple):
     example: str
     options: str
     layers: int
+    blocks: int = 0
 
 
 CASES = [
     Case("dcgan", "--size 32 --width 8 --batch 4", layers=4),
+    Case("blocks", "--size 32 --width 8 --batch 4", layers=4, blocks=3),
     Case("pix2pix", "--size 64 --width 4", layers=6),
     Case("cyclegan", "--size 32 --width 4", layers=4),
     Case("vae", "--size 32 --width 4 --batch 4", layers=4),
@@ -60,9 +63,19 @@ def example(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def run(case: Case, device: str) -> Any:
+def run(case: Case, device: str, *more: str) -> Any:
     options = f"{case.options} --steps {STEPS} --iters 1 --device {device}"
-    return example(case.example).main(options.split())
+    return example(case.example).main([*options.split(), *more])
+
+
+def check_saved(name: str, directory: Path, headline: str) -> None:
+    """A picture with something in it, and a report."""
+    image = matplotlib.image.imread(directory / f"{name}.png")
+    assert image.shape[0] > 100
+    assert image[..., :3].std() > 0.05
+    report = (directory / f"{name}.md").read_text()
+    assert report.startswith(f"# tconv-swap: {headline}")
+    assert f"examples/{name}.py" in report.replace("\\", "")
 
 
 def check(case: Case, outcome: Any, printed: str, expected: list[float] | None = None) -> None:
@@ -71,6 +84,8 @@ def check(case: Case, outcome: Any, printed: str, expected: list[float] | None =
     assert f"Layers swapped: {case.layers}\n" in printed
     assert outcome.verification.passed
     assert "Verified: yes" in printed
+    assert len(outcome.plan.blocks) == case.blocks
+    assert printed.count(": one kernel\n") == case.blocks
     assert {row.stage for row in outcome.timing.network} == {"forward", "backward", "step"}
     assert all(f"{row.speedup:.2f}x" in printed for row in outcome.timing.network)
     assert len(outcome.losses) == STEPS
@@ -83,8 +98,11 @@ def check(case: Case, outcome: Any, printed: str, expected: list[float] | None =
 
 
 @each_example
-def test_swaps_verifies_and_trains_alike(case: Case, capsys: pytest.CaptureFixture[str]) -> None:
-    check(case, run(case, "cpu"), capsys.readouterr().out)
+def test_swaps_verifies_and_trains_alike(
+    case: Case, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(case, run(case, "cpu", "--save", str(tmp_path)), capsys.readouterr().out)
+    check_saved(case.example, tmp_path, "VERIFIED")
 
 
 @pytest.mark.gpu
@@ -121,10 +139,10 @@ def test_runs_as_a_command() -> None:
     assert f"Layers swapped: {case.layers}\n" in result.stdout
 
 
-def best_way(device: str, capsys: pytest.CaptureFixture[str]) -> None:
-    found = example("best_way").main(
-        f"--size 32 --width 8 --batch 4 --steps {STEPS} --device {device}".split()
-    )
+def best_way(device: str, directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"--size 32 --width 8 --batch 4 --steps {STEPS} --device {device} --save"
+    found = example("best_way").main([*words.split(), str(directory)])
+    check_saved("best_way", directory, "")
     printed = capsys.readouterr().out
     for report in (found.serving, found.training):
         (stage,) = report.stages
@@ -135,14 +153,14 @@ def best_way(device: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert best == pytest.approx(today, rel=LOSS_TOLERANCE)
 
 
-def test_the_best_way_trains_alike(capsys: pytest.CaptureFixture[str]) -> None:
-    best_way("cpu", capsys)
+def test_the_best_way_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    best_way("cpu", tmp_path, capsys)
 
 
 @pytest.mark.gpu
-def test_the_best_way_trains_alike_on_cuda(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_best_way_trains_alike_on_cuda(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MODES["fp32"].switched_on():
-        best_way("cuda", capsys)
+        best_way("cuda", tmp_path, capsys)
 
 
 def test_networks_have_the_published_number_of_parameters() -> None:

@@ -15,7 +15,7 @@ from file_cases import REPOSITORY, exported_network, one_line, run
 from torch import nn
 
 import tconv_swap
-from tconv_swap import workflow
+from tconv_swap.cli import workflow
 
 
 @pytest.mark.filterwarnings("ignore")

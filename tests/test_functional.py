@@ -12,8 +12,8 @@ from surgery_models import up
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from tconv_swap import find_functional_calls, swap_layers, workflow
-from tconv_swap.cli import app
+from tconv_swap import find_functional_calls, swap_layers
+from tconv_swap.cli import app, workflow
 from tconv_swap.inputs import Inputs
 from tconv_swap.verification import VerifyReport
 

@@ -217,8 +217,8 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).write_bytes(content)
     # Verification itself is slow, and not what is fuzzed.
     check = Check("eval", "output", "", 0.0, 0.0, 1.0, True)
-    monkeypatch.setattr("tconv_swap.workflow.verify", lambda *_, **__: VerifyReport([check]))
-    monkeypatch.setattr("tconv_swap.workflow.benchmark", lambda *_, **__: None)
+    monkeypatch.setattr("tconv_swap.cli.workflow.verify", lambda *_, **__: VerifyReport([check]))
+    monkeypatch.setattr("tconv_swap.cli.workflow.benchmark", lambda *_, **__: None)
     generator = random.Random(7)
     codes = set()
     for number in range(RUNS):

@@ -14,13 +14,13 @@ import pytest
 import torch
 from cli_cases import REPOSITORY, files, process, run, saved_generator
 
-from tconv_swap import workflow
-from tconv_swap.outcome import ExitCode
+from tconv_swap.cli import workflow
+from tconv_swap.cli.outcome import ExitCode
 from tconv_swap.report import written
 
 SWALLOWED = """
 import signal, sys
-from tconv_swap.console import Progress
+from tconv_swap.cli.console import Progress
 from tconv_swap.interruption import obey_signals
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -204,13 +204,13 @@ class TestSignalsOfThisProcess:
             raise SystemExit(143)
 
         monkeypatch.setattr(os, "replace", terminated)
-        saving.finished.clear()
+        placed: list[Path] = []
         before = signal.signal(signal.SIGTERM, handler)
         try:
             with pytest.raises(SystemExit):
-                saving.save_text("whole", tmp_path / "r.md")
+                saving.save_text("whole", tmp_path / "r.md", placed=placed.append)
             assert signal.getsignal(signal.SIGTERM) is handler
         finally:
             signal.signal(signal.SIGTERM, before)
-        assert saving.finished == [tmp_path / "r.md"]
+        assert placed == [tmp_path / "r.md"]
         assert (tmp_path / "r.md").read_text() == "whole"

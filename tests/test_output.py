@@ -11,7 +11,7 @@ import torch
 from cli_cases import files, run, saved_generator, swap
 from torch import nn
 
-from tconv_swap import workflow
+from tconv_swap.cli import workflow
 from tconv_swap.files.loading import load_weights
 
 

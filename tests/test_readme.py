@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import io
 import json
 import re
 import shlex
@@ -17,10 +16,8 @@ import typer
 from torch import nn
 from typer.testing import CliRunner
 
+from benchmarks import readme
 from tconv_swap.cli import app
-from tconv_swap.report import make_console
-from tconv_swap.report.summary import summarise
-from tconv_swap.report.terminal import print_summary
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -113,14 +110,10 @@ def test_files_that_commands_name_are_there(name: str, line: str) -> None:
             assert (ROOT / word).exists(), f"{name}: {word}"
 
 
-def test_the_report_is_that_of_the_committed_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    document = json.loads((ROOT / "benchmarks" / "results" / "demo.json").read_text())
-    stream = io.StringIO()
-    print_summary(make_console(stream), summarise(document))
-    shown = re.search(r"<!-- report -->\n```\n(.*?)```\n<!-- /report -->", README, flags=re.DOTALL)
-    assert shown is not None
-    assert shown[1] == stream.getvalue()
+def test_the_report_is_that_of_the_committed_run() -> None:
+    document = json.loads(readme.RUN.read_text())
+    assert "VERIFIED" in readme.rendered(document)
+    assert readme.with_report(README, document) == README
 
 
 def test_the_exit_codes_are_those_of_the_help() -> None:

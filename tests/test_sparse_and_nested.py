@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tconv_swap import swap_layers, verify
 from tconv_swap.bits import same_bits
 from tconv_swap.computed import deep_copy
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 NETWORK = """
 import torch

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tconv_swap.freezing import freeze
 from tconv_swap.measurement.bench import benchmark
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 from tconv_swap.surgery import swap_layers
 
 

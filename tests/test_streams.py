@@ -14,7 +14,7 @@ import torch
 from cli_cases import command, environment, saved_generator
 from torch import nn
 
-from tconv_swap.outcome import ExitCode
+from tconv_swap.cli.outcome import ExitCode
 
 CPU = ("--device", "cpu", "--no-benchmark", "--no-backward")
 

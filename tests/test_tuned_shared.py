@@ -107,7 +107,7 @@ def test_a_part_of_a_gpu_is_another_machine(monkeypatch: pytest.MonkeyPatch) -> 
     found = []
     for multiprocessors in (132, 66):
         facts = {**dict.fromkeys(names, "?"), "multiprocessors": multiprocessors}
-        monkeypatch.setattr(tuned, "environment", lambda device, facts=facts: facts)
+        monkeypatch.setattr(tuned, "gpu_facts", lambda device, facts=facts: facts)
         found.append(machine_of(0))
     assert found[0] != found[1]
     assert set(found[0]) == {*names, "kernels"}

@@ -18,7 +18,8 @@ from cli_cases import run
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap import tuning, workflow
+from tconv_swap import tuning
+from tconv_swap.cli import workflow
 from tconv_swap.cuda import plan, tuned
 from tconv_swap.cuda.call import Posed
 from tconv_swap.cuda.choice import NATIVE

@@ -1,1 +1,1 @@
-"""Blocks: normalisation and activation, computed as one behind a transposed convolution or anywhere in a network."""
+"""Blocks: a normalisation and the activation behind it, computed by one kernel."""

@@ -1,8 +1,9 @@
-"""Which norms of a network our kernels compute, which with the activation behind them, and why not the others."""
+"""Finds the norms of a network that our kernels compute, with or without the activation behind them, and says why
+not the others."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,15 @@ from torch.nn.modules.batchnorm import _NormBase
 from tconv_swap.blocks.call import is_watched
 from tconv_swap.blocks.form import NORMS, activation_of
 from tconv_swap.blocks.handed import ACTIVATION_CLASSES, handing_class
-from tconv_swap.blocks.modules import FUSED_NORMS, NORM_CLASSES, Blocks, Fuse, fused_class, original_class
+from tconv_swap.blocks.modules import (
+    FUSED_NORMS,
+    LEFT_CLASSES,
+    NORM_CLASSES,
+    Blocks,
+    Fuse,
+    fused_class,
+    original_class,
+)
 from tconv_swap.blocks.proof import Pair, pairs_of
 from tconv_swap.kernels.norm.plan import DTYPES
 
@@ -49,17 +58,30 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class Found:
-    """What ``find`` finds. ``classes``: of the modules that get another one."""
+    """The result of ``find``. ``classes``: the names and new classes of the modules that get another class."""
 
     blocks: tuple[BlockPlan, ...]
     classes: tuple[tuple[str, type[nn.Module]], ...]
 
 
-def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> Found:
-    """What a swap fuses. ``is_ours``: whether a module is a transposed convolution of ours after the swap."""
+def find(
+    model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool], left: Collection[str] = ()
+) -> Found:
+    """Returns what a swap fuses.
+
+    Args:
+        is_ours: whether a module is a transposed convolution of ours after the swap.
+        left: dotted names of norms that stay PyTorch's; a mapping has a reason for each.
+
+    Raises:
+        ValueError: ``left`` names something else than a norm.
+    """
     if fuse is None:
         return Found((), ())
     names = {id(module): name for name, module in model.named_modules()}
+    norms = {name for name, module in model.named_modules() if isinstance(module, _NormBase | nn.GroupNorm)}
+    if unknown := sorted(set(left) - norms):
+        raise ValueError(f"leave_blocks: no normalisation of the model is called {unknown[0]!r}")
     places = _places(model)
     blocks: list[BlockPlan] = []
     classes: dict[str, type[nn.Module]] = {}
@@ -75,7 +97,7 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
             if id(own) not in pairs:
                 pairs[id(own)] = pairs_of(own) if _can_hand(own) else ()
             pair = next((one for one in pairs[id(own)] if one.norm is norm), None)
-        block = _block(norm, place, pair, fuse, is_ours, lambda module: names.get(id(module), ""))
+        block = _block(norm, place, pair, fuse, is_ours, lambda module: names.get(id(module), ""), left)
         if block is None:
             continue
         blocks.append(block)
@@ -92,6 +114,18 @@ def find(model: nn.Module, fuse: Fuse, is_ours: Callable[[nn.Module], bool]) -> 
             for module, cls in _classes_that_hand(own, pair):
                 if cls is not type(module):
                     classes[names[id(module)]] = cls
+    for name in left:
+        norm = model.get_submodule(name)
+        # Its container computes every norm that has a class of PyTorch's.
+        inside = any(
+            isinstance(place.parent, Blocks) or names[id(place.parent)] in classes
+            for place in places.get(id(norm), [])
+            if place.parent is not None and _in_turn(place.parent)
+        )
+        plain = _original(norm)
+        cls = LEFT_CLASSES.get(plain, plain) if inside else plain
+        if cls is not type(norm):
+            classes[name] = cls
     return Found(tuple(blocks), tuple(classes.items()))
 
 
@@ -124,7 +158,7 @@ class _Place:
 
 
 def _places(model: nn.Module) -> dict[int, list[_Place]]:
-    """Of every norm, by its ``id``: one that is shared has several."""
+    """Returns the places of every norm, by its ``id``: a shared norm has several."""
     found: dict[int, list[_Place]] = {}
     for parent in model.modules():
         children = [child for child in parent._modules.values() if child is not None]
@@ -151,8 +185,9 @@ def _block(
     fuse: Fuse,
     is_ours: Callable[[nn.Module], bool],
     name_of: Callable[[nn.Module], str],
+    left: Collection[str],
 ) -> BlockPlan | None:
-    """What happens to a norm; None where ``fuse`` is not about it."""
+    """Returns what happens to a norm; None if ``fuse`` does not concern it."""
     name, kind = name_of(norm), _original(norm).__name__
     source = place.before if pair is None or pair.source is None else pair.source
     behind = name_of(source) if is_ours(source) else ""
@@ -168,7 +203,7 @@ def _block(
             name, whole, name_of(activation) if activation is not None else "", behind, swap, reason
         )
 
-    if reason := _why_unfit(norm):
+    if reason := _why_left(name, left) or _why_unfit(norm):
         return plan(False, reason)
     if pair is not None and (fuse == "all" or behind) and not is_watched(pair.activation):
         return plan(True, activation=pair.activation)
@@ -184,8 +219,16 @@ def _block(
     return plan(True, activation=place.after)
 
 
+def _why_left(name: str, left: Collection[str]) -> str:
+    if name not in left:
+        return ""
+    return left[name] if isinstance(left, Mapping) else "left out by leave_blocks"
+
+
 def _why_unfit(norm: nn.Module) -> str:
     kind = type(norm)
+    if kind in LEFT_CLASSES.values():
+        return "left out by an earlier swap: unswap_layers makes it a candidate again"
     if kind not in FUSED_NORMS:
         known = ", ".join(cls.__name__ for cls in NORMS)
         return f"{kind.__name__} is none of {known}"

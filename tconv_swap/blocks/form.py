@@ -1,4 +1,4 @@
-"""What a block computes: a module of normalisation, the activation behind it, and PyTorch's formulation of both."""
+"""Describes what a block computes: a normalisation and the activation behind it, also as PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 def activate(x: Tensor, activation: Activation, slope: float) -> Tensor:
-    """PyTorch's function."""
+    """Applies the activation by PyTorch's function."""
     match activation:
         case Activation.RELU:
             return F.relu(x)
@@ -90,7 +90,7 @@ def activate(x: Tensor, activation: Activation, slope: float) -> Tensor:
 
 
 def by_pytorch(x: Tensor, weight: Tensor | None, bias: Tensor | None, saved: Tensor, form: Form) -> Tensor:
-    """A block by PyTorch's operators, which have derivatives of every order.
+    """Computes a block by PyTorch's operators, which have derivatives of every order.
 
     Args:
         x: ``[batch, channels, ...]``.

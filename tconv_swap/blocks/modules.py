@@ -1,4 +1,4 @@
-"""The containers and norms that a swap with ``fuse`` gives other classes, and nothing else.
+"""The classes that a swap with ``fuse`` gives to containers and norms.
 
 A swapped ``nn.Sequential`` looks at every call, before it calls a norm, whether that and the activation that follows
 it can be computed as one. So whatever is done to the modules afterwards (a hook, another activation, a part of the
@@ -52,7 +52,7 @@ class Blocks(nn.Sequential):
 
 
 class AllBlocks(Blocks):
-    """The same behind any module."""
+    """``Blocks`` that computes a norm and the activation behind it as one behind any module."""
 
     _everywhere = True
 
@@ -76,7 +76,7 @@ class _Norm(Leaf):
             input: as PyTorch's module.
 
         Returns:
-            As PyTorch's module, but that an ``nn.InstanceNorm2d`` keeps its input's memory format.
+            As PyTorch's module, except that an ``nn.InstanceNorm2d`` keeps its input's memory format.
 
         Raises:
             RuntimeError, ValueError: as PyTorch's module.
@@ -117,8 +117,36 @@ NORM_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 FUSED_NORMS = frozenset({*NORMS, *NORM_CLASSES.values()})
 
 
-#: Every class that a swap gives, but those made from a user's.
-CLASSES = (Blocks, AllBlocks, *NORM_CLASSES.values(), *handed.ACTIVATION_CLASSES.values())
+class LeftBatchNorm1d(Leaf, nn.BatchNorm1d):
+    """``nn.BatchNorm1d`` that is left as it is, in a container that computes others as blocks."""
+
+
+class LeftBatchNorm2d(Leaf, nn.BatchNorm2d):
+    """``nn.BatchNorm2d`` that is left as it is, in a container that computes others as blocks."""
+
+
+class LeftInstanceNorm1d(Leaf, nn.InstanceNorm1d):
+    """``nn.InstanceNorm1d`` that is left as it is, in a container that computes others as blocks."""
+
+
+class LeftInstanceNorm2d(Leaf, nn.InstanceNorm2d):
+    """``nn.InstanceNorm2d`` that is left as it is, in a container that computes others as blocks."""
+
+
+LEFT_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: LeftBatchNorm1d,
+    nn.BatchNorm2d: LeftBatchNorm2d,
+    nn.InstanceNorm1d: LeftInstanceNorm1d,
+    nn.InstanceNorm2d: LeftInstanceNorm2d,
+}
+#: Every class that a swap gives, except those made from a user's class.
+CLASSES = (
+    Blocks,
+    AllBlocks,
+    *NORM_CLASSES.values(),
+    *LEFT_CLASSES.values(),
+    *handed.ACTIVATION_CLASSES.values(),
+)
 
 
 class _PickledByFirstBase:
@@ -151,11 +179,11 @@ def fused_class(cls: type[nn.Module], fuse: Fuse) -> type[nn.Module] | None:
 
 
 def original_class(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """The inverse of ``fused_class``; None for a class that it does not give."""
+    """Returns the inverse of ``fused_class``; None for a class that it does not give."""
     if cls in (Blocks, AllBlocks):
         return nn.Sequential
-    for plain, ours in NORM_CLASSES.items():
-        if cls is ours:
+    for plain in NORM_CLASSES:
+        if cls in (NORM_CLASSES[plain], LEFT_CLASSES[plain]):
             return plain
     if (original := handed.before_handing(cls)) is not None:
         return original
@@ -174,6 +202,6 @@ def _made(cls: type[nn.Module], ours: type[nn.Module]) -> type[nn.Module]:
 
 
 def _new_container(cls: type[nn.Module], ours: type[nn.Module]) -> nn.Module:
-    """A container without state, for the unpickler to fill. Pickles name this function: it must stay here."""
+    """Returns a container without state, which the unpickler fills. Pickles name this function: it must stay here."""
     made = _made(cls, ours)  # type: ignore[arg-type]
     return made.__new__(made)

@@ -1,4 +1,4 @@
-"""Where compiled things are kept between processes."""
+"""The cache directory: what is compiled and tuned is kept there between processes."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ ENVIRONMENT_VARIABLE = "TCONV_SWAP_CACHE"
 
 COMPILED = ("kernels", "host")
 TUNED = ("tuned",)
-"""What of the cache directory is ours: it may be one that holds other things too."""
+"""The parts of the cache directory that are ours: the directory may hold other files too."""
 
 PROBE_BYTES = 64 << 10
-"""About a cubin: where the disk is full or a quota used up, an empty file can still be made."""
+"""About the size of a cubin. An empty file would not do: it can be created even where the disk is full."""
 
 
 @lru_cache(maxsize=1)
 def cache_directory() -> Path:
-    """The writable cache directory: ``$TCONV_SWAP_CACHE``, else ``$XDG_CACHE_HOME/tconv_swap``, else
-    ``~/.cache/tconv_swap``. Where none can be written, one of this process's own until it ends, with a warning."""
+    """Returns the writable cache directory: ``$TCONV_SWAP_CACHE``, else ``$XDG_CACHE_HOME/tconv_swap``, else
+    ``~/.cache/tconv_swap``. If that cannot be written, it warns and returns a temporary directory of this process."""
     configured, reason = _configured()
     if not reason:
         return configured
@@ -41,7 +41,7 @@ def cache_directory() -> Path:
 
 
 def cache_problem() -> str:
-    """Why nothing is kept between processes, in one line; empty where it is kept."""
+    """Returns one line that says why nothing is kept between processes; empty if everything is kept."""
     configured, reason = _configured()
     return reason and (
         f"{configured} cannot be used ({reason}): every process compiles its kernels again, and what `tune` finds "
@@ -50,7 +50,7 @@ def cache_problem() -> str:
 
 
 def _configured() -> tuple[Path, str]:
-    """The directory that is asked for, and why it cannot be used; made where there is none."""
+    """Returns the configured directory, which is created if it is missing, and why it cannot be used, or ``""``."""
     if os.environ.get(ENVIRONMENT_VARIABLE):
         directory = Path(os.environ[ENVIRONMENT_VARIABLE])
     elif os.environ.get("XDG_CACHE_HOME"):
@@ -68,7 +68,8 @@ def _configured() -> tuple[Path, str]:
 
 
 def _why_unusable(directory: Path) -> str:
-    """Makes the directory where there is none. What lies in it may be another user's, of root's first run, say."""
+    """Creates the directory if it is missing; returns why it cannot be used. Its parts may belong to another user,
+    for instance to root, who ran the program first."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _probe(directory)
@@ -88,7 +89,7 @@ def _why_unusable(directory: Path) -> str:
 
 def _probe(directory: Path) -> None:
     with tempfile.TemporaryFile(dir=directory) as file:
-        file.write(os.urandom(PROBE_BYTES))  # zeros may take no room
+        file.write(os.urandom(PROBE_BYTES))  # some file systems store zeros without using space
         file.flush()
 
 
@@ -97,7 +98,7 @@ def _reason(error: OSError) -> str:
 
 
 def _remove(directory: Path, owner: int) -> None:
-    # A forked process inherits what is to be done at exit, but not the directory.
+    # A forked process inherits this exit handler, but the directory is its parent's.
     if os.getpid() == owner:
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -105,13 +106,13 @@ def _remove(directory: Path, owner: int) -> None:
 def write_atomically(path: Path, content: bytes) -> None:
     """Write ``path`` whole or not at all: two processes may race for the same file.
 
-    Its mode is what the umask says, so that users who share a directory read each other's files.
+    The umask decides its mode, so that users who share a directory can read each other's files.
 
     Raises:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Not of `tempfile`, whose files are readable by their owner alone.
+    # Not by `tempfile`: only the owner can read the files that it creates.
     temporary = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
         with temporary.open("xb") as file:
@@ -125,7 +126,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 @dataclass(frozen=True)
 class CacheUse:
-    """What lies in the cache: files and bytes in all, and how many of the files are what `tune` found out."""
+    """What the cache holds: its files and bytes in total, and how many of the files are results of `tune`."""
 
     directory: Path
     files: int
@@ -141,7 +142,7 @@ class CacheUse:
 
 
 def cache_use() -> CacheUse:
-    """The size of the cache; files that vanish meanwhile do not count."""
+    """Returns what the cache holds. Files that another process removes meanwhile are not counted."""
     directory = cache_directory()
     files, size, tuned = 0, 0, 0
     for part in (*COMPILED, *TUNED):
@@ -157,13 +158,13 @@ def cache_use() -> CacheUse:
 
 
 def clear_cache(*, tuned: bool = True) -> list[str]:
-    """Remove what is ours from the cache directory; a process that runs meanwhile compiles again what it misses.
+    """Remove our files from the cache directory. A process that is running compiles again what it then misses.
 
     Args:
-        tuned: also what `tune` found out.
+        tuned: also remove the results of `tune`.
 
     Returns:
-        One line for everything that could not be removed.
+        One line for each part that could not be removed.
     """
     failed: list[str] = []
     for part in COMPILED + TUNED * tuned:
@@ -177,7 +178,7 @@ def clear_cache(*, tuned: bool = True) -> list[str]:
 
 
 def csrc_directory() -> Path:
-    """csrc/: inside the package when installed from a wheel, beside it in a checkout."""
+    """Returns csrc/: inside the package if that was installed from a wheel, beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     for candidate in (package / "csrc", package.parent / "csrc"):
         if (candidate / "launch.cpp").is_file():

@@ -1,6 +1,6 @@
-"""Transposed convolution on CUDA: what computes a call that csrc/call.cpp does not know yet.
+"""Transposed convolution on CUDA: decides what computes a call that csrc/call.cpp does not know yet.
 
-A call goes by csrc/call.cpp, which remembers the answers of ``answer`` by everything that they depend on.
+Every call goes through csrc/call.cpp, which remembers each result of ``answer`` with everything that it depends on.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from tconv_swap.cuda.plans.plan_cast import plan_cast
 from tconv_swap.cuda.program import Output
 from tconv_swap.geometry import Arguments, from_list
 
-#: Bytes: kernels copy in pieces of so many. PyTorch allocates so; a slice may begin elsewhere.
+#: In bytes: kernels copy pieces of this size. PyTorch's allocations are aligned to it; a slice may not be.
 ALIGNMENT = 16
 
-#: What a step wants its tensors copied into; None: it reads the tensor as it lies.
+#: The formats that a step wants its tensors copied into; None: it reads the tensor as it lies.
 Formats = tuple[torch.memory_format | None, ...]
 _AS_THEY_LIE: Formats = (None, None, None)
 _FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
-#: In place of a program's handle: PyTorch's operator.
+#: Stands for PyTorch's operator, in place of a program's handle.
 _PYTORCH = -1
 
 
 class Posed(NamedTuple):
-    """What a call asked for: one stage of a problem on a GPU. An empty ``mask``: the forward pass."""
+    """What a call asks for: one stage of a problem on a GPU. An empty ``mask`` means the forward pass."""
 
     problem: plan.Problem
     mask: Mask
@@ -40,8 +40,8 @@ class Posed(NamedTuple):
     device: int
 
 
-#: Each is called with every question that Python is asked, but those that a backend of ``"native"`` answers; from the
-#: thread that asks, which may be one of autograd's.
+#: Each is called with every question that csrc/call.cpp asks, except for the backend ``"native"``. It is called in
+#: the thread that asks, which may be one of autograd's.
 observers: list[Callable[[Posed], object]] = []
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
@@ -50,7 +50,7 @@ _library.define("answer(Tensor?[] tensors, int[] geometry, bool[3] mask, str bac
 
 @contextmanager
 def recording() -> Iterator[list[Posed]]:
-    """Collects everything that is asked meanwhile: after ``forget``, everything that is computed."""
+    """Collects every question that is asked inside: after ``forget``, one for each kind of call that is computed."""
     posed: list[Posed] = []
     observers.append(posed.append)
     try:
@@ -62,7 +62,7 @@ def recording() -> Iterator[list[Posed]]:
 def answer(
     tensors: Sequence[Tensor | None], geometry: Sequence[int], mask: Sequence[bool], backend: str
 ) -> list[int]:
-    """How a call is computed, in the words that csrc/compute.h reads.
+    """Returns how a call is computed, in the words that csrc/compute.h reads.
 
     Args:
         tensors: input, weight and bias of a forward pass; grad_output, input and weight of gradients.
@@ -139,18 +139,18 @@ _library.impl("answer", lambda *question: answer(*question), "CompositeExplicitA
 
 
 def forget() -> None:
-    """Has each call be chosen anew."""
+    """Makes the next call of each kind ask ``answer`` again."""
     launch.forget_answers()
 
 
 def precision() -> str:
-    """``"tf32"`` where PyTorch's switches allow it for a float32 convolution just now, else another word."""
-    # What torch.backends.cudnn.conv.fp32_precision reads, without the 1 us of its descriptor.
+    """Returns ``"tf32"`` if PyTorch's switches currently allow TF32 for a float32 convolution, else another word."""
+    # The same value as torch.backends.cudnn.conv.fp32_precision, without its descriptor, which takes 1 us.
     return torch._C._get_fp32_precision_getter("cuda", "conv")
 
 
 def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:
-    """What a forward call with these tensors asks to compute.
+    """Returns the problem that a forward call with these tensors poses.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
@@ -161,7 +161,7 @@ def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Ar
         dtype=input.dtype,
         precision="tf32" if precision() == "tf32" and input.dtype == torch.float32 else "ieee",
         channels_last=output_memory_format(input, weight) == torch.channels_last,
-        # A weight lies as its owner left it, whatever the activations do, and is read as it lies.
+        # The weight's layout does not depend on the activations', and the weight is read as it lies.
         weight_channels_last=not weight.is_contiguous()
         and weight.is_contiguous(memory_format=torch.channels_last),
     )
@@ -170,7 +170,7 @@ def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Ar
 def step_for(
     input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str = "auto"
 ) -> Step:
-    """What computes a forward call.
+    """Returns the step that computes a forward call.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
@@ -184,7 +184,7 @@ def step_for(
 
 @lru_cache(maxsize=64)
 def device_facts(index: int) -> plan.Device:
-    """What planning must know of a GPU."""
+    """Returns what planning must know about a GPU."""
     properties = torch.cuda.get_device_properties(index)
     return plan.Device(
         architecture=nvrtc.architecture_for(properties.major, properties.minor),
@@ -194,7 +194,7 @@ def device_facts(index: int) -> plan.Device:
 
 
 def reads_as_it_lies(tensor: Tensor, wanted: torch.memory_format) -> bool:
-    """Whether kernels that want a tensor in this format read this one without a copy."""
+    """Returns whether kernels that want a tensor in this format can read this one without a copy."""
     return tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -210,7 +210,7 @@ def _formats(tensors: Sequence[Tensor | None], wanted: Sequence[torch.memory_for
 
 
 def _gradient_steps(problem: plan.Problem, mask: Mask, device: int, backend: str) -> tuple[Step, ...]:
-    # PyTorch gives every gradient the format of the output, the weight's too.
+    # PyTorch gives every gradient, also the weight's, the format of the output.
     problem = plan.with_weight_layout(problem, problem.channels_last)
     return choice.choose_backward(problem, mask, device_facts(device), backend, tuned.winners(device))
 

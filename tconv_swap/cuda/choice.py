@@ -1,4 +1,5 @@
-"""Ours or PyTorch's: which of the two computes a stage, by what plan, and why. Pure functions of data."""
+"""Chooses whether our kernels or PyTorch's operator compute a stage, by which plan, and says why. Pure functions
+of data."""
 
 from __future__ import annotations
 
@@ -15,11 +16,11 @@ from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
 Backend = Literal["auto", "kernel", "native"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
-#: Which gradients a step computes: of the input, the weight, the bias. ``FORWARD``: the output instead.
+#: Which gradients a step computes: of the input, the weight and the bias. ``FORWARD`` means the output instead.
 Mask = tuple[bool, ...]
 FORWARD: Mask = ()
 
-#: How many plans of ours ``tune`` measures for a problem.
+#: The number of our plans that ``tune`` measures for a problem.
 CANDIDATES = 8
 
 NATIVE = "native"
@@ -31,7 +32,7 @@ WHY_NOT_GENERAL = "of ours only the general kernels claim it: 0.06 to 0.95 of Py
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One call that a stage makes: of ours by ``plan``, or of PyTorch's operator where that is None."""
+    """One call that a stage makes: our kernels by ``plan``, or PyTorch's operator if ``plan`` is None."""
 
     mask: Mask
     plan: Plan | None
@@ -39,12 +40,12 @@ class Step:
 
     @property
     def family(self) -> str:
-        """The kernels' family, or ``"native"``."""
+        """The family of the kernels, or ``"native"``."""
         return NATIVE if self.plan is None else self.plan.family
 
 
 def check_backend(backend: str) -> Backend:
-    """``backend`` itself.
+    """Returns ``backend``, if there is such a backend.
 
     Raises:
         ValueError: there is no such backend.
@@ -57,7 +58,7 @@ def check_backend(backend: str) -> Backend:
 def choose_forward(
     problem: Problem, has_bias: bool, device: Device, backend: str, winners: Winners = NONE
 ) -> Step:
-    """The one step of a forward pass."""
+    """Returns the one step of a forward pass."""
     if backend == NATIVE:
         return Step(FORWARD, None, "the backend is native")
     if problem.geometry.out_channels == 0:
@@ -78,7 +79,7 @@ def choose_forward(
 def choose_backward(
     problem: Problem, mask: Mask, device: Device, backend: str, winners: Winners = NONE
 ) -> tuple[Step, ...]:
-    """The steps of a backward pass: those of ours, then one of PyTorch's at most."""
+    """Returns the steps of a backward pass: first those of our kernels, then at most one of PyTorch's operator."""
     if backend == NATIVE:
         return (Step(mask, None, "the backend is native"),)
     if problem.geometry.out_channels == 0:
@@ -96,7 +97,7 @@ def choose_backward(
         else:
             ours.append(_step(unit, plan.backward_candidates(problem, unit, device, CANDIDATES), winner))
     if len(ours) > 1 and all(step.plan == plan.plan_backward(problem, step.mask, device) for step in ours):
-        # One plan for all: its parts share the workspace, and may share a pass.
+        # One plan for all gradients: its parts share the workspace, and may share a pass over the tensors.
         together = plan.plan_backward(problem, mask, device)
         ours = [Step(mask, together, together.why)]
     if len(native) > 1:
@@ -106,7 +107,7 @@ def choose_backward(
 
 
 def _step(mask: Mask, candidates: Sequence[Plan], winner: Winner) -> Step:
-    """The winner among the candidates, or the first where it is none of them any more."""
+    """Returns the step of the winner, or of the first candidate if the winner is no longer among them."""
     for made in candidates:
         if made.digest == winner.kernel:
             return Step(mask, made, f"{made.why}; {winner.why}")
@@ -114,7 +115,7 @@ def _step(mask: Mask, candidates: Sequence[Plan], winner: Winner) -> Step:
 
 
 def backward_units(mask: Mask) -> list[Mask]:
-    """The gradients that are decided about together: the bias's comes out of the same pass as the weight's."""
+    """Returns the groups of gradients that are decided together: one pass computes those of weight and bias."""
     wants_input, wants_weight, wants_bias = mask
     units: list[Mask] = []
     if wants_input:
@@ -125,11 +126,12 @@ def backward_units(mask: Mask) -> list[Mask]:
 
 
 def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | None) -> str | None:
-    """Why PyTorch's operator should compute these gradients, or None. What was tuned counts for more than the rest."""
+    """Returns why PyTorch's operator should compute these gradients, or None. A result of ``tune`` takes
+    precedence."""
     if winner is not None:
         return winner.why if winner.native else None
     if unit == (False, False, True):
-        return None  # a sum, which the general kernel computes as fast
+        return None  # a sum: the general kernel is as fast
     decisive = (False, True, False) if unit[1] else unit
     made = plan.plan_backward(problem, decisive, device)
     if _only_general(problem, made):
@@ -140,7 +142,7 @@ def _why_native(problem: Problem, unit: Mask, device: Device, winner: Winner | N
 
 
 def _only_general(problem: Problem, made: Plan) -> bool:
-    """Whether nothing but the general kernels would compute this, and PyTorch's operator surely can."""
+    """Returns whether only the general kernels could compute this, and the sizes fit PyTorch's operator."""
     geometry = problem.geometry
     batch, *image = geometry.output_shape
     largest = max(_elements(geometry.input_shape), batch * _elements(image))

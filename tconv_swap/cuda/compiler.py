@@ -1,4 +1,4 @@
-"""The C++ compiler and the ninja that build the host part: those that are looked for are those that run."""
+"""Finds the C++ compiler and ninja that build the host part, and makes torch's builder use exactly these."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 class BuildError(RuntimeError):
-    """The host part cannot be built: the message names what is missing."""
+    """The host part cannot be built; the message names what is missing."""
 
 
 def find_compiler() -> str:
-    """The command of ``CXX``, of more words than one perhaps (``ccache g++``), else ``g++`` or ``c++``.
+    """Returns the command in ``CXX``, which may have several words (``ccache g++``), else ``g++`` or ``c++``.
 
     Raises:
         BuildError: there is none.
@@ -30,16 +30,16 @@ def find_compiler() -> str:
 
 
 def words(command: str) -> list[str]:
-    """As a shell takes it apart."""
+    """Splits a command into words, as a shell does."""
     try:
         return shlex.split(command)
-    except ValueError:  # a quotation mark without its other
+    except ValueError:  # an unclosed quotation mark
         return [command]
 
 
 def find_ninja() -> Path:
-    """The directory that it is in: of PATH, or where pip puts it, which is not in PATH where a virtual environment's
-    Python is called by its own path.
+    """Returns the directory of ninja: one of PATH, or where pip installs it. The latter is not in PATH if a virtual
+    environment's Python was started by its full path.
 
     Raises:
         BuildError: there is none.
@@ -59,7 +59,7 @@ def find_ninja() -> Path:
 
 @contextmanager
 def tools() -> Iterator[None]:
-    """Meanwhile, torch's builder, which asks the environment, takes these.
+    """Inside, torch's builder finds this compiler and this ninja, which it looks up in the environment.
 
     Raises:
         BuildError: as above.

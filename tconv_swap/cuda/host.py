@@ -1,4 +1,5 @@
-"""The host part: csrc/*.cpp, built once for each torch by the user's compiler, kept on disk, loaded on first use."""
+"""The host part: csrc/*.cpp is built once for each torch by the user's compiler, kept on disk, and loaded on first
+use."""
 
 from __future__ import annotations
 
@@ -24,10 +25,10 @@ logger = logging.getLogger("tconv_swap")
 
 SOURCES = ("launch.cpp", "call.cpp")
 
-#: What compilers say of a line of a source; of themselves, and of their linker, they say it without a number.
+#: An error in a source file. Errors of the compiler itself and of the linker name no line.
 _REFUSAL = re.compile(r":\d+(:\d+)?: (fatal )?error: ")
 
-#: For a compiler, beside torch's own: which C++ its headers are of, torch says.
+#: Flags for the compiler, beside torch's own, which select the C++ standard.
 FLAGS = ("-O2", "-DAT_PER_OPERATOR_HEADERS")
 
 _stand_ins: list[tuple[str, Callable[..., object], str]] = []
@@ -35,18 +36,18 @@ _registered = torch.library.Library("tconv_swap", "IMPL")
 
 
 class RefusedError(BuildError):
-    """The compiler refuses a file of csrc/ with this torch, and will do so again."""
+    """The compiler refuses a file of csrc/ with this torch, and would refuse it again."""
 
 
 def stand_in(op: str, kernel: Callable[..., object], key: str) -> None:
-    """Registers a kernel for which the host part has its own, until that is loaded."""
+    """Registers a Python kernel of an op. When the host part is loaded, its own kernel replaces this one."""
     _stand_ins.append((op, kernel, key))
     _registered.impl(op, kernel, key)
 
 
 @contextmanager
 def _without_stand_ins() -> Iterator[None]:
-    """They come back where what is done meanwhile fails."""
+    """Inside, the stand-ins are not registered; they are registered again if the block fails."""
     global _registered
     _registered._destroy()
     try:
@@ -60,13 +61,13 @@ def _without_stand_ins() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL:
-    """The functions of the host part, whose ops PyTorch knows from now on.
+    """Returns the functions of the host part. From now on PyTorch knows its ops.
 
     Raises:
         BuildError: as ``build``.
-        OSError: the system does not load it.
+        OSError: the system cannot load it.
     """
-    with _without_stand_ins():  # torch's builder loads what it has built
+    with _without_stand_ins():  # torch's builder also loads the library
         loaded = _build_and_load()
     loaded.tconv_last_error.restype = ctypes.c_char_p
     loaded.tconv_known.restype = ctypes.c_int64
@@ -74,13 +75,13 @@ def library() -> ctypes.CDLL:
 
 
 def is_loaded() -> bool:
-    """Whether ``library`` has been asked for, with success."""
+    """Returns whether ``library`` has been called successfully."""
     return library.cache_info().currsize > 0
 
 
 @lru_cache(maxsize=1)
 def is_available() -> bool:
-    """Whether the host part is there, after building and loading it; if it is not, a warning says why, once."""
+    """Builds and loads the host part if necessary; returns whether it is available. If not, one warning says why."""
     try:
         library()
     except (BuildError, OSError) as error:
@@ -103,7 +104,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def library_path() -> Path:
-    """Where the shared library for this torch, machine and source is, or will be."""
+    """Returns the path of the shared library for this torch, machine and source, whether or not it exists."""
     directory = csrc_directory()
     digest = hashlib.sha256(" ".join((*FLAGS, platform.machine())).encode())
     for read in (*(directory / source for source in SOURCES), *sorted(directory.glob("*.h"))):
@@ -114,7 +115,7 @@ def library_path() -> Path:
 
 
 def is_built() -> bool:
-    """Whether the shared library is there, whole: of half of one, a system's loader may die."""
+    """Returns whether the shared library exists and is complete: loading a truncated one may crash the process."""
     path = library_path()
     try:
         return path.with_suffix(".sha256").read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -123,11 +124,11 @@ def is_built() -> bool:
 
 
 def build() -> Path:
-    """The shared library, built on the first use for this torch, source and headers, then kept.
+    """Returns the shared library. It is built on first use for this torch, source and headers, and then kept.
 
     Raises:
-        BuildError: naming the missing tool, or what cannot be written.
-        RefusedError: with the compiler's output, now or when it was asked before.
+        BuildError: a tool is missing, or a file cannot be written; the message names it.
+        RefusedError: the compiler refused a file, now or at an earlier attempt; the message has its output.
     """
     target = library_path()
     if is_built():
@@ -149,10 +150,10 @@ def build() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with (
             open(target.parent / "lock", "w") as lock,
-            # torch's own lock is a file that a killed process leaves behind; in a directory of our own it is alone.
+            # torch locks by a file that a killed process leaves behind: in a new directory there is none.
             tempfile.TemporaryDirectory(dir=target.parent) as directory,
         ):
-            with suppress(OSError):  # a file system without locks: then several may build, each for itself
+            with suppress(OSError):  # a file system without locks: each process builds for itself
                 fcntl.flock(lock, fcntl.LOCK_EX)  # released by the system however the process ends
             if not is_built():
                 logger.warning(
@@ -191,7 +192,7 @@ def _built(directory: Path) -> Path:
                 is_standalone=False,
             )
     except RuntimeError as error:
-        # A compiler that was killed, or found the disk full, may build it next time.
+        # If the compiler was killed or the disk was full, the next attempt may succeed.
         kind = RefusedError if _REFUSAL.search(str(error)) else BuildError
         raise kind(f"the host part of tconv_swap does not build from {csrc_directory()}:\n{error}") from error
     return Path(built or directory / "tconv_swap_host.so")

@@ -1,8 +1,8 @@
-"""Whole numbers, as planning counts with them."""
+"""Integer arithmetic for planning."""
 
 from __future__ import annotations
 
-#: What is counted in 32 bits by a kernel, or by the copy engine, is below this.
+#: Kernels and the copy engine count in 32 bits: their numbers must be smaller than this.
 INT32_LIMIT = 2**31
 
 
@@ -11,5 +11,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def round_up(a: int, to: int) -> int:
-    """The multiple of ``to`` that is next to ``a``, or ``a``."""
+    """Returns the smallest multiple of ``to`` that is not less than ``a``."""
     return -(-a // to) * to

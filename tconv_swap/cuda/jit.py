@@ -1,4 +1,4 @@
-"""From a kernel's description to machine code, kept on disk: rendering, compiling, caching."""
+"""Turns the description of a kernel into machine code: renders, compiles and caches it on disk."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _kernel_files() -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def sources_digest() -> bytes:
-    """Of every file in and below csrc/kernels."""
+    """Returns a digest of every file in csrc/kernels and below."""
     digest = hashlib.sha256()
     for name, text in _kernel_files().items():
         digest.update(f"{name}\0{text}\0".encode())
@@ -43,14 +43,15 @@ def _render_constant(name: str, value: Constant) -> str:
 
 
 def render(kernel: Kernel) -> str:
-    """The source that is compiled: the storage types, the constants by name, the kernel's file."""
+    """Returns the source that is compiled: the storage types, the named constants, and the kernel's file."""
     constants = "\n".join(_render_constant(name, value) for name, value in kernel.constants)
     return f'#include "types.cuh"\n{constants}\n#line 1 "{kernel.source}"\n{_kernel_files()[kernel.source]}'
 
 
 def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
-    """Machine code of a kernel for an architecture such as ``"sm_90"``, from the cache on disk where it lies whole.
-    Where it cannot be written there, a warning says so.
+    """Returns the machine code of a kernel for an architecture such as ``"sm_90"``, from the cache on disk if it is
+    complete there.
+    If it cannot be written there, a warning says so.
 
     Raises:
         CompileError: with the compiler's log and the path of the rendered source.
@@ -59,7 +60,7 @@ def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
 
 
 def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
-    """The same, with the compiler's resource report (registers, spills) of every entry in the source."""
+    """Returns the same, and the compiler's resource report (registers, spills) of every entry in the source."""
     source = render(kernel)
     options = (*OPTIONS, f"--gpu-architecture={architecture}")
     key = hashlib.sha256()
@@ -76,7 +77,7 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
         cubin, log = nvrtc.compile_cubin(source, kernel.source, headers, options)
     except nvrtc.CompileError as error:
         path = stem.with_suffix(".cu")
-        with suppress(OSError):  # the compiler's words matter more
+        with suppress(OSError):  # the compiler's message matters more
             write_atomically(path, source.encode())
             raise nvrtc.CompileError(f"{error}\nThe source is in {path}") from None
         raise
@@ -84,13 +85,13 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
         write_atomically(log_path, f"{_seal(cubin, log)}\n{log}".encode())
         write_atomically(cubin_path, cubin)
     except OSError as error:
-        # The disk is full, or `cache clear` is at work: what is compiled is good all the same.
+        # The disk is full, or `cache clear` is running: the machine code is valid all the same.
         _warn_of_unkept(cache_directory(), error.strerror or str(error))
     return cubin, log
 
 
 def _read(cubin_path: Path, log_path: Path) -> tuple[bytes, str] | None:
-    """What was written; None where it is not there, cannot be read or is damaged."""
+    """Returns what was written; None if it is missing, unreadable or damaged."""
     try:
         cubin = cubin_path.read_bytes()
         seal, _, log = log_path.read_text(encoding="utf-8").partition("\n")
@@ -100,7 +101,8 @@ def _read(cubin_path: Path, log_path: Path) -> tuple[bytes, str] | None:
 
 
 def _seal(cubin: bytes, log: str) -> str:
-    """The first line of a log: a driver may crash on machine code that is damaged, so what is kept is compared."""
+    """Returns the first line of a log, a digest: a driver may crash on damaged machine code, so the digest is
+    checked."""
     digest = hashlib.sha256(cubin)
     digest.update(log.encode())
     return f"{len(cubin)} bytes, sha256 with this log {digest.hexdigest()}"
@@ -108,7 +110,7 @@ def _seal(cubin: bytes, log: str) -> str:
 
 @lru_cache(maxsize=16)
 def _warn_of_unkept(directory: Path, reason: str) -> None:
-    """Once, however many kernels there are."""
+    """Warns once, however many kernels there are."""
     logger.warning(
         "compiled kernels are not kept in %s (%s): the next process compiles them again", directory, reason
     )

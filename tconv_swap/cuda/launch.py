@@ -1,4 +1,4 @@
-"""Plans and kernels handed over to csrc/launch.cpp: a handle to launch comes back."""
+"""Hands plans and kernels over to csrc/launch.cpp, which returns a handle for the launch."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ def _strides(output: Output) -> list[int]:
 
 
 def _may_overlap(architecture: str) -> bool:
-    """Programmatic dependent launch is of compute capability 9.0 and later; kernels for others do not wait."""
+    """Returns whether programmatic dependent launch exists (compute capability 9.0 and later). Other kernels do
+    not wait."""
     return int("".join(filter(str.isdigit, architecture))) >= 90
 
 
 def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
-    """A plan as the numbers that tconv_add_program in csrc/launch.cpp reads."""
+    """Returns a plan as the numbers that tconv_add_program in csrc/launch.cpp reads."""
     words = [plan.workspace_bytes, len(plan.outputs)]
     for output in plan.outputs:
         words += [DTYPE_CODES[output.dtype or dtype], len(output.shape), *output.shape, *_strides(output)]
@@ -83,8 +84,8 @@ def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture:
     """Compiles and loads what a plan needs; returns the handle that ``torch.ops.tconv_swap.launch`` takes.
 
     Raises:
-        BuildError, CompileError: what has to be built or compiled does not.
-        RuntimeError: the driver refuses.
+        BuildError, CompileError: the host part or a kernel cannot be built.
+        RuntimeError: the driver refuses the kernel.
     """
     with _lock, torch.cuda.device(device):
         words = plan_words(plan, dtype, architecture)
@@ -95,16 +96,16 @@ def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture:
 
 
 def drop_plan(handle: int) -> None:
-    """Lets go of what ``add_plan`` made; kernels stay loaded."""
+    """Releases what ``add_plan`` made; the kernels stay loaded."""
     host.library().tconv_drop_program(ctypes.c_int64(handle))
 
 
 def forget_answers() -> None:
-    """Has csrc/call.cpp ask how each call is computed."""
+    """Makes csrc/call.cpp forget its answers: it asks again how each call is computed."""
     if host.is_loaded():
         host.library().tconv_forget()
 
 
 def known_answers() -> int:
-    """How many kinds of calls csrc/call.cpp knows."""
+    """Returns how many kinds of calls csrc/call.cpp knows."""
     return int(host.library().tconv_known()) if host.is_loaded() else 0

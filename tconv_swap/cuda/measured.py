@@ -1,7 +1,8 @@
-"""Classes of layers on which PyTorch's operator was measured to be the faster one (benchmarks/README.md).
+"""Classes of layers on which PyTorch's operator was measured to be faster (benchmarks/README.md).
 
-Only on Hopper (compute capability 9.0), where it was measured, and only by what a layer is: ``tconv_swap.tune``
-measures the layers of one network, and its answer counts for more. bfloat16, by the same kernels, goes by float16.
+They hold for Hopper (compute capability 9.0), where they were measured, and go by the layer's geometry alone.
+``tconv_swap.tune`` measures the layers of one network, and its result takes precedence. bfloat16 uses the same
+kernels as float16 and follows its rules.
 """
 
 from __future__ import annotations
@@ -11,25 +12,25 @@ import torch
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import Geometry
 
-#: Input channels times output channels of a group from which cuDNN's gradient of the weight is the faster: in NCHW,
-#: in channels_last with TF32, and there in 16 bits.
+#: From this product of a group's input and output channels on, cuDNN's gradient of the weight is faster: in NCHW, in
+#: channels_last with TF32, and in channels_last with 16 bits.
 PAIRS_NCHW = 256 * 128
 PAIRS_TF32 = 256 * 64
 PAIRS_16_BIT = 128 * 64
-#: Of the gradient of the input in float32 without TF32, where the kernel is smaller.
+#: The same for the gradient of the input in float32 without TF32, where the kernel is smaller.
 WIDE_STRIDE = 5
 #: A small map with many channels: the weights are most of what moves, and packing them moves them again.
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
-#: Where cuDNN's output of float32 without TF32 at stride 1 is the faster one: from so many taps, channels on either
-#: side and images on, on maps of so many pixels at least and at most.
+#: In float32 without TF32 at stride 1, cuDNN's output is faster from this many taps, channels on either side and
+#: images on, on maps of at least and at most this many pixels.
 TRANSFORMED_TAPS = 15
 TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
-#: What the tensor-core tiles compute: the narrow families were the faster wherever they were measured.
+#: The families of tensor-core tiles. The narrow families were faster than cuDNN wherever they were measured.
 HALO_FAMILY = "halo tile"
 WIDE_FAMILIES = (HALO_FAMILY, "weight tile")
 
@@ -37,7 +38,7 @@ _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed b
 
 
 def why_forward_is_native(problem: Problem, family: str, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the output, and not this family of ours; or None."""
+    """Returns why PyTorch's operator should compute the output instead of this family, or None."""
     if _transformed(problem, family, device):
         return _WHY.format(what="large kernels of stride 1 without TF32", speedup="0.13 to 1.04")
     geometry = problem.geometry
@@ -45,18 +46,18 @@ def why_forward_is_native(problem: Problem, family: str, device: Device) -> str 
     many_channels = geometry.in_channels_per_group >= SMALL_MAP_CHANNELS
     if not (_applies(problem, family, device) and problem.channels_last and problem.dtype.itemsize == 2):
         return None
-    # Weights that lie in channels_last too need no packing, and that is what made ours the slower.
+    # Weights in channels_last need no packing, and packing is what made our kernels slower.
     if not (small_map and many_channels) or problem.weight_channels_last:
         return None
     return _WHY.format(what="many channels on a small map, weights to be packed", speedup="0.85 to 0.94")
 
 
 def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the gradient of the input, and not this family of ours; or None."""
+    """Returns why PyTorch's operator should compute the gradient of the input instead of this family, or None."""
     if device.compute_capability != 90:
         return None
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
-    # Of one row only those with strides were measured, and those of one pixel.
+    # Of maps of one row, only layers with strides and maps of one pixel were measured.
     one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
     if family == HALO_FAMILY and not problem.channels_last:
         if precision == "tf32" and one_row:
@@ -67,7 +68,7 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
 
 
 def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
-    """Why PyTorch's operator should compute the gradient of the weight, and not this family of ours; or None."""
+    """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
     on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
@@ -87,13 +88,13 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
 
 
 def _leaves_gaps(geometry: Geometry) -> bool:
-    """Whether there are rows and columns of the output that no tap meets."""
+    """Returns whether the output has rows or columns that no tap reaches."""
     return all(kernel < stride for kernel, stride in zip(geometry.kernel, geometry.stride, strict=True))
 
 
 def _transformed(problem: Problem, family: str, device: Device) -> bool:
-    """Whether cuDNN computes this output of float32 without TF32 by a transform, whose time does not depend on the
-    size of the kernel (docs/kernels/tile.md has the table)."""
+    """Returns whether cuDNN computes this output, of float32 without TF32, by a transform whose time does not
+    depend on the kernel's size (the table is in docs/kernels/tile.md)."""
     geometry = problem.geometry
     if device.compute_capability != 90 or family not in WIDE_FAMILIES or not problem.is_ieee:
         return False
@@ -108,7 +109,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
 
 
 def _applies(problem: Problem, family: str, device: Device) -> bool:
-    """Strides above 1, by a wide family, on Hopper. Float32 without TF32 is not among what was found slower."""
+    """Returns whether the measurements apply: strides above 1, a wide family, Hopper, not float32 without TF32."""
     if device.compute_capability != 90 or family not in WIDE_FAMILIES or max(problem.geometry.stride) == 1:
         return False
     return problem.dtype.itemsize == 2 or problem.precision == "tf32"

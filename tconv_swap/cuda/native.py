@@ -1,4 +1,4 @@
-"""PyTorch's own operator, for what it computes faster than our kernels."""
+"""Calls PyTorch's own operator, for what it computes faster than our kernels."""
 
 from __future__ import annotations
 

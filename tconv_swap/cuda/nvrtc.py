@@ -1,4 +1,4 @@
-"""NVRTC, NVIDIA's run-time compiler, by ctypes. Every CUDA build of torch brings it; it needs no GPU."""
+"""Calls NVRTC, NVIDIA's run-time compiler, by ctypes. Every CUDA build of torch includes it; it needs no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 class CompileError(RuntimeError):
-    """A kernel does not compile: the message holds the compiler's log."""
+    """A kernel does not compile; the message contains the compiler's log."""
 
 
 class NvrtcMissingError(RuntimeError):
@@ -67,17 +67,17 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-#: Systems on a chip (Jetson, DRIVE): their machine code is not for other GPUs of the major, nor these GPUs' for them.
+#: Systems on a chip (Jetson, DRIVE). They share a major version with other GPUs, but not machine code.
 _TEGRA = frozenset((53, 62, 72, 87, 88, 101, 110))
 
 
 @lru_cache(maxsize=1)
 def architectures() -> tuple[int, ...]:
-    """Those that this NVRTC compiles for, such as 90; the variants with a letter are not told.
+    """Returns the architectures that this NVRTC compiles for, such as 90. NVRTC does not list variants with a letter.
 
     Raises:
         NvrtcMissingError: there is no NVRTC.
-        CompileError: it does not say.
+        CompileError: NVRTC fails to list them.
     """
     count = ctypes.c_int()
     _check(_library().nvrtcGetNumSupportedArchs(ctypes.byref(count)), "nvrtcGetNumSupportedArchs")
@@ -87,12 +87,12 @@ def architectures() -> tuple[int, ...]:
 
 
 def architecture_for(major: int, minor: int) -> str:
-    """The name of what to compile for, for a GPU of compute capability ``major.minor``.
+    """Returns the name of the architecture to compile for, for a GPU of compute capability ``major.minor``.
 
-    A GPU newer than NVRTC runs machine code for an older one of its major. Where NVRTC knows none such, or is missing,
-    it is the GPU's own name: whoever compiles for it is told what is wrong.
+    A GPU that is newer than NVRTC runs machine code for an older GPU of the same major version. If NVRTC knows none,
+    or is missing, this is the GPU's own name, and compiling for it raises an error that says what is wrong.
     """
-    # wgmma is in sm_90a alone: NVRTC offers it by that name only.
+    # Only sm_90a has wgmma, and NVRTC accepts it under that name only.
     own, letter = 10 * major + minor, "a" if major == 9 else ""
     try:
         known = architectures()
@@ -110,9 +110,9 @@ def compile_cubin(
     """Compile CUDA C++ to machine code.
 
     Args:
-        source: the text; ``name`` is what messages call it.
-        headers: text of each file that it may include, by the name in the ``#include``.
-        options: NVRTC's, with ``--gpu-architecture=sm_XX``.
+        source: the text; messages call it ``name``.
+        headers: the text of each file that it may include, by its name in the ``#include``.
+        options: options of NVRTC, among them ``--gpu-architecture=sm_XX``.
 
     Returns:
         The cubin and the compiler's log.

@@ -1,4 +1,4 @@
-"""A weight that its owner says does not change: packed once for each kind of call, not on every one."""
+"""A weight that its owner promises not to change: it is packed once for each kind of call, not on every call."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from tconv_swap.geometry import Arguments, as_pair
 
 
 class PackedWeight:
-    """What was packed of one weight. Beside it, its owner's changes that can be seen: another object, in-place
-    operations, another storage; ``weight.data.mul_`` is not among them.
+    """The packed forms of one weight. It notices when its owner puts another object or storage in place or changes
+    the weight in place; it does not notice ``weight.data.mul_``.
 
-    Calls may come from any stream: what is packed is there before the first returns.
+    Calls may come from any stream: the packed weight is complete before the first call returns.
     """
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
         self._state = weight._version, weight.data_ptr(), weight.stride()
-        #: By kind of call: the handle of a plan that takes the packed weight, and that; None: nothing is packed there.
+        #: By kind of call: the handle of a plan that takes the packed weight, and that weight; None if nothing is
+        #: packed.
         self._plans: dict[tuple[Any, ...], tuple[int, Tensor] | None] = {}
-        #: Input shapes for which asking here is not worth the while.
+        #: Input shapes for which packing does not pay.
         self.unpacked_shapes: set[torch.Size] = set()
 
     def is_unchanged(self) -> bool:
@@ -33,9 +34,9 @@ class PackedWeight:
     def forward(
         self, input: Tensor, bias: Tensor | None, arguments: Arguments, backend: str
     ) -> Tensor | None:
-        """The output of a plain CUDA tensor; None where this call has to be computed in the ordinary way.
+        """Returns the output for a plain CUDA tensor; None if this call has to be computed in the ordinary way.
 
-        A CUDA graph is captured in the ordinary way: it may be replayed after the weight has changed.
+        While a CUDA graph is captured it returns None: the graph may be replayed after the weight has changed.
         """
         layouts = tuple(
             None if one is None else (one.shape, one.stride(), one.data_ptr() % call.ALIGNMENT)
@@ -53,7 +54,7 @@ class PackedWeight:
         return torch.ops.tconv_swap.launch.default(handle, [input, packed, bias])[0]  # type: ignore[no-any-return]
 
     def release(self) -> None:
-        """Let go of what was packed, once no stream reads it any more."""
+        """Release the packed weights once no stream reads them any more."""
         if any(self._plans.values()):
             torch.cuda.synchronize(self.weight.device)
         for plan in self._plans.values():

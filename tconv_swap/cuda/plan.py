@@ -1,4 +1,4 @@
-"""The choice: a problem and a GPU in, a plan out. Pure functions of data; nothing here touches a GPU."""
+"""Chooses a plan for a problem and a GPU. Pure functions of data; nothing here touches a GPU."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _T = TypeVar("_T")
 
 
 def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
-    """The same problem with the weight, or its gradient, in the layout given."""
+    """Returns the same problem with the weight, or its gradient, in the given layout."""
     return replace(problem, weight_channels_last=weight_channels_last)
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
-    """Inputs: input, weight, bias (or none), 16-byte aligned. Output: the output.
+    """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
 
     Maps of one pixel are a plain product. Of the rest the narrow kernels take what memory bounds or what has few
     channels in a group, on tensor cores where these can be filled (with few output channels as a product that is
@@ -72,7 +72,8 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
 
 
 def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """At most ``count`` plans worth measuring: that of ``plan_forward``, then the best of the fast families in turn."""
+    """Returns at most ``count`` plans to measure: the one of ``plan_forward``, then the best of each fast family
+    in turn."""
     families = (
         plan_tile.plan_candidates(problem, has_bias, device, count),
         plan_strips.plan_candidates(problem, has_bias, device, count),
@@ -88,7 +89,8 @@ def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: 
 def backward_candidates(
     problem: Problem, output_mask: tuple[bool, ...], device: Device, count: int
 ) -> list[Plan]:
-    """The same for the gradient of the input, or those of weight and bias; for others the plan that is taken anyway."""
+    """Returns the same for the gradient of the input, or of weight and bias; for other masks only the plan of
+    ``plan_backward``."""
     geometry = problem.geometry
     plans: list[Plan] = []
     if output_mask == (True, False, False):
@@ -118,13 +120,14 @@ def backward_candidates(
 
 
 def _in_turn(*families: list[_T]) -> list[_T]:
-    """The best of each, then the second best of each ..."""
+    """Yields the best of each, then the second best of each, and so on."""
     return [one for best in zip_longest(*families) for one in best if one is not None]
 
 
 @lru_cache(maxsize=256)
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
-    """Inputs: grad_output, input, weight. Outputs: the gradients the mask asks for (input, weight, bias)."""
+    """Returns the plan of a backward pass. Its inputs are grad_output, input and weight; its outputs are the
+    gradients that the mask asks for (input, weight, bias)."""
     for family in (plan_pixel_gradients.plan_backward, plan_arrange.plan_backward, _depthwise):
         made = family(problem, output_mask, device)
         if made is not None:
@@ -133,7 +136,8 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 
 def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
-    """All gradients from one pass; the bias's from one of its own where that one does not meet all of grad_output."""
+    """Returns a plan that computes all gradients in one pass. If that pass does not read all of grad_output, the
+    bias has a pass of its own."""
     geometry = problem.geometry
     with_bias = output_mask[2] and plan_depthwise_backward.meets_all(geometry)
     part = plan_depthwise_backward.plan_gradients(problem, (*output_mask[:2], with_bias), device)
@@ -150,7 +154,7 @@ def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) 
 
 
 def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
-    """From the tensors as they lie."""
+    """Returns a plan that reads the tensors as they lie."""
     geometry = problem.geometry
     pieces: list[tuple[Part, tuple[Output, ...]]] = []
     grad_input = Output(geometry.input_shape, problem.channels_last)
@@ -177,7 +181,7 @@ def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: De
 
 
 def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
-    """The parts one after the other, each with its outputs; they share the workspace."""
+    """Returns the plan that runs the parts one after the other, each with its outputs. They share the workspace."""
     outputs: list[Output] = []
     launches: list[Launch] = []
     for part, made in pieces:
@@ -194,8 +198,8 @@ def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
 
 
 def _together(problem: Problem, wants_bias: bool, device: Device) -> tuple[Part, bool] | None:
-    """The gradients of input and weight from one pass, and whether the bias's comes with them; None where no kernel
-    does that."""
+    """Returns the part that computes the gradients of input and weight in one pass, and whether it includes the
+    bias; None if no kernel does that."""
     part = plan_gathered.plan_gradients(problem, device, wants_bias)
     if part is not None:
         return part, wants_bias and plan_gathered.counts_the_output(problem.geometry)
@@ -220,7 +224,8 @@ def _grad_weight(problem: Problem, device: Device) -> Part:
 
 
 def _grad_weight_and_bias(problem: Problem, device: Device) -> Part | None:
-    """Both from one pass over the output's gradient (outputs: weight, bias), or None where no kernel does that."""
+    """Returns the part that computes both in one pass over grad_output (outputs: weight, bias), or None if no
+    kernel does that."""
     return plan_narrow_grad_weight.plan_grad_weight(
         problem, device, with_bias=True
     ) or plan_grad_weight.plan_grad_weight(problem, device, with_bias=True)

@@ -1,4 +1,4 @@
-"""What planning starts from: one transposed convolution to compute, and the GPU to compute it on."""
+"""The input of planning: one transposed convolution, and the GPU that computes it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Device:
 
     architecture: str
     multiprocessors: int
-    #: Bytes, the most that one block may ask for.
+    #: The most bytes that one block may request.
     shared_memory_per_block: int
 
     @property
@@ -37,10 +37,10 @@ class Problem:
 
     @property
     def is_tf32(self) -> bool:
-        """float32, of which products may be rounded."""
+        """Whether the dtype is float32 and products may be rounded to TF32."""
         return self.dtype == torch.float32 and self.precision == "tf32"
 
     @property
     def is_ieee(self) -> bool:
-        """float32, of which nothing may be rounded."""
+        """Whether the dtype is float32 and products must not be rounded to TF32."""
         return self.dtype == torch.float32 and self.precision != "tf32"

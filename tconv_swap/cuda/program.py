@@ -1,4 +1,4 @@
-"""What a plan says and the launcher executes: kernels to launch in order, on which tensors and workspace.
+"""The form of a plan, which the launcher executes: the kernels in order, and their tensors and workspace.
 
 A :class:`Plan` is plain data: it can be compared, printed and compiled for an architecture without a GPU.
 """
@@ -13,7 +13,7 @@ from itertools import takewhile
 
 import torch
 
-#: A kernel constant, rendered as one ``constexpr`` line: int and bool as they are, str as the name of a type.
+#: A kernel constant, rendered as one ``constexpr`` line: an int or bool as it is, a str as the name of a type.
 Constant = int | bool | str
 
 #: The name that csrc/kernels/types.cuh gives the elements of a dtype.
@@ -26,7 +26,7 @@ ELEMENT_TYPES = {
 
 
 class ArgumentKind(IntEnum):
-    """What a kernel argument is made from. The numbers are shared with csrc/launch.cpp."""
+    """Where a kernel argument comes from. csrc/launch.cpp uses the same numbers."""
 
     INPUT = 0  # pointer to the value-th input tensor, null where that is None
     OUTPUT = 1  # pointer to the value-th output tensor
@@ -69,7 +69,7 @@ def struct(index: int) -> Argument:
 
 
 class ElementKind(IntEnum):
-    """What a tensor map copies: CUtensorMapDataType's numbers."""
+    """The element type that a tensor map copies, with the numbers of CUtensorMapDataType."""
 
     FLOAT16 = 6
     FLOAT32 = 7
@@ -79,7 +79,7 @@ class ElementKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """How a tensor is cut into boxes: cuTensorMapEncodeTiled's arguments, made anew for every launch.
+    """How a tensor is divided into boxes: the arguments of cuTensorMapEncodeTiled, which is called for every launch.
 
     What of a box lies outside the tensor is read as zeros, and not written. In shared memory a box is dense, rows of
     ``box[0]`` elements, which the swizzle permutes by 16 bytes within ``swizzle_bytes`` by the address's higher bits.
@@ -87,18 +87,18 @@ class TensorMap:
 
     base: Argument
     element: ElementKind
-    #: Of the tensor, innermost first, in elements; 1 to 5 dimensions.
+    #: The sizes of the tensor in elements, innermost first; 1 to 5 dimensions.
     sizes: tuple[int, ...]
-    #: From one to the next, of all dimensions but the innermost, in bytes: multiples of 16.
+    #: The strides of all dimensions but the innermost, in bytes: multiples of 16.
     strides: tuple[int, ...]
-    #: What one copy brings: sizes in elements of the tensor, at most 256 each; with a step, the first of each
-    #: ``step`` of them.
+    #: The sizes of one copy, in elements of the tensor, at most 256 each. With a step, it takes the first of every
+    #: ``step`` elements.
     box: tuple[int, ...]
     #: 1 to 8 for each dimension; 1 for the innermost.
     steps: tuple[int, ...]
     #: 0 (none), 32, 64 or 128: no less than ``box[0]`` takes.
     swizzle_bytes: int = 128
-    #: 64, 128 or 256: what memory brings to the L2 at a time, wherever a part of it is in the box.
+    #: 64, 128 or 256: the bytes that memory brings to the L2 cache at a time for any part of a box.
     fetched_bytes: int = 256
     #: From the base to the tensor's first element, in bytes: a multiple of 16.
     offset: int = 0
@@ -111,7 +111,7 @@ class Kernel:
     source: str
     entry: str
     constants: tuple[tuple[str, Constant], ...]
-    #: What the plan promises the compiler's report shows: no spill to local memory.
+    #: Whether the plan promises that the compiler's report shows no spill to local memory.
     spills: bool = False
 
 
@@ -125,22 +125,22 @@ class Launch:
     block: int
     arguments: tuple[Argument, ...]
     shared_bytes: int = 0
-    #: May start while the launch before it still runs (programmatic dependent launch, sm_90 and later); the
-    #: kernel itself then waits with griddepcontrol.wait before it reads what that one wrote.
+    #: Whether it may start while the launch before it still runs (programmatic dependent launch, sm_90 and later).
+    #: The kernel then calls griddepcontrol.wait before it reads what the earlier launch wrote.
     overlaps_previous: bool = False
     tensor_maps: tuple[TensorMap, ...] = ()
-    #: 32-bit words, as the kernel's struct has them: unsigned ones as the signed integers of the same bits.
+    #: The 32-bit words of the kernel's struct; unsigned ones are given as signed integers with the same bits.
     structs: tuple[tuple[int, ...], ...] = ()
 
     @property
     def operands(self) -> tuple[Argument, ...]:
-        """The arguments, and what the tensor maps among them are of."""
+        """The arguments, with the tensors of the tensor maps among them."""
         return self.arguments + tuple(one.base for one in self.tensor_maps)
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor to allocate. ``dtype`` None: the plan's."""
+    """A tensor to allocate. If ``dtype`` is None, it has the plan's dtype."""
 
     shape: tuple[int, ...]
     channels_last: bool = False
@@ -158,7 +158,7 @@ class Part:
     workspace_bytes: int = 0
 
     def with_outputs(self, *indices: int) -> tuple[Launch, ...]:
-        """The launches, with the part's outputs where a plan keeps them."""
+        """Returns the launches, with the part's outputs at the places that the plan gives them."""
 
         def placed(argument: Argument) -> Argument:
             if argument.kind is not ArgumentKind.OUTPUT:
@@ -180,8 +180,9 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
 
     def without_packing(self, item_bytes: int) -> tuple[Plan, Plan] | None:
-        """For a weight that does not change: a plan whose only output is the packed weight, and the plan that goes on
-        from there, with the packed weight as its second input. None for a plan that does not begin by packing.
+        """Splits the plan, for a weight that does not change: returns a plan whose only output is the packed weight,
+        and the plan of the rest, whose second input is the packed weight. None for a plan that does not begin by
+        packing.
 
         ``item_bytes``: of an element of the plan's dtype.
         """
@@ -202,7 +203,7 @@ class Plan:
             return output(0) if argument.kind is ArgumentKind.WORKSPACE else argument
 
         going_on = [with_operands(one, unpacked) for one in rest]
-        # It began while the packing before it ran, and waited for that alone: now somebody else is before it.
+        # It overlapped with the packing and waited for it. Without the packing, another kernel runs before it.
         going_on[0] = replace(going_on[0], overlaps_previous=False)
         return (
             Plan(
@@ -216,13 +217,13 @@ class Plan:
 
     @property
     def digest(self) -> str:
-        """The same for plans that launch the same."""
+        """A digest that is equal for plans with the same launches."""
         launched = (self.outputs, self.launches, self.workspace_bytes)
         return hashlib.sha256(repr(launched).encode()).hexdigest()[:16]
 
 
 def _packs(launch: Launch) -> bool:
-    """Whether a launch of a forward plan reads the weight alone and writes to the workspace alone."""
+    """Returns whether a launch of a forward plan reads only the weight and writes only to the workspace."""
     read = {a.value for a in launch.operands if a.kind == ArgumentKind.INPUT}
     return read == {1} and not any(a.kind == ArgumentKind.OUTPUT for a in launch.operands)
 
@@ -232,7 +233,7 @@ def _reads_weight(launch: Launch) -> bool:
 
 
 def with_operands(launch: Launch, change: Callable[[Argument], Argument]) -> Launch:
-    """The same launch on other tensors."""
+    """Returns the same launch on other tensors."""
     return replace(
         launch,
         arguments=tuple(map(change, launch.arguments)),

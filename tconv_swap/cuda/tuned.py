@@ -1,6 +1,6 @@
-"""What ``tune`` found out, kept on disk: the winner of each problem, for one GPU, driver, torch and set of kernels.
+"""Keeps the results of ``tune`` on disk: the winner of each problem, for one GPU, driver, torch and set of kernels.
 
-A file belongs to what its measurements belong to: another driver or a changed kernel reads another file.
+Measurements hold only for these, so another driver or a changed kernel uses another file.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch
 from tconv_swap import geometry
 from tconv_swap.cuda import jit
 from tconv_swap.cuda.cache import cache_directory, write_atomically
+from tconv_swap.cuda.gpu_facts import gpu_facts
 from tconv_swap.cuda.problem import Problem
-from tconv_swap.measurement.environment import environment
 
 logger = logging.getLogger("tconv_swap")
 
@@ -34,10 +34,10 @@ _KINDS = (("native", bool), ("kernel", str), ("why", str))
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The outcome for one problem.
+    """The result for one problem.
 
     Attributes:
-        native: PyTorch's operator was the fastest of all.
+        native: whether PyTorch's operator was the fastest.
         kernel: ``Plan.digest`` of the fastest plan of ours; ``""`` where none ran.
         why: one readable clause with the times.
     """
@@ -52,7 +52,7 @@ NONE: Winners = {}
 
 
 def problem_key(problem: Problem, mask: tuple[bool, ...], has_bias: bool) -> str:
-    """One stage of a problem in words: the key of its winner. An empty ``mask``: the forward pass."""
+    """Returns one stage of a problem in words: the key of its winner. An empty ``mask`` means the forward pass."""
     wanted = [name for name, one in zip(("input", "weight", "bias"), mask, strict=False) if one]
     stage = f"gradient of {' and '.join(wanted)}" if mask else "forward" + (" with bias" if has_bias else "")
     shape = "x".join(map(str, problem.geometry.input_shape))
@@ -66,7 +66,8 @@ def problem_key(problem: Problem, mask: tuple[bool, ...], has_bias: bool) -> str
 
 @lru_cache(maxsize=64)
 def winners(device: int) -> Winners:
-    """The winners known for a GPU; none where nothing was tuned, or only under other circumstances."""
+    """Returns the winners for a GPU; empty if nothing was tuned, or only with another driver, torch or set of
+    kernels."""
     directory = cache_directory() / "tuned"
     try:
         names = os.listdir(directory)
@@ -78,7 +79,7 @@ def winners(device: int) -> Winners:
     path = path_for(machine(device))
     if path.name in names:
         return load(path, machine(device))
-    # The whole name: an RTX 3080 is no RTX 3080 Ti.
+    # Compare the whole name: an RTX 3080 is not an RTX 3080 Ti.
     of_this_gpu = re.compile(re.escape(_slug(device)) + r"-[0-9a-f]{16}\.json")
     if any(of_this_gpu.fullmatch(name) for name in names):
         logger.warning(
@@ -89,10 +90,10 @@ def winners(device: int) -> Winners:
 
 
 def keep(device: int, new: Winners) -> Path:
-    """Add winners to those on disk, in place of what they say of the same problems; returns the file.
+    """Add winners to those on disk, replacing those of the same problems; returns the file.
 
     Raises:
-        OSError: it cannot be written, or there is one that cannot be read, which is left as it is.
+        OSError: it cannot be written, or an existing file cannot be read. That file is left as it is.
     """
     of = machine(device)
     path = path_for(of)
@@ -118,10 +119,11 @@ def keep(device: int, new: Winners) -> Path:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Meanwhile no other process reads, merges and writes here. Without a lock where the file system has none."""
+    """Inside, no other process reads, merges and writes here. On a file system without locks there is no lock."""
     handle = None
     try:
-        # The directory itself: a lock's file would lie among those that are ours, and be another user's.
+        # The directory itself is locked: a lock file would be one of the cache's files, and could belong to another
+        # user.
         with suppress(OSError):
             handle = os.open(directory, os.O_RDONLY)
             fcntl.flock(handle, fcntl.LOCK_EX)  # released by the system however the process ends
@@ -132,7 +134,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def load(path: Path, of: Mapping[str, str]) -> Winners:
-    """What ``keep`` wrote for a machine; nothing, and a warning, where the file holds something else."""
+    """Returns what ``keep`` wrote for a machine. If the file holds something else, it warns and returns nothing."""
     try:
         return _read(path, of)
     except (OSError, *_MALFORMED) as error:
@@ -144,7 +146,7 @@ _MALFORMED = (ValueError, KeyError, TypeError, AttributeError)
 
 
 def _read(path: Path, of: Mapping[str, str]) -> Winners:
-    """Raises OSError where the file cannot be read, one of ``_MALFORMED`` where it holds something else."""
+    """Raises OSError if the file cannot be read, and one of ``_MALFORMED`` if it holds something else."""
     document: Any = json.loads(path.read_text(encoding="utf-8"))
     if document["schema"] != SCHEMA or document["machine"] != of:
         raise ValueError("it was written by another version or for another machine")
@@ -160,14 +162,15 @@ def _warn_of(path: Path, error: Exception) -> None:
 
 @lru_cache(maxsize=64)
 def machine(device: int) -> dict[str, str]:
-    """What a measurement holds for. The multiprocessors: MPS and green contexts give a process a part of them."""
-    facts = environment(torch.device("cuda", device))
+    """Returns what a measurement depends on. The number of multiprocessors is included, since MPS and green
+    contexts may give a process only some of them."""
+    facts = gpu_facts(torch.device("cuda", device)) | {"torch": torch.__version__}
     names = ("gpu", "compute_capability", "multiprocessors", "driver", "torch", "cudnn")
     return {**{name: str(facts[name]) for name in names}, "kernels": _sources()}
 
 
 def path_for(of: Mapping[str, str]) -> Path:
-    """Where the winners for a machine are kept."""
+    """Returns the file that keeps the winners of a machine."""
     digest = hashlib.sha256(json.dumps(dict(of), sort_keys=True).encode()).hexdigest()[:16]
     return cache_directory() / "tuned" / f"{_as_slug(of['gpu'])}-{digest}.json"
 
@@ -182,7 +185,7 @@ def _as_slug(name: str) -> str:
 
 @lru_cache(maxsize=1)
 def _sources() -> str:
-    """Of everything that makes a plan what it is: planners and kernels."""
+    """Returns a digest of everything that determines a plan: planners and kernels."""
     digest = hashlib.sha256(jit.sources_digest())
     for path in (Path(geometry.__file__), *sorted(Path(__file__).parent.rglob("*.py"))):
         digest.update(f"{path.name}\0{path.read_text(encoding='utf-8')}\0".encode())

@@ -1,1 +1,2 @@
-"""Networks on disk: recognising a file, loading it without running what it is not trusted to run, saving it whole."""
+"""Networks on disk: recognises a file, loads it without executing code that is not trusted, and saves it
+atomically."""

@@ -1,6 +1,6 @@
-"""Which attributes an object of a class may be given, and which a layer of PyTorch's has to have.
+"""Decides which attributes an object of a class may be given, and which a layer of PyTorch's must have.
 
-What a layer needs is read off its class: the names in its `__constants__` and in its annotations, with their types.
+What a layer needs is read from its class: the names in its `__constants__` and its annotations, with their types.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ _DATA = (
     torch.device,
     Tensor,
 )
-#: Of data descriptors: what lies under their name in an object is never found. cached_property keeps its value there.
+#: Data descriptors hide what an object holds under their name. A cached_property keeps its value there.
 _PROPERTIES = (property, functools.cached_property, types.MemberDescriptorType, types.GetSetDescriptorType)
 _ACTIVATION = frozenset({"activation"})
-#: Annotations of an argument, not of an attribute.
+#: These annotations are about an argument, not an attribute.
 _NO_ATTRIBUTES = frozenset({"freeze"})
 _MOST_IN_GEOMETRY = 1 << 31
 
 
 def may_set(cls: type, key: str, trusted: bool = False, swapped: bool = False) -> bool:
-    """Whether an object of `cls` may get an attribute `key` from a file: not where that replaces a part of the class.
-
-    Of a class that the user trusts, what is data may be replaced by data.
+    """Returns whether a file may give an object of `cls` the attribute `key`: not if it would replace a part of the
+    class. In a class that the user trusts, data may replace data.
     """
     if key.startswith("__") and key.endswith("__"):
         return False
@@ -57,19 +56,19 @@ def may_set(cls: type, key: str, trusted: bool = False, swapped: bool = False) -
     found = next((vars(base)[key] for base in cls.__mro__ if key in vars(base)), cls)
     if found is cls:
         return True
-    # None is a type's default for many things, and for what Module.__call__ calls too.
+    # None is a common default in a class, also for what Module.__call__ calls.
     plain = found is None and key not in vars(nn.Module)
     return trusted and (plain or isinstance(found, (*_DATA, *_PROPERTIES, type)))
 
 
 def function_attributes(cls: type) -> frozenset[str]:
-    """Under which names an object of this very class keeps a function of tensors."""
+    """Returns the names under which an object of exactly this class keeps a function of tensors."""
     keeps = cls in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
     return _ACTIVATION if keeps else frozenset()
 
 
 def check_layer(layer: nn.Module) -> None:
-    """Raises RefusedError where an attribute that the class of a layer needs is missing, or of another type."""
+    """Raises RefusedError if an attribute that the class of a layer needs is missing or of another type."""
     cls = type(layer)
     for name, hint in _needed(cls).items():  # type: ignore[arg-type]  # mypy compares the hash of the instances
         if not hasattr(layer, name):
@@ -89,7 +88,7 @@ def check_layer(layer: nn.Module) -> None:
 
 
 def _check_normed(layer: nn.Module, hook: WeightNorm) -> None:
-    """The operator behind it reads a norm for each index of `dim`, and does not look whether there is one."""
+    """Checks `dim`: the operator reads a norm for each index of it without checking that there is one."""
     norm, direction = (layer._parameters.get(f"{hook.name}_{end}") for end in ("g", "v"))
     plain = isinstance(norm, Tensor) and isinstance(direction, Tensor) and norm.dtype == direction.dtype
     if plain and norm is not None and direction is not None and -1 <= hook.dim < direction.dim():
@@ -103,7 +102,7 @@ def _check_normed(layer: nn.Module, hook: WeightNorm) -> None:
 
 
 def _check_geometry(layer: _ConvTransposeNd) -> None:
-    """The numbers that planning goes by."""
+    """Checks the numbers that planning uses."""
     dimensions = next((n for n in (1, 2, 3) if isinstance(layer, getattr(nn, f"ConvTranspose{n}d"))), None)
     least = {"kernel_size": 1, "stride": 1, "dilation": 1, "padding": 0, "output_padding": 0}
     for name, smallest in least.items():
@@ -123,7 +122,7 @@ def _check_geometry(layer: _ConvTransposeNd) -> None:
 
 @functools.cache
 def _needed(cls: type[nn.Module]) -> dict[str, Any]:
-    """Attribute names and their annotations; `Any` where there is none."""
+    """Returns attribute names and their annotations; `Any` if there is none."""
     needed: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if base.__module__.startswith("torch.nn.modules.") and base is not nn.Module:
@@ -133,12 +132,13 @@ def _needed(cls: type[nn.Module]) -> dict[str, Any]:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    # As they are: nothing evaluates those that are text, which fit anything.
+    # Annotations are not evaluated: one that is text fits every value.
     return {name: hint for name, hint in inspect.get_annotations(cls).items() if name not in vars(cls)}
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is one of the annotation's. Numbers stand for each other, and one for a tuple of equal ones."""
+    """Returns whether a value fits the annotation. An int may stand for a float and the reverse, and a number for
+    a tuple of equal numbers."""
     return any(_fits_one(value, alternative) for alternative in _alternatives(hint))
 
 

@@ -1,4 +1,4 @@
-"""Makes the objects that a pickle describes, once `schema` has found nothing in its records that is not allowed."""
+"""Makes the objects that a pickle describes, after `schema` has checked its records."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tconv_swap.files.shapes import LISTS
 from tconv_swap.files.storages import Storages
 from tconv_swap.files.tensors import rebuild
 
-#: Yields the records whose objects it needs, is sent them, and returns its own.
+#: Yields the records whose objects it needs, is sent these objects, and returns its own.
 _Steps: TypeAlias = Generator[Record, Any, Any]
 
 
 def construct(root: Record, meanings: Mapping[GlobalName, Meaning], storages: Storages) -> Any:
-    """The object that the records describe.
+    """Returns the object that the records describe.
 
     Raises:
         RefusedError: its parts do not fit together.
@@ -57,7 +57,7 @@ class _Maker:
         }
 
     def make(self, root: Record) -> Any:
-        """Without recursion: objects may lie as deep in each other as the file likes."""
+        """Makes an object without recursion, since a file may nest objects as deeply as it likes."""
         found, made = self.known(root)
         if found:
             return made
@@ -82,7 +82,7 @@ class _Maker:
         return value
 
     def known(self, record: Record) -> tuple[bool, Any]:
-        """Whether the object is there already, and the object; it may still be without its state."""
+        """Returns whether the object exists already, and the object. Its state may still be missing."""
         if isinstance(record, GlobalName):
             return True, self.meanings[record].value
         if not isinstance(record, Items | Call | Reference):
@@ -108,7 +108,7 @@ class _Maker:
     def items(self, record: Items) -> _Steps:
         if record.kind in (tuple, frozenset):
             return record.kind((yield from self.all(record.items)))
-        # There before its content is: an object in it may hold it.
+        # It exists before its content: an object inside may refer to it.
         container = self.made[id(record)] = record.kind()
         made = yield from self.all(record.items)
         if record.kind is list:
@@ -139,7 +139,7 @@ class _Maker:
         for content in (yield from self.all(call.args.items)):
             container.update(content)
         pairs = yield from self.all(call.pairs)
-        # Set, and not counted, which is what a Counter would do.
+        # The items are set; a Counter would count them.
         for key, value in zip(pairs[::2], pairs[1::2], strict=True):
             container[key] = value
         for state in (yield from self.all(call.states)):
@@ -203,14 +203,14 @@ class _Maker:
 def _set_state(made: Any, state: Any) -> None:
     set_state = getattr(type(made), "__setstate__", None)
     if set_state is not None:
-        # A copy: PyTorch's layers change theirs, and another object of the file may hold it.
+        # A copy, since PyTorch's layers change theirs, and another object of the file may hold the same one.
         set_state(made, copy.copy(state))
         return
     attributes, slots = state if isinstance(state, tuple) else (state, None)
     if attributes:
         vars(made).update(attributes)
     for name, value in (slots or {}).items():
-        # Past any __setattr__ of the class, of which nothing else runs here.
+        # This bypasses a __setattr__ of the class, so that no other code of the class runs.
         object.__setattr__(made, name, value)
 
 

@@ -1,7 +1,8 @@
-"""What the containers of a pickle hold, counted and sorted before any of them is made.
+"""Counts and classifies what the containers of a pickle hold, before any of them is made.
 
-Shared containers make small files large: a tuple of twice the same tuple, forty times over, has 2^40 items for
-whoever walks it. So each is counted as often as it is reached, and what contains itself is refused.
+Shared containers make small files large: a tuple that holds the same tuple twice, nested forty times, has 2^40 items
+for code that walks it. So each item is counted every time it is reached, and a container that contains itself is
+refused.
 """
 
 from __future__ import annotations
@@ -12,18 +13,18 @@ from enum import Enum, auto
 
 from tconv_swap.files.records import Call, Items, Record
 
-#: Items of one object, each counted as often as it is reached.
+#: The most items of one object, each counted every time it is reached.
 MOST_ITEMS = 10_000_000
-#: Containers within containers. Whoever walks an object calls himself for each.
+#: The deepest nesting of containers. Code that walks an object recurses once for each level.
 DEEPEST = 100
 
 
 class RefusedError(Exception):
-    """A file says what no honest file does; the message is the reason, in a few words."""
+    """A file contains something that no honest file contains; the message says what, in a few words."""
 
 
 class Sort(Enum):
-    """What a record becomes, as far as that matters where it may stand."""
+    """The kind of object that a record becomes, as far as this decides where the record may stand."""
 
     ATOM = auto()
     VALUE = auto()
@@ -43,7 +44,7 @@ class Sort(Enum):
 
 @dataclass(frozen=True)
 class Held:
-    """Of a container: the sorts of all that it holds, at any depth, how many, and how deep."""
+    """What a container holds at any depth: the sorts, the number of items, and the depth."""
 
     sorts: frozenset[Sort]
     items: int
@@ -51,10 +52,10 @@ class Held:
 
 
 class Containers:
-    """Sums containers up, each once.
+    """Summarises containers, each once.
 
     Args:
-        children: what a container holds; None for anything else.
+        children: returns what a container holds, and None for anything else.
         sort: of anything else.
     """
 
@@ -68,13 +69,13 @@ class Containers:
         self._held: dict[int, Held] = {}
 
     def held(self, record: Record) -> Held:
-        """Raises RefusedError where it contains itself, or more than the limits."""
+        """Raises RefusedError if it contains itself or exceeds the limits."""
         children = self._children(record)
         if children is None:
             return Held(frozenset([self._sort(record)]), 1, 0)
         if id(record) in self._held:
             return self._held[id(record)]
-        # Without recursion, which a file could make as deep as it likes.
+        # Without recursion, since a file decides how deep it would be.
         open_records = {id(record)}
         stack: list[tuple[Record, Collection[Record], Iterator[Record]]] = [
             (record, children, iter(children))

@@ -1,4 +1,4 @@
-"""The records of what a file of `torch.save` holds, and the objects made of them."""
+"""Reads the records in a file of `torch.save`, and makes objects of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from tconv_swap.memory import is_out_of_memory, within_free_memory
 
 @dataclass(frozen=True)
 class Content:
-    """What a file holds, as records; `open_storages` is called with how large the elements of each storage are."""
+    """What a file holds, as records; `open_storages` is called with the element size of each storage."""
 
     pickle: Pickle
     open_storages: Callable[[dict[str, int], Placing], Storages]
 
 
 def read_content(file: TorchFile) -> Content:
-    """The records of a zip or legacy file, of which nothing is executed.
+    """Returns the records of a zip or legacy file. Nothing in the file is executed.
 
     Raises:
         LoadError: it is damaged, or exceeds a limit.
@@ -57,11 +57,11 @@ def _read_legacy(file: TorchFile) -> Content:
 
 
 def make(content: Content, meanings: Mapping[GlobalName, Meaning], place: Placing) -> Any:
-    """The object that the records describe, of names that all have a meaning.
+    """Returns the object that the records describe. All their names have a meaning.
 
     Raises:
-        RefusedError: the records are those of no honest file.
-        Exception: whatever the code of a trusted class raises.
+        RefusedError: no honest file has such records.
+        Exception: anything that the code of a trusted class raises.
     """
     schema.check(content.pickle.root, meanings)
     sizes = dict(_element_bytes(content.pickle.root, meanings))
@@ -69,7 +69,7 @@ def make(content: Content, meanings: Mapping[GlobalName, Meaning], place: Placin
 
 
 def _element_bytes(root: Record, meanings: Mapping[GlobalName, Meaning]) -> list[tuple[str, int]]:
-    """Of each storage that the records refer to, its key and how large one element is."""
+    """Returns the key and the element size, in bytes, of each storage that the records refer to."""
     found = []
     for record in schema.reachable(root):
         if not isinstance(record, Reference):

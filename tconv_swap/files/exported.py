@@ -34,7 +34,7 @@ _OURS = (torch.ops.tconv_swap.conv_transpose2d.default, _DECOMPOSED)
 
 @dataclass(frozen=True)
 class _Call:
-    """A 2-D transposed convolution in a graph, with all its arguments."""
+    """One call of a 2-D transposed convolution in a graph, with all its arguments."""
 
     node: fx.Node
     input: fx.Node
@@ -47,18 +47,19 @@ class _Call:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What all calls of one layer have in common, beside weight and bias."""
+        """What all calls of one layer share, besides weight and bias."""
         return *self.geometry, self.backend
 
 
 def load_program(path: Path) -> ExportedProgram:
-    """The program in a ``.pt2`` file. The loader may execute what the file says: ask before.
+    """Returns the program in a ``.pt2`` file. The loader may execute code in the file: ask the user first.
 
     Raises:
-        LoadError: it is damaged, or needs what is not here.
+        LoadError: it is damaged, or needs something that is not installed.
     """
     try:
-        # As a stream: torch goes by a path's ending, and what is read back before it is renamed has another.
+        # As a stream, since torch judges a path by its suffix, and a temporary file that is read back has another
+        # one.
         with _quiet(), open(path, "rb") as stream:
             return torch.export.load(stream)
     except Exception as error:  # a damaged archive may fail in any way
@@ -72,7 +73,7 @@ def save_program(program: ExportedProgram, stream: IO[bytes]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """torch.export warns of torch's own doings."""
+    """Hides warnings of torch.export about torch's own code."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -125,7 +126,7 @@ def unswap_program(program: ExportedProgram) -> ExportedProgram:
 
 
 def count_swapped(program: ExportedProgram) -> int:
-    """How often ``program`` calls our operator."""
+    """Returns how often ``program`` calls our operator."""
     return sum(node.target in _OURS for node in program.graph_module.graph.nodes)
 
 
@@ -168,7 +169,7 @@ def _copied(program: ExportedProgram) -> ExportedProgram:
 
 
 def _calls(graph: fx.Graph) -> Iterator[_Call]:
-    """Each is read off the graph only when it is asked for: what has replaced an earlier one is its input then."""
+    """Reads each call from the graph only when it is asked for: by then its input may have been replaced."""
     for node in graph.nodes:
         if node.target in _OURS or (node.target in _FORMS and _is_swappable(node)):
             yield _call(node)
@@ -194,7 +195,7 @@ def _two(value: Any) -> list[Any]:
 
 
 def _is_swappable(node: fx.Node) -> bool:
-    """2-D, transposed, batched, of a dtype that we have."""
+    """Returns whether a node is a batched 2-D transposed convolution of a supported dtype."""
     if node.target is _ATEN.convolution.default and not node.args[6]:
         return False
     value = node.meta.get("val")
@@ -228,7 +229,8 @@ def _described(call: _Call) -> str:
 
 
 def _elsewhere(network: fx.GraphModule) -> Iterator[str]:
-    """Transposed convolutions of other forms: 1-D, 3-D, unbatched, of other dtypes, inside of control flow."""
+    """Returns the transposed convolutions that are not swapped: 1-D, 3-D, unbatched, of other dtypes, in control
+    flow."""
     for name, module in network.named_modules():
         for node in module.graph.nodes if isinstance(module, fx.GraphModule) else ():
             target = str(node.target)
@@ -285,6 +287,6 @@ def _owner(parameter: str) -> str:
 
 
 def _parameters(program: ExportedProgram) -> dict[str, str]:
-    """The dotted name of the parameter or buffer that each placeholder stands for."""
+    """Returns the dotted name of the parameter or buffer that each placeholder stands for."""
     signature = program.graph_signature
     return {**signature.inputs_to_parameters, **signature.inputs_to_buffers}

@@ -1,7 +1,7 @@
-"""What a file is, told from its bytes: nothing here unpickles anything.
+"""Recognises the format of a file from its bytes. Nothing here unpickles anything.
 
-Two formats go on to `loading`: the zip archives of `torch.save`, and what it wrote before PyTorch 1.6
-(pickles one after the other, then the storages). Anything else given by mistake is recognised and named.
+`loading` reads two formats: the zip archives of `torch.save`, and what it wrote before PyTorch 1.6 (pickles one after
+the other, then the storages). Other formats that users pass by mistake are recognised and named.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class LoadError(Exception):
 
 @dataclass(frozen=True)
 class TorchFile:
-    """A file, unread so far.
+    """A recognised file whose content has not been read.
 
     `format`: what `torch.save` writes now and wrote before PyTorch 1.6, a safetensors file, or what
     `torch.export.save` writes (of which nobody can say what reading it imports).
@@ -40,12 +40,12 @@ class TorchFile:
 
 
 def printable(text: object) -> str:
-    """`text` with everything escaped that could move a terminal's cursor: names come out of foreign files."""
+    """Returns `text` with every character escaped that could move a terminal's cursor: foreign files choose names."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def first_line(error: BaseException) -> str:
-    """Class and first line of an exception's message, printable."""
+    """Returns the class and the first line of an exception's message, printable."""
     lines = str(error).strip().splitlines()
     return printable(f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__)
 
@@ -54,11 +54,11 @@ def examine(path: Path) -> TorchFile:
     """Recognise a file without executing anything in it.
 
     Raises:
-        LoadError: it is not there, not readable, or not something that `torch.save` wrote.
+        LoadError: it does not exist, is not readable, or was not written by `torch.save`.
     """
     shown = printable(path)
     try:
-        # Opening a FIFO for reading would wait for a writer: look at what it is first.
+        # Check the type first: opening a FIFO for reading would wait for a writer.
         mode = os.stat(path).st_mode
         if stat.S_ISDIR(mode):
             raise LoadError(f"{shown} is a directory, not a file")
@@ -140,7 +140,7 @@ def _examine_pickles(path: Path, stream: IO[bytes]) -> TorchFile:
 
 
 def reason(error: BaseException) -> str:
-    """What an error of torch's zip reader says, or any other, in a line."""
+    """Returns one line with what an error says, also one of torch's zip reader."""
     # "PytorchStreamReader failed reading zip archive: <the reason>. <advice>", then a C++ stack trace.
     lines = str(error).strip().splitlines()
     if not lines:

@@ -1,7 +1,7 @@
-"""What every layer keeps beside its own attributes, and the hooks that PyTorch's utilities put on one.
+"""Checks what every layer keeps besides its own attributes, and the hooks that PyTorch's utilities add to it.
 
-A hook is called with its layer in each forward pass, so it has to be of a class that is known, to hold nothing but
-what that class keeps, and to find in its layer what it works on.
+A hook is called with its layer in each forward pass. So its class must be known, it may hold only what this class
+keeps, and its layer must have what the hook works on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tconv_swap.files.records import Call, Items, Record
 
 _ATOM = frozenset({Sort.ATOM})
 _TENSORS = frozenset({Sort.ATOM, Sort.TENSOR, Sort.PARAMETER})
-#: What a layer holds under names. A parameter may be computed, and then is a tensor.
+#: What a layer holds by name. A computed parameter is a plain tensor.
 _HELD = {
     "_parameters": frozenset({Sort.PARAMETER}),
     "_buffers": frozenset({Sort.TENSOR, Sort.PARAMETER}),
     "_modules": frozenset({Sort.LAYER}),
 }
 _FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
-#: Called with a layer by its forward pass, and by its state_dict.
+#: The forward pass and the state_dict call these with the layer.
 _HOOKS: dict[str, tuple[type, ...]] = {
     "_forward_pre_hooks": (WeightNorm, SpectralNorm, *PRUNING, nn.Module),
     "_forward_hooks": (nn.Module,),
@@ -77,7 +77,7 @@ class View:
 
 
 def check_fields(fields: dict[str, Record], view: View) -> None:
-    """Raises RefusedError where what every layer has is missing or of another type."""
+    """Raises RefusedError if an attribute of every layer is missing or of another type."""
     for name in _NEEDED:
         if name not in fields:
             raise RefusedError(f"{name} is missing")
@@ -109,7 +109,7 @@ def _names(record: Record, view: View) -> bool:
 
 
 def check_hooks(fields: dict[str, Record], layer: Call, cls: type, view: View, trusted: bool) -> None:
-    """Raises RefusedError where a hook is of another class, or is not one for this layer."""
+    """Raises RefusedError if a hook is of another class, or does not fit this layer."""
     for field, classes in _HOOKS.items():
         for number, hook in view.dictionary(fields.get(field, Items(dict, [])), field):
             if type(number) is not int:
@@ -141,7 +141,7 @@ def check_hooks(fields: dict[str, Record], layer: Call, cls: type, view: View, t
 def _check_worked_on(
     kind: Any, state: dict[str, Record], fields: dict[str, Record], cls: type, view: View, trusted: bool
 ) -> None:
-    """Whether the layer has what the hook computes a weight from, and whether that may be set."""
+    """Checks that the layer has what the hook computes a weight from, and that the weight may be set."""
     name = state.get("_tensor_name" if kind in PRUNING else "name")
     if not isinstance(name, str):
         raise RefusedError(f"a hook of a {cls.__name__} works on nothing")
@@ -163,7 +163,7 @@ def _state(hook: Call, view: View) -> dict[str, Record]:
 
 
 def check_state(cls: type, record: Record, view: View) -> None:
-    """Raises RefusedError where a hook of `cls` would get other attributes than that class has."""
+    """Raises RefusedError if a hook of `cls` would get attributes that this class does not have."""
     state = {
         key: value for key, value in view.dictionary(record, "the state of a hook") if isinstance(key, str)
     }

@@ -1,4 +1,4 @@
-"""What the names in a file stand for: PyTorch's layers and ours, its tensors, hooks, and containers of Python's."""
+"""The names that a file may use without trust: PyTorch's layers and ours, tensors, hooks, and Python's containers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tconv_swap.files.shapes import MAKERS
 
 
 class Kind(Enum):
-    """What a name stands for, and so what may be done with it."""
+    """The kind of thing that a name stands for, which decides what may be done with it."""
 
     CONSTANT = auto()  # a dtype or a quantisation scheme: used as it is
     VALUE = auto()  # called with atoms it makes a value that cannot be changed: a device, a size, a slice
@@ -51,7 +51,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name stands for. `trusted`: it is a class that the user has named."""
+    """What a name stands for. `trusted`: whether it is a class that the user has named."""
 
     kind: Kind
     value: Any
@@ -90,7 +90,7 @@ HOOKS = (
 
 @functools.cache
 def plain_names() -> Mapping[GlobalName, Meaning]:
-    """Of tensors, and of containers of Python's."""
+    """Returns the names of tensors and of Python's containers."""
     found = {
         **_values(Kind.VALUE, slice, bytearray, complex, torch.Size, torch.device, torch.serialization._get_layout),
         **_values(Kind.CONTAINER, OrderedDict, Counter, set, frozenset),
@@ -117,7 +117,7 @@ def plain_names() -> Mapping[GlobalName, Meaning]:
 
 @functools.cache
 def network_names() -> Mapping[GlobalName, Meaning]:
-    """Of PyTorch's layers and ours and of what they keep, and all `plain_names`."""
+    """Returns the names of PyTorch's layers, of ours and of what they keep, and all `plain_names`."""
     layers = [
         value
         for module_name, module in list(sys.modules.items())

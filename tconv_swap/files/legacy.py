@@ -1,4 +1,4 @@
-"""Networks saved before PyTorch 1.6: pickles one after the other, then the storages.
+"""Reads networks saved before PyTorch 1.6: pickles one after the other, then the storages.
 
 Such a pickle refers to the class of a layer by a persistent id, `("module", class, source file, source)`: here that is
 the class, under the name it has in the pickle, and the source code is ignored.
@@ -26,7 +26,7 @@ _HEADER_BYTES = 8
 
 @dataclass(frozen=True)
 class LegacyContent:
-    """The object of a legacy file; the keys of its storages in the order in which they lie from `offset` on."""
+    """The object of a legacy file, and the keys of its storages in the order in which these lie from `offset` on."""
 
     pickle: Pickle
     keys: tuple[str, ...]
@@ -34,7 +34,7 @@ class LegacyContent:
 
 
 def read_legacy(stream: IO[bytes]) -> LegacyContent:
-    """Raises MalformedError, ValueError, EOFError where the file is damaged."""
+    """Raises MalformedError, ValueError or EOFError if the file is damaged."""
     before = [read_pickle(stream) for _ in range(_PICKLES_BEFORE_OBJECT)]
     pickle = read_pickle(stream, _class_of_layer)
     last = read_pickle(stream)
@@ -52,7 +52,7 @@ def _class_of_layer(identity: Record) -> Record:
 
 
 class LegacyStorages(Storages):
-    """Each is its number of elements in eight bytes, then these.
+    """Each storage is its number of elements in eight bytes, followed by the elements.
 
     Args:
         element_bytes: of each key, how large one element is.

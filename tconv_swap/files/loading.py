@@ -1,4 +1,4 @@
-"""Loads networks and inputs out of files without executing what the files say.
+"""Loads networks and inputs from files without executing code that the files contain.
 
 A file is read into records (`records`), these are checked (`trust`, `schema`), and then made objects of
 (`construct`). What is executed: the modules of names that are trusted, `__setstate__` and `__reduce__` of their
@@ -43,7 +43,7 @@ __all__ = ["LoadError", "LoadedModel", "UntrustedError", "load_inputs", "load_mo
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A network as it lies in its file.
+    """A network as its file has it.
 
     Attributes:
         missing_devices: the devices its tensors were saved from that this machine lacks ("cuda:0"); those
@@ -73,7 +73,7 @@ def load_model(
     factory: str | None = None,
     key: str | None = None,
 ) -> LoadedModel:
-    """The network in a file, on the devices it was saved from.
+    """Returns the network in a file, on the devices from which it was saved.
 
     Args:
         path: what `torch.save(model, path)` wrote, or `torch.export.save`; with `factory` a state_dict, a
@@ -126,7 +126,7 @@ def _read(file: TorchFile, trust: Iterable[str], unsafe: bool, module: Path | No
 def _fitted(
     file: TorchFile, content: object, devices: _Devices, factory: str, key: str | None
 ) -> LoadedModel:
-    """The network that `factory` builds, with the weights of the file."""
+    """Returns the network that `factory` builds, with the weights of the file."""
     # Before any code of the user's runs: a file that holds no weights needs none.
     found = weights.find_state_dict(file, content, key)
     network = build_network(factory)
@@ -170,7 +170,7 @@ def _load_program(file: TorchFile, unsafe: bool, factory: str | None) -> LoadedM
 
 
 def load_weights(path: Path) -> dict[str, Tensor]:
-    """The state_dict in a file that holds nothing else, on the CPU.
+    """Returns the state_dict in a file that holds nothing else, on the CPU.
 
     Raises:
         LoadError: it is something else, or is damaged.
@@ -182,7 +182,8 @@ def load_weights(path: Path) -> dict[str, Tensor]:
 
 
 def load_inputs(path: Path | str) -> Inputs:
-    """A tensor, a tuple or list of positional arguments or a dict of keyword arguments, out of `torch.save`.
+    """Returns the inputs in a file of `torch.save`: a tensor, a tuple or list of positional arguments, or a dict of
+    keyword arguments.
 
     Only tensors and plain Python containers are allowed in the file. Tensors land on the CPU.
 
@@ -225,7 +226,7 @@ def _exists(location: str) -> bool:
 
 
 def _load_plain(file: TorchFile, what: str) -> Any:
-    """Out of a file that holds tensors and containers of Python's and nothing else; tensors land on the CPU."""
+    """Returns what a file of tensors and Python's containers holds; its tensors are loaded to the CPU."""
     content = read_content(file)
     if unknown := {name for name in content.pickle.names if name not in plain_names()}:
         raise LoadError(

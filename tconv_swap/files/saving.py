@@ -1,4 +1,4 @@
-"""Writes a network to a file that is either whole or not there."""
+"""Writes files atomically: each is either complete or does not exist."""
 
 from __future__ import annotations
 
@@ -18,16 +18,13 @@ from torch import nn
 
 from tconv_swap.files.fileformat import first_line
 
-#: What this process has put in place, for the command line to say when it is interrupted.
-finished: list[Path] = []
-
 
 class SaveError(Exception):
     """The network was not written; the message is one line, and nothing was left behind."""
 
 
 def check_target(target: Path, source: Path | None = None, *, text: bool = False) -> None:
-    """Find out before any work is done that `target` could be written.
+    """Check, before any work is done, that `target` can be written.
 
     Args:
         target: what is to be written.
@@ -58,13 +55,23 @@ def check_target(target: Path, source: Path | None = None, *, text: bool = False
         raise SaveError(f"{target} cannot be written ({error})") from None
 
 
-def save_model(model: nn.Module, target: Path, *, check: Callable[[Path], None] | None = None) -> None:
+def save_model(
+    model: nn.Module,
+    target: Path,
+    *,
+    check: Callable[[Path], None] | None = None,
+    placed: Callable[[Path], None] | None = None,
+) -> None:
     """`torch.save(model, target)`, as `save_whole` does it."""
-    save_whole(lambda stream: torch.save(model, stream), target, check=check)
+    save_whole(lambda stream: torch.save(model, stream), target, check=check, placed=placed)
 
 
 def save_whole(
-    write: Callable[[IO[bytes]], object], target: Path, *, check: Callable[[Path], None] | None = None
+    write: Callable[[IO[bytes]], object],
+    target: Path,
+    *,
+    check: Callable[[Path], None] | None = None,
+    placed: Callable[[Path], None] | None = None,
 ) -> None:
     """Write a file atomically: until the last moment `target` is what it was before.
 
@@ -72,6 +79,7 @@ def save_whole(
         write: called with the stream to write to.
         target: an existing file is replaced and keeps its permissions; a symbolic link is followed.
         check: called with the complete temporary file before that takes its place; may raise to prevent it.
+        placed: called with `target` once the file is in its place. SIGINT and SIGTERM wait until it has returned.
 
     Raises:
         SaveError: the file could not be written (disk full, no permission), or its content not be pickled.
@@ -93,7 +101,8 @@ def save_whole(
             os.chmod(temporary, stat.S_IMODE(destination.stat().st_mode))
         with _interrupts_held():
             os.replace(temporary, destination)
-            finished.append(target)
+            if placed is not None:
+                placed(target)
         _sync_directory(destination.parent)
     except OSError as error:
         raise SaveError(f"{target} cannot be written ({error.strerror or error})") from error
@@ -105,8 +114,8 @@ def save_whole(
             temporary.unlink()
 
 
-def save_text(text: str, target: Path) -> None:
-    """Write a report as `save_whole` does; into a pipe or a device straight.
+def save_text(text: str, target: Path, *, placed: Callable[[Path], None] | None = None) -> None:
+    """Write a report as `save_whole` does, or directly into a pipe or a device.
 
     Raises:
         OSError, SaveError: it could not be written; no file was left behind.
@@ -114,12 +123,13 @@ def save_text(text: str, target: Path) -> None:
     if target.exists() and not target.is_file():
         target.write_text(text, encoding="utf-8")
     else:
-        save_whole(lambda stream: stream.write(text.encode()), target)
+        save_whole(lambda stream: stream.write(text.encode()), target, placed=placed)
 
 
 @contextlib.contextmanager
 def _interrupts_held() -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM wait for the end: a file must not take its place without anybody knowing."""
+    """Delays SIGINT and SIGTERM until the end of the block: between the renaming and its record no signal may
+    strike."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     if None in before.values() or threading.current_thread() is not threading.main_thread():
         yield

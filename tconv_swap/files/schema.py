@@ -1,4 +1,4 @@
-"""Checks the records of a pickle before anything is made of them: each object, what it is called with and given.
+"""Checks the records of a pickle before anything is made of them: each object, its arguments and its state.
 
 An object of a layer's class gets data alone: tensors, numbers, text, containers of these, other layers. So no
 attribute of it is something that its methods would call, but where a layer of that very class keeps an activation.
@@ -43,7 +43,7 @@ _OF_NAME = {
 
 
 def check(root: Record, meanings: Mapping[GlobalName, Meaning]) -> None:
-    """Raises RefusedError for the first record that is not allowed, or not where it is."""
+    """Raises RefusedError for the first record that is not allowed at all, or not at its place."""
     _Schema(meanings).check(root)
 
 
@@ -111,13 +111,13 @@ class _Schema:
         return None
 
     def check_content(self, record: Record, allowed: frozenset[Sort]) -> None:
-        """Raises RefusedError where `record` is, or holds at any depth, what is not allowed there."""
+        """Raises RefusedError if `record` is, or holds at any depth, something that is not allowed there."""
         if wrong := self.containers.held(record).sorts - allowed:
             names = ", ".join(sorted(sort.name.lower() for sort in wrong))
             raise RefusedError(f"there is a {names} where only data may be")
 
     def dictionary(self, record: Record, what: str) -> Iterator[tuple[Record, Record]]:
-        """The items of a dict or an OrderedDict."""
+        """Returns the items of a dict or an OrderedDict."""
         if isinstance(record, Items) and record.kind is dict:
             flat = record.items
         elif isinstance(record, Call) and self.meaning(record).value in (OrderedDict,):
@@ -144,7 +144,7 @@ class _Schema:
             self.check_key(key)
 
     def check_key(self, key: Record) -> None:
-        # Whatever is a key is asked for its hash, and equal keys for their equality.
+        # Python calls __hash__ of every key, and __eq__ of keys whose hashes are equal.
         if isinstance(key, Items) and key.kind in (list, dict, set):
             raise RefusedError("a key can be changed")
         if isinstance(key, Call) and self.meaning(key).kind is Kind.OBJECT:
@@ -187,7 +187,7 @@ class _Schema:
             raise RefusedError(f"it calls {_shown(call)} with something unusual")
 
     def constant(self, record: Record) -> Any:
-        """The value of a name, or what is called where a value is made; None of anything else."""
+        """Returns the value of a name, or of the name that a call calls; None for anything else."""
         name = record.callee if isinstance(record, Call) else record
         meaning = self.meanings.get(name) if isinstance(name, GlobalName) else None
         return None if meaning is None else meaning.value
@@ -363,7 +363,7 @@ class _Schema:
 
 
 def reachable(root: Record) -> Iterator[Record]:
-    """Every record once."""
+    """Yields every record once."""
     seen: set[int] = set()
     stack = [root]
     while stack:

@@ -1,4 +1,5 @@
-"""Which arguments the functions take that make values and tensors, told from records; what classes do of their own."""
+"""Checks, on records, the arguments of functions that make values and tensors, and which methods a class
+overrides."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from tconv_swap.files.records import Call, GlobalName, Items, Record, Reference
 from tconv_swap.layer import SWAPPED, _new_swapped_layer
 
 LISTS = (list, deque)
-#: The value of a name, or of the name that a call calls.
+#: Gives the value of a name, or of the name that a call calls.
 Constant: TypeAlias = Callable[[Record], Any]
 _Predicate: TypeAlias = Callable[[Record, Constant], bool]
 _MOST_DIMENSIONS = 64
 
 
 def are_arguments_of(function: object, arguments: list[Record], constant: Constant) -> bool:
-    """Whether an honest file calls `function`, a class or the name of a function of torch, with these arguments."""
+    """Returns whether an honest file calls `function`, a class or the name of a function of torch, with these
+    arguments."""
     return any(
         len(form) == len(arguments)
         and all(fits(argument, constant) for fits, argument in zip(form, arguments, strict=True))
@@ -31,22 +33,22 @@ def are_arguments_of(function: object, arguments: list[Record], constant: Consta
 
 
 def has_own(cls: type, method: str) -> bool:
-    """Whether a class has a method from elsewhere than `object` and PyTorch's base of layers."""
+    """Returns whether a class has a method that comes neither from `object` nor from nn.Module."""
     found = next(base for base in (*cls.__mro__, None) if base is None or method in vars(base))
     return found not in (None, object, nn.Module)
 
 
 def reduces_itself(cls: type) -> bool:
-    """Whether the pickles of a class call it: it has a `__reduce__` of its own."""
+    """Returns whether pickles of a class call it, since it has a `__reduce__` of its own."""
     return has_own(cls, "__reduce__") or has_own(cls, "__reduce_ex__") or issubclass(cls, enum.Enum)
 
 
-#: Functions that pickles of our layers name: classes to a layer of ours without state.
+#: Functions that pickles of our layers name: each takes classes and returns a layer of ours without state.
 MAKERS = (_new_swapped_layer, modules._new_container, handed._new_handing)
 
 
 def has_swapped_form(maker: Callable[..., nn.Module], classes: list[type]) -> bool:
-    """Whether one of ``MAKERS`` makes a layer of ours out of these classes."""
+    """Returns whether one of ``MAKERS`` makes a layer of ours from these classes."""
     if maker is modules._new_container:
         return (
             len(classes) == 2

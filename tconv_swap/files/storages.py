@@ -1,4 +1,4 @@
-"""The bytes of tensors: where they lie in a file, and on which device they belong."""
+"""Reads the bytes of tensors from a file, and brings them to their device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from tconv_swap.files.containers import RefusedError
 
-#: What becomes of a storage that was saved from a device: `map_location` of `torch.load`.
+#: Moves a storage that was saved from a device, as `map_location` of `torch.load` does.
 Placing: TypeAlias = Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
 _DEVICE = re.compile(r"cpu|meta|(cuda|xpu|mps)(:\d{1,4})?")
 
@@ -23,12 +23,13 @@ def on_cpu(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage
 
 
 def is_device(location: str) -> bool:
-    """Whether PyTorch itself has devices of this name; others come with packages that a file shall not import."""
+    """Returns whether PyTorch itself has devices of this name. Others come from packages that a file must not
+    import."""
     return _DEVICE.fullmatch(location) is not None
 
 
 class Storages:
-    """The storages of one file, each read once."""
+    """The storages of one file; each is read once."""
 
     def __init__(self, place: Placing) -> None:
         self._place = place
@@ -37,14 +38,15 @@ class Storages:
 
     @abstractmethod
     def read(self, key: str, nbytes: int, dtype: torch.dtype) -> torch.UntypedStorage:
-        """The bytes under a key, on the CPU.
+        """Returns the bytes under a key, on the CPU.
 
         Raises:
-            RefusedError: there are none, or not so many.
+            RefusedError: there are none, or another number of bytes.
         """
 
     def storage(self, parts: list[Any]) -> tuple[torch.UntypedStorage, torch.dtype]:
-        """What a persistent id stands for: `("storage", dtype, key, device, number of elements, part or None)`."""
+        """Returns what a persistent id stands for: `("storage", dtype, key, device, number of elements, part or
+        None)`."""
         types = [type(part) for part in parts]
         if (
             types[:5] != [str, torch.dtype, str, str, int]
@@ -84,7 +86,7 @@ class Storages:
 
 
 class ZipStorages(Storages):
-    """Of a zip archive, in which each is a record of its own."""
+    """The storages of a zip archive; each is an entry of its own."""
 
     def __init__(self, reader: Any, place: Placing) -> None:
         super().__init__(place)
@@ -108,7 +110,7 @@ class ZipStorages(Storages):
 
 
 def storage_of(content: bytes | bytearray) -> torch.UntypedStorage:
-    """A copy of these bytes, aligned as PyTorch aligns what it allocates."""
+    """Returns a copy of these bytes with the alignment of PyTorch's allocations."""
     storage = torch.UntypedStorage(len(content))
     if content:
         target = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (len(content),), (1,))

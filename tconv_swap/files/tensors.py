@@ -1,4 +1,4 @@
-"""Makes tensors of what a file says, once it is certain that they lie inside of their storages.
+"""Makes the tensors that a file describes, after checking that they lie inside their storages.
 
 PyTorch's own functions take a file's word for much of that: sparse indices out of bounds and channels of a quantised
 tensor that it has not are read from wherever they point to.
@@ -22,12 +22,12 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def rebuild(function: str, arguments: Sequence[Any]) -> Tensor:
-    """What the function of `torch._utils` makes of its arguments, of which `shapes` has checked the types.
+    """Returns the result of a function of `torch._utils`; `shapes` has checked the types of its arguments.
 
     A storage is given as ``(storage, dtype)``.
 
     Raises:
-        RefusedError: they do not fit together.
+        RefusedError: the arguments do not fit together.
     """
     try:
         return _MAKERS[function](*arguments)
@@ -151,7 +151,7 @@ def _sparse(layout: torch.layout, data: tuple[Any, ...]) -> Tensor:
 
 
 def _check_coalesced(indices: Tensor, coalesced: bool | None) -> None:
-    """That indices said to be in order, each once, are so: operators go by it."""
+    """Checks that indices that a file calls coalesced are sorted and unique: operators rely on it."""
     if coalesced and (
         indices.dim() != 2 or not torch.equal(torch.unique(indices.contiguous(), dim=1, sorted=True), indices)
     ):

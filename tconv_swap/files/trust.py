@@ -1,6 +1,6 @@
-"""What the names in a file may stand for: PyTorch's own layers and ours, and classes that the user trusts.
+"""Resolves the names in a file: PyTorch's layers and ours, and classes that the user trusts.
 
-A trusted class is imported, and thereby the code of its module executed; of a file nothing else is.
+A trusted class is imported, which executes the code of its module. Nothing else that a file names is executed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tconv_swap.files.usercode import (
     let_working_directory_be_imported,
 )
 
-# Of Python itself only classes that hold data and do nothing; with one of the others a file can do anything.
+# Of Python itself, only classes that hold data are allowed. With another one a file could execute anything.
 _OF_PYTHON = frozenset(
     {
         "argparse.Namespace", "collections.defaultdict", "collections.deque", "datetime.date", "datetime.datetime",
@@ -33,7 +33,7 @@ _OF_PYTHON = frozenset(
         "pathlib.WindowsPath", "types.SimpleNamespace", "uuid.UUID",
     }
 )  # fmt: skip
-# Of PyTorch and of what comes with it: what loads, compiles or calls.
+# Modules of PyTorch and its dependencies that load, compile or call code.
 _UNRESTRAINED_MODULES = (
     "cloudpickle", "dill", "joblib", "torch._C", "torch._dynamo", "torch._inductor", "torch.distributed", "torch.hub",
     "torch.jit", "torch.multiprocessing", "torch.package", "torch.serialization", "torch.utils.cpp_extension",
@@ -42,7 +42,7 @@ _MOST_NAMES_SHOWN = 50
 
 
 class UntrustedError(LoadError):
-    """The file imports names that nobody has trusted; `names` are all of them. Nothing of it was executed.
+    """The file imports names that the user has not trusted; `names` are all of them. Nothing in it was executed.
 
     `module` is the user's file that does not help, of which the message says why.
     """
@@ -53,10 +53,10 @@ class UntrustedError(LoadError):
 
 
 def parse_trust(option: str) -> GlobalName:
-    """`pkg.mod:Class` taken apart.
+    """Splits `pkg.mod:Class` into module and class.
 
     Raises:
-        ValueError: it is not of that form, or is of Python itself and more than data.
+        ValueError: it has another form, or names a class of Python itself that does more than hold data.
     """
     name = _taken_apart(option)
     if _is_unrestrained(name):
@@ -77,7 +77,8 @@ def _taken_apart(option: str) -> GlobalName:
 def meanings_of(
     path: Path, names: Iterable[GlobalName], trust: Iterable[str], module: Path | None = None
 ) -> Mapping[GlobalName, Meaning]:
-    """What every name in a file stands for. Imports what is trusted (and `module`) if it is among the names.
+    """Returns what every name in a file stands for. Imports trusted classes (and `module`) if they are among the
+    names.
 
     Raises:
         LoadError: something trusted cannot be imported.
@@ -136,7 +137,7 @@ def _is_unrestrained(name: GlobalName) -> bool:
 
 
 def _may_be_of(name: GlobalName, module: Path) -> bool:
-    """Whether a class of this name may be one of the user's file, which may have been run as a script."""
+    """Returns whether a class of this name may come from the user's file, which may have been run as a script."""
     return name.module == "__main__" or name.module.rpartition(".")[2] == module.stem
 
 

@@ -1,6 +1,6 @@
-"""Code of the user's own, named on the command line: a file of classes, a factory that builds a network.
+"""Imports code that the user names on the command line: a file of classes, or a factory that builds a network.
 
-Importing a file executes it; so nothing here is called for a file that the user has not named.
+Importing a file executes it, so nothing here is called for a file that the user has not named.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from tconv_swap.files.fileformat import LoadError, first_line, printable
 
 
 def import_module(name: str) -> ModuleType:
-    """An installed module, or one in the working directory.
+    """Returns an installed module, or one in the working directory.
 
     Raises:
-        LoadError: it is not there, or raises while it is executed.
+        LoadError: it does not exist, or raises while it is executed.
     """
     let_working_directory_be_imported()
     try:
@@ -36,10 +36,11 @@ def import_module(name: str) -> ModuleType:
 
 
 def import_file(path: Path) -> ModuleType:
-    """The Python file ``path`` as the module of its name, as a script beside it would import it.
+    """Imports the Python file ``path`` as a module of its name, as a script in the same directory would.
 
     Raises:
-        LoadError: there is no such file, its name is none of a module or that of another one, or it raises.
+        LoadError: there is no such file, its name is not a valid module name or is taken by another module, or it
+        raises.
     """
     shown = printable(path)
     name = path.stem
@@ -71,10 +72,10 @@ def import_file(path: Path) -> ModuleType:
 
 
 def parse_file(text: str) -> Path:
-    """``text`` as the path of a Python file.
+    """Returns ``text`` as the path of a Python file.
 
     Raises:
-        ValueError: no module can be called so.
+        ValueError: it is not a possible name of a module.
     """
     path = Path(text)
     if path.suffix != ".py" or not path.stem.isidentifier() or "\0" in text:
@@ -83,10 +84,11 @@ def parse_file(text: str) -> Path:
 
 
 def build_network(factory: str) -> nn.Module:
-    """What the factory ``package.module:function`` or ``path.py:function`` returns when called without arguments.
+    """Returns what the factory ``package.module:function`` or ``path.py:function`` returns when called without
+    arguments.
 
     Raises:
-        LoadError: it cannot be imported or called, or returns no network.
+        LoadError: it cannot be imported or called, or does not return a network.
     """
     build: Any = find(*parse_factory(factory))
     try:
@@ -101,10 +103,10 @@ def build_network(factory: str) -> nn.Module:
 
 
 def parse_factory(option: str) -> tuple[str, str]:
-    """``pkg.mod:factory`` or ``path.py:factory`` taken apart.
+    """Splits ``pkg.mod:factory`` or ``path.py:factory`` into place and name.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it has neither form.
     """
     place, colon, name = option.rpartition(":")
     modular = all(part.isidentifier() for part in place.split("."))
@@ -118,7 +120,7 @@ def parse_factory(option: str) -> tuple[str, str]:
 
 
 def find(place: str, name: str) -> Callable[..., Any]:
-    """The object ``name`` of a module or a Python file.
+    """Returns the object ``name`` of a module or a Python file.
 
     Raises:
         LoadError: there is none.
@@ -132,13 +134,13 @@ def find(place: str, name: str) -> Callable[..., Any]:
 
 
 def defined_classes(module: ModuleType) -> dict[str, type]:
-    """The classes that ``module`` itself defines, by name; not those that it only imports."""
+    """Returns the classes that ``module`` itself defines, by name, without those that it imports."""
     classes = [value for value in vars(module).values() if isinstance(value, type)]
     return {cls.__qualname__: cls for cls in classes if cls.__module__ == module.__name__}
 
 
 def defines_class(module: str, name: str) -> bool:
-    """Whether a module defines a class of this name, as far as can be told without importing it: in its source."""
+    """Returns whether the source of a module defines a class of this name. The module is not imported."""
     if module in sys.modules:
         found: Any = sys.modules[module]
         for part in name.split("."):
@@ -168,7 +170,8 @@ def defines_class(module: str, name: str) -> bool:
 
 
 def let_working_directory_be_imported() -> None:
-    """As `python script.py` would: the console script's own path holds only its bin directory."""
+    """Adds the working directory to the search path, as `python script.py` adds the script's. The console script's
+    own path holds only its bin directory."""
     # Last, so that nothing in the directory can stand in for an installed package.
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

@@ -1,4 +1,4 @@
-"""Weights without a network: state_dicts, checkpoints of Lightning, safetensors; read, fitted and written."""
+"""Reads, fits and writes weights without a network: state_dicts, checkpoints of Lightning, safetensors files."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from tconv_swap import op
 from tconv_swap.bits import same_bits
 from tconv_swap.files.fileformat import LoadError, TorchFile, first_line, printable
 
-#: Under which keys checkpoints keep the state_dict; Lightning's is the first.
+#: The keys under which checkpoints keep the state_dict; the first is Lightning's.
 _USUAL_KEYS = ("state_dict", "model_state_dict", "model", "net", "network", "weights", "params_ema", "params")
-#: What wrappers put in front of every key.
+#: Prefixes that wrappers put in front of every key.
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "net.", "network.")
 _MOST_KEYS_SHOWN = 3
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the CPU.
+    """Returns the tensors of a safetensors file, on the CPU.
 
     Raises:
         LoadError: the file is damaged, or the package safetensors is not installed.
@@ -35,7 +35,7 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_safetensors(weights: Mapping[str, Tensor], stream: IO[bytes]) -> None:
-    """Raises LoadError where safetensors is not installed."""
+    """Raises LoadError if safetensors is not installed."""
     # The format has no strides and no shared storages: each tensor is written by itself.
     separate = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -53,7 +53,7 @@ def _safetensors(path: Path) -> Any:
 
 
 def is_state_dict(value: object) -> bool:
-    """Whether ``value`` maps names to tensors, and to nothing else."""
+    """Returns whether ``value`` maps names to tensors and to nothing else."""
     return (
         isinstance(value, Mapping)
         and bool(value)
@@ -79,7 +79,7 @@ class Found:
 
     @property
     def notes(self) -> list[str]:
-        """What a user should know about which weights were taken."""
+        """Returns what a user should know about which weights were taken."""
         if self.key is None:
             return []
         line = f"the weights are those under {printable(repr(self.key))} in the file"
@@ -88,7 +88,8 @@ class Found:
 
 
 def find_state_dict(file: TorchFile, content: object, key: str | None = None) -> Found:
-    """The state_dict in what a file holds: what lies under `key`, or else all of it or what has one of the usual keys.
+    """Returns the state_dict in the content of a file: the value under `key` if one is given, else the whole content,
+    or the value under one of the usual keys.
 
     Raises:
         LoadError: there is none.
@@ -157,9 +158,9 @@ def load_strictly(network: nn.Module, weights: dict[str, Tensor], path: Path) ->
 
 
 def as_read(network: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """The weights as they lie in their file, for writing them again.
+    """Returns the weights as the file has them, for writing them again.
 
-    Where the network's own tensors are the same they are taken, so that nothing lies in memory twice.
+    If the network's own tensors are equal they are taken instead, so that nothing is in memory twice.
     """
     own = network.state_dict()
 
@@ -171,7 +172,7 @@ def as_read(network: nn.Module, weights: dict[str, Tensor], prefix: str) -> dict
 
 
 def dtypes_note(network: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> str:
-    """What a user should know about dtypes after loading: which weights were converted; empty if none was."""
+    """Returns what a user should know about dtypes after loading: which weights were converted; empty if none was."""
     own = network.state_dict()
     loaded = (
         (t.dtype, getattr(own.get(name.removeprefix(prefix)), "dtype", None)) for name, t in weights.items()
@@ -186,7 +187,7 @@ def dtypes_note(network: nn.Module, weights: Mapping[str, Tensor], prefix: str) 
 
 
 def dtypes_of(network: nn.Module) -> str:
-    """The floating-point dtypes of a network, by name."""
+    """Returns the floating-point dtypes of a network, by name."""
     found = _floating_dtypes((*network.parameters(), *network.buffers()))
     return ", ".join(sorted(map(_named, found)))
 
@@ -196,7 +197,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _cast(network: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Give the network the dtypes of the weights, which loading would convert to the network's without a word.
+    """Give the network the dtypes of the weights: loading alone would silently convert them to the network's.
 
     Floating-point ones only: whole numbers may be indices. A network that mixes dtypes keeps them, since its forward
     goes by them, and so does one whose weights are stored in a dtype that layers do not compute in.
@@ -241,11 +242,11 @@ def _shown(names: Iterable[str]) -> str:
 
 
 def same_weights(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> bool:
-    """Whether names, dtypes and bits agree; NaN is the same as NaN."""
+    """Returns whether names, dtypes and bits are equal. NaN equals NaN."""
     return first.keys() == second.keys() and all(same_bits(first[name], second[name]) for name in first)
 
 
 def _same_tensor(first: Tensor, second: Tensor) -> bool:
-    """Whether a file would hold the same for both."""
+    """Returns whether a file would have the same content for both."""
     places = ((t.device, t.layout, t.stride() if t.layout == torch.strided else ()) for t in (first, second))
     return len({*places}) == 1 and same_bits(first, second)

@@ -1,4 +1,4 @@
-"""Whether a network out of a file can be worked on: found out now, and not in the middle of the work."""
+"""Checks, right after loading, that a network from a file can be processed at all."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from tconv_swap.memory import CPU, LEAST_BYTES, free_bytes
 #: Names of layers, parameters and buffers, each as often as it is reached: 30 layers that each hold the next one twice
 #: have 2^30 of them.
 MOST_NAMES = 1_000_000
-#: Layers within layers. To copy a network takes seven calls within each other for each.
+#: The deepest nesting of layers. Copying a network takes seven nested calls for each level.
 DEEPEST = 100
 
 
 def check_whole(path: Path, model: nn.Module) -> None:
-    """Raises LoadError where layers have no inside, contain themselves, are too many, or tensors are too large."""
+    """Raises LoadError if layers lack their state or contain themselves, are too many, or if tensors are too
+    large."""
     try:
         _count_names(model, [], {})
         for name, module in model.named_modules():
@@ -36,7 +37,7 @@ def check_whole(path: Path, model: nn.Module) -> None:
 def _count_names(
     layer: nn.Module, around: list[nn.Module], counted: dict[int, tuple[int, int]]
 ) -> tuple[int, int]:
-    """How many names a layer stands for, and how many layers deep it is."""
+    """Returns how many names a layer stands for, and the depth of its layers."""
     if id(layer) in counted:
         return counted[id(layer)]
     if any(layer is outer for outer in around):
@@ -55,7 +56,7 @@ def _count_names(
 
 
 def _check_size(model: nn.Module) -> None:
-    # A tensor of stride 0 may have any size on a storage of a few bytes, until somebody copies it.
+    # A tensor of stride 0 may have any size on a storage of a few bytes; a copy of it needs all of that size.
     held = [
         t
         for t in (*model.parameters(), *model.buffers())

@@ -32,7 +32,6 @@ from tconv_swap.measurement.stages import (
     network_variant,
     sum_of_squares,
 )
-from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import (
     MIN_ITERS,
     Launches,
@@ -42,6 +41,7 @@ from tconv_swap.measurement.timing import (
     time_interleaved,
 )
 from tconv_swap.memory import is_out_of_memory
+from tconv_swap.preserving import preserved
 
 logger = logging.getLogger("tconv_swap")
 

@@ -115,7 +115,7 @@ class Summary:
         verdict: one line.
         network: stages of the whole network.
         layers: the swapped ones.
-        left: the others: name, geometry, why.
+        left: the others, then the norms left: name, geometry or classes, why.
         errors: the worst of every kind and mode.
         remarks: one line each on shares of time and on memory.
         no_roof: why no roof is shown; `""` where one is.

@@ -38,10 +38,13 @@ def summarise(document: Json, notes: Sequence[str] = ()) -> Summary:
         verdict=_verdict(document),
         network=tuple(_stage(row) for row in benchmark["network"]) if benchmark else (),
         layers=tuple(row for layer in swapped for row in _layer_rows(layer, document, checks, ceilings)),
-        left=tuple(
-            (_names(layer), layer["geometry"], layer["reason"])
-            for layer in plan["layers"]
-            if not layer["swap"]
+        left=(
+            *(
+                (_names(layer), layer["geometry"], layer["reason"])
+                for layer in plan["layers"]
+                if not layer["swap"]
+            ),
+            *((block["name"], block["kind"], block["reason"]) for block in _left_blocks(plan)),
         ),
         errors=tuple(_worst_of_each(checks)),
         reference=verification["reference"] if verification else "",
@@ -65,12 +68,23 @@ def _facts(document: Json, swapped: int, layers: int) -> Iterator[tuple[str, str
     if benchmark and benchmark["environment"]:
         yield "machine", machine_name(benchmark["environment"])
     yield "layers", f"{swapped} of {layers} transposed convolutions swapped"
+    if blocks := document["plan"].get("blocks"):
+        left = len(list(_left_blocks(document["plan"])))
+        fused = sum(block["swap"] and bool(block["activation"]) for block in blocks)
+        yield (
+            "blocks",
+            f"{len(blocks) - left} of {len(blocks)} norms swapped, {fused} with the activation behind them",
+        )
     # Documents of earlier versions do not say what was tried.
     verification = document["verification"] or {}
     if tried := verification.get("tried"):
         yield "tried", ", ".join(tried)
     if missing := verification.get("not_tried"):
         yield "not tried", ", ".join(missing)
+
+
+def _left_blocks(plan: Json) -> Iterator[Json]:
+    return (block for block in plan.get("blocks", ()) if not block["swap"])
 
 
 def _verdict(document: Json) -> str:

@@ -1,1 +1,2 @@
-"""The ways to run a network: layout, compiler and CUDA graph, by PyTorch's own means; timed, verified, chosen."""
+"""The ways to run a network: layout, compiler and CUDA graphs, all by PyTorch's own means. They are timed and
+verified, and the fastest is chosen."""

@@ -1,9 +1,10 @@
-"""A network in CUDA graphs: `torch.cuda.make_graphed_callables`, and what it leaves to its caller.
+"""Captures a network in CUDA graphs with `torch.cuda.make_graphed_callables`, and does what that leaves to its
+caller.
 
-PyTorch's graphs hold the activations, outputs and gradients of one call, in memory that the next replay writes to. Here
-outputs and gradients are copies, so that they stay what they are, and gradients may be accumulated; a backward pass
-through a call that is not the last one is refused. What warming up and capturing changes, buffers and random states, is
-put back.
+PyTorch's graphs hold the activations, outputs and gradients of one call in memory that the next replay overwrites.
+Here outputs and gradients are copied, so that they keep their values and gradients may be accumulated. A backward
+pass through any call but the last one is refused. Warming up and capturing change buffers and random states; these
+are restored.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from tconv_swap.inputs import Inputs, map_tensors, named_tensors
 from tconv_swap.measurement.stages import sum_of_squares
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 
 
 class NotCapturableError(RuntimeError):
@@ -25,17 +26,17 @@ class NotCapturableError(RuntimeError):
 
 
 class StaleGraphError(RuntimeError):
-    """A backward pass through a call whose activations are gone."""
+    """A backward pass goes through a call whose activations have been overwritten."""
 
 
 class Captured:
-    """The forward pass of a network, and its backward pass, for inputs of one shape."""
+    """The captured forward and backward pass of a network, for inputs of one shape."""
 
     def __init__(self, network: nn.Module, inputs: Inputs, *, training: bool) -> None:
         """
         Args:
-            network: in the mode that it is to run in; stays as it is, also its buffers.
-            inputs: which require gradients as those of the calls will.
+            network: in the mode in which it runs; it is not changed, nor are its buffers.
+            inputs: they require gradients exactly if those of the calls do.
             training: with a backward pass.
 
         Raises:
@@ -50,7 +51,7 @@ class Captured:
         self._calls = 0
 
     def __call__(self, inputs: Inputs) -> Any:
-        """What the network gives for inputs of the captured shapes."""
+        """Returns what the network returns for inputs of the captured shapes."""
         outputs = self._replay(*(tensor for _, tensor in inputs.named_tensors()))
         self._calls += 1
         call = self._calls
@@ -73,7 +74,7 @@ def _graphed(surface: _Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tu
         graphed: Any = torch.cuda.make_graphed_callables(surface, tensors, allow_unused_input=True)
     except torch.AcceleratorError as error:
         for device in {tensor.device for tensor in tensors}:
-            # Raises where the capture has taken the GPU, or its random numbers, with it.
+            # This raises if the failed capture has broken the GPU or its random number generator.
             torch.rand(1, device=device).item()
         reason = str(error).strip().partition("\n")[0]
         raise NotCapturableError(f"the capture failed ({reason})") from error
@@ -81,7 +82,7 @@ def _graphed(surface: _Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tu
 
 
 class _Surface(nn.Module):
-    """The network as a function from tensors to tensors, which is all that can be captured."""
+    """The network as a function from tensors to tensors: only such functions can be captured."""
 
     def __init__(self, network: nn.Module, inputs: Inputs) -> None:
         super().__init__()
@@ -94,8 +95,8 @@ class _Surface(nn.Module):
     def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         given = iter(tensors)
         inputs = self._inputs.map(lambda _: next(given))
-        # What a network casts under an autocast of its own, with a cache, is kept until the outermost one ends: a
-        # capture would read the weights of the run before it, for ever.
+        # The cache of a network's own autocast lives until the outermost autocast ends. A capture would always read
+        # the weights that an earlier run had cast.
         torch.clear_autocast_cache()
         for context in self._autocast:
             context.__enter__()
@@ -109,13 +110,14 @@ class _Surface(nn.Module):
         return tuple(tensor for _, tensor in named_tensors(output))
 
     def rebuilt(self, tensors: list[Tensor]) -> Any:
-        """The network's output with these tensors in it; what is no tensor is as it was at the capture."""
+        """Returns the network's output with these tensors in it; values that are not tensors are those of the
+        capture."""
         found = iter(tensors)
         return map_tensors(lambda _: next(found), self._output)
 
 
 def compiled_nodes(output: Any) -> list[Any]:
-    """The nodes of autograd behind the output of a compiled network that are compiled graphs."""
+    """Returns the autograd nodes behind the output of a compiled network that are compiled graphs."""
     waiting = [t.grad_fn for _, t in named_tensors(output) if t.grad_fn is not None]
     seen, found = set(waiting), []
     while waiting:
@@ -130,21 +132,21 @@ def compiled_nodes(output: Any) -> list[Any]:
 
 
 def own_gradients(gradients: tuple[Tensor | None, ...], _: object) -> tuple[Tensor | None, ...]:
-    """A hook of a node: copies, since the next replay writes to what the graph returns."""
+    """A hook of a node that returns copies, since the next replay overwrites what the graph returns."""
     there = [gradient for gradient in gradients if gradient is not None]
-    # Times 1 is a copy, of all of them in few launches.
+    # Multiplying by 1 copies all of them in few launches.
     copies = iter(torch._foreach_mul(there, 1) if there else ())
     return tuple(None if gradient is None else next(copies) for gradient in gradients)
 
 
 def _static(tensor: Tensor) -> Tensor:
-    """What every call's input is copied to."""
+    """Returns the tensor to which the input of every call is copied."""
     copy = tensor.detach().clone()
     return copy.requires_grad_() if tensor.requires_grad else copy
 
 
 def _autocast_of(kind: str) -> torch.autocast:
-    """The caller's autocast. Without its cache, whose weights would be those of the capture for ever."""
+    """Returns the caller's autocast without its cache, which would keep the weights of the capture for ever."""
     return torch.autocast(
         kind,
         dtype=torch.get_autocast_dtype(kind),
@@ -155,7 +157,7 @@ def _autocast_of(kind: str) -> torch.autocast:
 
 @contextmanager
 def _no_autocast(tensors: tuple[Tensor, ...]) -> Iterator[None]:
-    """The backward pass is not autocast: only the network's forward pass is."""
+    """Disables autocast for the backward pass: it applies to the network's forward pass only."""
     off = [torch.autocast(kind, enabled=False) for kind in {tensor.device.type for tensor in tensors}]
     for context in off:
         context.__enter__()
@@ -167,7 +169,8 @@ def _no_autocast(tensors: tuple[Tensor, ...]) -> Iterator[None]:
 
 
 def _check_no_wait(surface: _Surface, tensors: tuple[Tensor, ...], *, training: bool) -> None:
-    """Find out before the capture whether the network waits for the GPU: a failed capture may take the GPU along."""
+    """Check before the capture that the network does not wait for the GPU: a failed capture may break the GPU's
+    context."""
 
     def run() -> None:
         outputs = surface(*tensors)
@@ -177,7 +180,7 @@ def _check_no_wait(surface: _Surface, tensors: tuple[Tensor, ...], *, training: 
             for tensor in tensors:
                 tensor.grad = None
 
-    run()  # compiles, and lets cuDNN try its algorithms, which may wait
+    run()  # compiles kernels and lets cuDNN try its algorithms, both of which may wait
     if not any(tensor.is_cuda for tensor in tensors):
         return
     before = torch.cuda.get_sync_debug_mode()

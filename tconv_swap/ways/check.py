@@ -1,4 +1,4 @@
-"""Whether a network that is run in a way computes what it computes today."""
+"""Checks that a network that is run in a way computes what it computes today."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from tconv_swap.computed import deep_copy
 from tconv_swap.inputs import Inputs, model_device
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport, verify
 from tconv_swap.ways.run import Running, WayWarning
 from tconv_swap.ways.way import PYTORCH, Way, in_layout
 
-#: Between two layouts in float64: far more than rounding, far less than any other difference.
+#: The tolerance between two layouts in float64: far above rounding, far below any other difference.
 LAYOUT_ATOL, LAYOUT_RTOL = 1e-9, 1e-6
 
 
 def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int = 0) -> VerifyReport:
     """Compare a network run in a way with what it computes today, in the mode that the way was built for.
 
-    As `tconv_swap.verify`: outputs, gradients and buffers, against float64 where that can be had. PyTorch's own
-    operators round differently in another layout; so what a way in channels_last is judged by is the error that the
-    network of today makes in channels_last, and that this is the same network is shown in float64, where rounding is
-    out of sight.
+    Compares outputs, gradients and buffers as `tconv_swap.verify` does, against float64 if possible. PyTorch's own
+    operators round differently in another layout. So the error of a way in channels_last is compared with the error
+    of today's network in channels_last; a comparison in float64, where rounding is negligible, shows that this is the
+    same network.
 
     Args:
-        today: the network with PyTorch's layers, as it lies.
-        running: the same, run in a way.
-        inputs: of a call.
+        today: the network with PyTorch's layers, in its own layout.
+        running: the same network, run in a way.
+        inputs: the inputs of one call.
         seed: of the random numbers.
     """
     mode: Literal["train", "eval"] = "train" if running.for_training else "eval"
@@ -43,7 +43,7 @@ def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int 
         today, inputs = laid_out, inputs.to(memory_format=torch.channels_last)
     before = running.calls
     with warnings.catch_warnings():
-        # What a way was not built for is verified as well, as it runs then: eagerly.
+        # Calls that the way was not built for run eagerly; they are verified too.
         warnings.simplefilter("ignore", WayWarning)
         report = verify(
             today, running, inputs, modes=(mode,), backward=backward, seed=seed, require_swapped=False
@@ -58,7 +58,8 @@ def verify_way(today: nn.Module, running: Running, inputs: Inputs, *, seed: int 
 def _layout_failures(
     today: nn.Module, laid_out: nn.Module, inputs: Inputs, mode: Literal["train", "eval"], seed: int
 ) -> list[str]:
-    """How the network differs in another layout; none where it has no float64 form, and nothing can be said."""
+    """Returns how the network differs in another layout; empty if it has no float64 form, so that nothing can be
+    said."""
     first, second = (
         _deterministic(deep_copy(one, dtype=torch.float64).double()) for one in (today, laid_out)
     )
@@ -80,13 +81,13 @@ def _layout_failures(
         )
     lines = report.failures if report.checks else []
     if lines and mode == "train" and _draws(first, wide):
-        # Numbers are drawn in the order of the memory: others, at the same place.
+        # Random numbers are drawn in memory order, so another layout gets other numbers at the same place.
         return _layout_failures(today, laid_out, inputs, "eval", seed)
     return [f"in channels_last it is another network: {line}" for line in lines]
 
 
 def _deterministic(network: nn.Module) -> nn.Module:
-    """`network` itself without dropout, whose mask is drawn in the order of the memory."""
+    """Returns `network` itself without dropout, whose mask is drawn in memory order."""
     for module in network.modules():
         if isinstance(module, _DropoutNd):
             object.__setattr__(module, "forward", _as_it_is)
@@ -98,7 +99,7 @@ def _as_it_is(value: Tensor) -> Tensor:
 
 
 def _draws(network: nn.Module, inputs: Inputs) -> bool:
-    """Whether a forward pass in train mode draws random numbers on the network's device."""
+    """Returns whether a forward pass in train mode draws random numbers on the network's device."""
     device = model_device(network)
 
     def state() -> Tensor:

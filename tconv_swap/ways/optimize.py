@@ -1,4 +1,4 @@
-"""`optimize`: the fastest way to run a network that computes the same, found by trying."""
+"""`optimize` finds the fastest way to run a network that computes the same, by trying."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tconv_swap.inputs import Inputs, model_device
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, network_variant, sum_of_squares
-from tconv_swap.measurement.state import preserved
 from tconv_swap.measurement.timing import Timing, time_interleaved
+from tconv_swap.preserving import preserved
 from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.check import verify_way
 from tconv_swap.ways.profile import bound_of
@@ -32,7 +32,7 @@ from tconv_swap.ways.way import (
 )
 
 SECONDS = 300.0
-#: Of samples, for each way beside today's; and for the last comparison.
+#: Seconds of samples for each way and today's way; and for the last comparison.
 TIMING_S, FINAL_S = 0.3, 1.0
 
 
@@ -42,8 +42,8 @@ class Optimized(NamedTuple):
     Attributes:
         model: a copy of the network with the layers and in the layout of the way; its parameters are what an optimizer
             trains.
-        run: calls it that way.
-        report: every way, timed, and why it is this one.
+        run: calls the model in this way.
+        report: every way with its time, and why this one was chosen.
     """
 
     model: nn.Module
@@ -80,7 +80,7 @@ def optimize(
             eval mode without gradients.
         ways: which to try, by name (`"ours+channels_last+graph"`; our layers where none are named); None: all. Today's
             is always timed.
-        seconds: begin no further way that would not be done by then; None: no limit.
+        seconds: start no way that would not finish within this time; None: no limit.
         loss: from the network's output to a scalar, for a training step; `sum_of_squares` if None.
         seed: of the verification's random numbers.
         progress: called with (what comes next, ways done, ways in all).
@@ -231,7 +231,8 @@ class WaySearch:
     def _fastest_verified(
         self, progress: Progress | None, wanted: Way | None
     ) -> tuple[Way, VerifyReport | None]:
-        """From the fastest on until one passes, or the wanted one; today's needs no proof."""
+        """Verifies the ways from the fastest on until one passes, or only the wanted one. Today's needs no
+        verification."""
 
         def candidate() -> WayRow | None:
             if wanted is None:
@@ -253,7 +254,7 @@ class WaySearch:
     def _verify(self, row: WayRow) -> VerifyReport:
         try:
             running = self.search.get(row.way)
-        except Exception as error:  # built once, but not again, as where memory is short
+        except Exception as error:  # it was built once, but memory may be short now
             return VerifyReport(failures=[f"it cannot be built again: {error}".partition("\n")[0]])
         return verify_way(self._original(), running, self.inputs, seed=self.seed)
 

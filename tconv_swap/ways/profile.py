@@ -1,4 +1,4 @@
-"""One line on what bounds a network: the CPU that launches its kernels, or the kernels of which kind."""
+"""Says in one line what bounds a network: the CPU that launches its kernels, or which kinds of kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import autograd
 from torch.profiler import ProfilerActivity, profile
 
-#: By what their kernels (or, on a CPU, operators) are called; the first that matches.
+#: Kinds of work, by the names of kernels (or, on a CPU, of operators). The first match counts.
 COPIES = "copies between layouts and dtypes"
 KINDS = (
     (COPIES, r"nchwtonhwc|nhwctonchw"),
@@ -30,22 +30,23 @@ KINDS = (
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS)
 OTHER = "other work"
-#: Shares of the time that a line names at most, and the least that it names.
+#: The most shares of the time that the line names, and the smallest share that it names.
 NAMED, LEAST = 3, 0.05
-#: Of the time: a GPU that works less than this waits for the CPU.
+#: A GPU that works for less than this share of the time waits for the CPU.
 BUSY = 0.75
 RUNS = 5
 
 
 def kind_of(name: str) -> str:
-    """Which kind of work a kernel or an operator does, by its name."""
+    """Returns the kind of work that a kernel or an operator does, by its name."""
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)
 
 
 def bound_of(run: Callable[[], object], device: torch.device) -> str:
-    """What bounds `run` on the device, in one line; `""` where a profile shows nothing.
+    """Returns one line that says what bounds `run` on the device; `""` if the profile shows nothing.
 
-    On CUDA the kernels' time is set beside the time of the whole; on a CPU the operators' own times are shared out.
+    On CUDA the time of the kernels is compared with the total time; on a CPU the total is divided among the
+    operators.
     """
     run()
     cuda = device.type == "cuda"
@@ -53,7 +54,7 @@ def bound_of(run: Callable[[], object], device: torch.device) -> str:
     for _ in range(RUNS):
         run()
     whole_us = (_now(device) - begin) * 1e6
-    # Without a GPU, Kineto says on stderr that it finds none.
+    # Without a GPU, Kineto prints on stderr that it finds none.
     profiler: Any = (
         profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
         if cuda
@@ -65,7 +66,7 @@ def bound_of(run: Callable[[], object], device: torch.device) -> str:
         _now(device)
     rows = profiler.key_averages()
     if cuda:
-        # A row of an operator repeats what its kernels take.
+        # The row of an operator repeats the time of its kernels.
         kernels = [row for row in rows if row.device_type.name != "CPU"]
         return describe(((row.key, row.self_device_time_total) for row in kernels), whole_us)
     return describe((row.key, row.self_cpu_time_total) for row in rows)

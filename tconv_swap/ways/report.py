@@ -1,4 +1,5 @@
-"""What `optimize` found: the ways of each stage, the fastest that was verified, and what bounds the network then."""
+"""The result of `optimize`: the ways of each stage, the fastest that was verified, and what bounds the network in
+it."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class StageWays:
         return next((row for row in self.rows if row.way == way), None)
 
     def best_of(self, layers: str) -> WayRow | None:
-        """The fastest with such layers that was not found wrong."""
+        """Returns the fastest way with these layers that was not found wrong."""
         return fastest_of(self.rows, layers)
 
     @property
@@ -49,7 +50,7 @@ class StageWays:
 
     @property
     def ours_in_the_same_way(self) -> WayRow | None:
-        """Our layers as PyTorch's run best; None where that was not timed."""
+        """Our layers in the best way of PyTorch's layers; None if that was not timed."""
         theirs = self.best_of(PYTORCH.name)
         if theirs is None:
             return None
@@ -73,7 +74,7 @@ class StageWays:
 
 @dataclass
 class WaysReport:
-    """What `optimize` found.
+    """The result of `optimize`.
 
     Attributes:
         stages: what was searched: the forward pass, a training step, or both.

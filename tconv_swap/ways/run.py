@@ -1,4 +1,4 @@
-"""A network run in one way: a module with the same parameters, buffers and layers under the same names."""
+"""Runs a network in one way: a module with the same parameters, buffers and layers under the same names."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from torch import Tensor, nn
 from tconv_swap.inputs import Inputs, map_tensors
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import Loss, sum_of_squares
-from tconv_swap.measurement.state import preserved
+from tconv_swap.preserving import preserved
 from tconv_swap.ways.capture import Captured, compiled_nodes, own_gradients
 from tconv_swap.ways.way import Way, in_layout
 
-#: Of one piece of code, that Dynamo keeps: ways of the same network are versions of it. PyTorch's own limit is 8.
+#: The number of versions of one piece of code that Dynamo keeps. The ways of one network are such versions. PyTorch's
+#: own limit is 8.
 MOST_VERSIONS = 64
-#: A compiled graph warms up, records and replays.
+#: The number of calls after which a compiled graph has warmed up, recorded and replayed.
 COMPILED_RUNS = 3
 
 
 class WayWarning(UserWarning):
-    """A call that a way was not built for: it runs eagerly."""
+    """A way was not built for this call, which therefore runs eagerly."""
 
 
 class Running(nn.Module):
@@ -93,7 +94,7 @@ class Running(nn.Module):
         return inputs
 
     def _circumstances(self, inputs: Inputs) -> dict[str, object]:
-        """What a compiled or captured call depends on, by what a reader calls it."""
+        """Returns what a compiled or captured call depends on, by readable names."""
         tensors = [tensor for _, tensor in inputs.named_tensors()]
         kinds = sorted({tensor.device.type for tensor in tensors})
         found: dict[str, object] = {
@@ -104,7 +105,7 @@ class Running(nn.Module):
             "whether gradients are wanted": torch.is_grad_enabled(),
             "the network's modes": [module.training for module in self.network.modules()],
         }
-        if self.way.runtime == "graph":  # a compiled graph looks for itself
+        if self.way.runtime == "graph":  # a compiled graph has its own guards
             held = (*self.network.parameters(), *self.network.buffers())
             found["where the parameters lie"] = [tensor.data_ptr() for tensor in held]
         return found
@@ -120,12 +121,13 @@ class Running(nn.Module):
         )
 
     def built_for(self, inputs: Inputs, build: Callable[[Inputs], Callable[[Inputs], Any]]) -> None:
-        """Make calls like this one go to what `build` returns for the inputs in the way's layout."""
+        """Call `build` with the inputs in the way's layout, and use what it returns for calls like this one."""
         self._built_for = self._circumstances(inputs)
         self._built = build(self._laid_out(inputs))
 
     def compiled(self, inputs: Inputs) -> Callable[[Inputs], Any]:
-        """By torch.compile, without random numbers of its own, and with CUDA graphs where the way has them."""
+        """Compiles the network with torch.compile, with PyTorch's own random numbers, and with CUDA graphs if the
+        way has them."""
         from torch._inductor import list_mode_options
 
         mode = "reduce-overhead" if self.way.graph else "default"
@@ -143,14 +145,14 @@ class Running(nn.Module):
         return run
 
     def captured(self, inputs: Inputs) -> Callable[[Inputs], Any]:
-        """In CUDA graphs; inputs are copied there, whatever their layout."""
+        """Captures the network in CUDA graphs. Inputs of any layout are copied into them."""
         return Captured(self.network, inputs, training=self.for_training)
 
 
 def build(
     network: nn.Module, way: Way, inputs: Inputs, *, training: bool, loss: Loss | None = None
 ) -> Running:
-    """The network run in a way. Its layers and layout are made the way's before.
+    """Returns the network, run in a way. It must already have the way's layers and layout.
 
     Args:
         network: with the layers of the way; put into train or eval mode, and into the way's layout, and run;

@@ -1,4 +1,5 @@
-"""Which way is fastest: tries them in turn within a time, leaves out what cannot win, and keeps what it has found.
+"""Finds the fastest way: tries the ways in turn within a time limit, leaves out those that cannot win, and keeps what
+it has measured.
 
 Knows neither networks nor devices: `build` and `measure` are given. Every way is timed beside the reference, the way
 that the network runs in today, so that a drift of the machine meets both.
@@ -23,11 +24,11 @@ logger = logging.getLogger("tconv_swap")
 
 _R = TypeVar("_R")
 
-#: A layout in which what is not compiled takes so many times as long as in another is not compiled either.
+#: A layout is not compiled if, uncompiled, it takes longer than another layout by this factor.
 HOPELESS = 1.5
-#: Seconds that building and timing a way may take, before one of its runtime was tried.
+#: Seconds that building and timing a way are expected to take before a way with the same runtime was tried.
 FIRST_GUESS_S: dict[Runtime, float] = {"eager": 2.0, "graph": 4.0, "compile+graph": 40.0, "compile": 40.0}
-#: A gain that is no reason for a way that requires more.
+#: A gain up to this factor is no reason for a way that requires more of the network.
 EQUAL_WITHIN = 0.01
 NO_TIME = "no time left"
 INTERRUPTED = "interrupted"
@@ -39,7 +40,7 @@ class Progress(Protocol):
 
 @dataclass(frozen=True)
 class WayRow:
-    """One way: timed beside the reference, or why not.
+    """One way: its time and the reference's, or why it was not timed.
 
     Attributes:
         way: which.
@@ -168,11 +169,11 @@ class Search(Generic[_R]):
         return next((row for row in self.rows if row.way == way), None)
 
     def change(self, way: Way, **found: Any) -> None:
-        """Put down what was found out about a way."""
+        """Record what was found out about a way."""
         self.rows = [replace(row, **found) if row.way == way else row for row in self.rows]
 
     def get(self, way: Way) -> _R:
-        """What runs in a way, built again where it was dropped."""
+        """Returns what runs in a way; builds it again if it was dropped."""
         if way not in self.built:
             self.built[way] = self.build(way)
         return self.built[way]
@@ -190,7 +191,7 @@ class Search(Generic[_R]):
 
     def _drop(self, way: Way) -> None:
         self.built.pop(way, None)
-        gc.collect()  # compiled networks hold themselves
+        gc.collect()  # compiled networks contain reference cycles
 
     def _why_not(self, way: Way, costs: dict[Runtime, float], spent: float) -> str:
         if reason := self._hopeless(way):
@@ -200,7 +201,7 @@ class Search(Generic[_R]):
         return ""
 
     def _hopeless(self, way: Way) -> str:
-        """Why a way cannot win, by what was found so far."""
+        """Returns why a way cannot win, judging by the measurements so far."""
         same = [row for row in self.rows if row.way.layers == way.layers]
         for row in same:
             failed = row.why_not and not row.why_not.startswith(("not tried: ", NO_TIME))
@@ -219,9 +220,9 @@ class Search(Generic[_R]):
 
 
 def fastest_of(rows: Sequence[WayRow], layers: str | None = None) -> WayRow | None:
-    """The fastest that was timed and not found wrong, of all or of those with such layers.
+    """Returns the fastest way that was timed and not found wrong, of all ways or of those with these layers.
 
-    Of those within `EQUAL_WITHIN` of it the first, which requires least.
+    Among ways within `EQUAL_WITHIN` of the fastest, it is the first, which requires least.
     """
     found = [
         row for row in rows if row.timing is not None and not row.failure and layers in (None, row.way.layers)

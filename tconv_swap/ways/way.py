@@ -1,4 +1,4 @@
-"""What a way to run a network is: whose layers, which layout, which runtime; its name, and what it requires."""
+"""Defines a way to run a network: its layers, layout and runtime; its name, and what it requires."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Layout = Literal["as it is", "channels_last"]
 Runtime = Literal["eager", "graph", "compile+graph", "compile"]
 
 LAYOUTS: tuple[Layout, ...] = ("as it is", "channels_last")
-#: In the order in which they are tried: what is built fastest first.
+#: In the order in which they are tried; those that are built fastest come first.
 RUNTIMES: tuple[Runtime, ...] = ("eager", "graph", "compile+graph", "compile")
 #: Where PyTorch captures CUDA graphs.
 GRAPH_DEVICES = ("cuda",)
@@ -63,11 +63,11 @@ class Layers:
 
 
 def _ours(network: nn.Module) -> nn.Module:
-    """A network that is swapped already has the layers that somebody chose."""
+    """Swaps a network, unless it is swapped already: then it keeps the layers that its user chose."""
     if any(isinstance(module, SWAPPED) for module in network.modules()):
         return network
     with warnings.catch_warnings():
-        # Which layers are swapped is for the plan to say.
+        # The plan says which layers are swapped.
         warnings.simplefilter("ignore", SwapWarning)
         return swap_layers(network)
 
@@ -81,7 +81,7 @@ def _fused(network: nn.Module) -> nn.Module:
 PYTORCH = Layers("pytorch", "PyTorch's layers", unswap_layers)
 OURS = Layers("ours", "our layers", _ours)
 FUSED = Layers("fused", "our layers, norms and activations fused", _fused)
-#: All there are; the first is what everything else is compared with.
+#: All kinds of layers. The others are compared with the first.
 LAYERS: tuple[Layers, ...] = (PYTORCH, OURS, FUSED)
 
 
@@ -95,7 +95,7 @@ class Way:
 
     @property
     def name(self) -> str:
-        """`ours+channels_last+compile+graph`: what is as usual is left out."""
+        """For example `ours+channels_last+compile+graph`. Defaults are left out."""
         layout = "" if self.layout == "as it is" else self.layout
         runtime = "" if self.runtime == "eager" else self.runtime
         return "+".join(part for part in (self.layers, layout, runtime) if part)
@@ -118,12 +118,13 @@ class Way:
         return self.name
 
 
-#: How a network runs that nothing was done to.
+#: How a network runs by default.
 TODAY = Way(PYTORCH.name)
 
 
 def parse_way(text: str) -> Way:
-    """`channels_last+graph`, in any order of its words, as a way; our layers unless others are named.
+    """Returns the way that a name such as `channels_last+graph` describes, with its words in any order. It has our
+    layers unless the name says otherwise.
 
     Raises:
         ValueError: a word is unknown, or two exclude each other.
@@ -155,7 +156,7 @@ def parse_way(text: str) -> Way:
 
 
 def all_ways(network: nn.Module, inputs: Inputs, device: torch.device) -> list[Way]:
-    """Every way there is on the device, what is built fastest first; `TODAY` leads.
+    """Returns every way that the device supports: `TODAY`, then those that are built fastest.
 
     channels_last is left out where the network and its inputs lie so already, or where no tensor has four sizes. Norms
     and activations are fused on CUDA, where the network has some that can be; a compiler fuses its own.
@@ -171,21 +172,21 @@ def all_ways(network: nn.Module, inputs: Inputs, device: torch.device) -> list[W
 
 
 def why_impossible(way: Way, device: torch.device) -> str:
-    """Why no network can be run so on the device; `""` where one may."""
+    """Returns why no network can run in this way on the device; `""` if one can."""
     if way.graph and device.type not in GRAPH_DEVICES:
         return f"CUDA graphs need a CUDA device, not {device.type}"
     return ""
 
 
 def in_layout(network: nn.Module, layout: Layout) -> nn.Module:
-    """`network` itself, its parameters and buffers brought to the layout; the objects stay the same."""
+    """Returns `network` itself with its parameters and buffers in the layout. The objects stay the same."""
     if layout == "channels_last":
         return network.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
     return network
 
 
 def with_layers(network: nn.Module, name: str) -> nn.Module:
-    """`network` itself with the layers of that name."""
+    """Returns `network` itself with the layers of this name."""
     return next(layers for layers in LAYERS if layers.name == name).make(network)
 
 

@@ -1,19 +1,34 @@
 """One swap from file to file: load, plan, find inputs, swap, verify, time, save.
 
-What the command line does, without a word about options, printing or exit codes.
+This is the work of the command line, without options, printing or exit codes.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from tconv_swap import output, way_choice
+from tconv_swap.cli import network_file, way_choice
+from tconv_swap.cli.block_choice import BlockChoice
+from tconv_swap.cli.device import device_of
+from tconv_swap.cli.places import PlaceError, check_not_imported
+from tconv_swap.cli.request import (
+    Explained,
+    ExplainRequest,
+    NetworkRequest,
+    Place,
+    Progress,
+    Request,
+    RequestError,
+    Result,
+)
 from tconv_swap.computed import deep_copy
-from tconv_swap.explanation import Explanation, explain
+from tconv_swap.explanation import DEVICES, Explanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
@@ -25,25 +40,28 @@ from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.memory import free_bytes, is_out_of_memory
-from tconv_swap.places import PlaceError, check_not_imported
 from tconv_swap.report import Facts
-from tconv_swap.request import Explained, Progress, Request, RequestError, Result
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
-from tconv_swap.verification import verify
+from tconv_swap.verification import VerifyReport, verify
 from tconv_swap.verification.tree import flatten, lack_of_numbers
 
+#: Nothing is left out.
+NO_BLOCKS: Mapping[str, str] = MappingProxyType({})
 
-def run(request: Request, progress: Progress) -> Result:
+
+def run(request: Request, progress: Progress, placed: Callable[[Path], None] | None = None) -> Result:
     """Do what `request` says. The output file is written last, and only if the verification has passed.
 
     Args:
         request: what to do.
         progress: called with what comes next.
+        placed: called with the output file once it is in its place.
 
     Raises:
         LoadError: the file is not a network that may be loaded.
-        RequestError: no such device, no inputs on which the network runs, an output that cannot be.
+        RequestError: there is no such device, there are no inputs on which the network runs, or an output is not
+        possible.
         SaveError: the verified network could not be written.
     """
     device = device_of(request.device)
@@ -51,9 +69,11 @@ def run(request: Request, progress: Progress) -> Result:
     if out is not None:
         _checked(lambda: check_target(out))
     progress(f"loading {request.model}")
-    loaded = _load(request)
+    loaded = _load(request, () if out is None else (("--out", out),))
+    if loaded.program is not None and request.out_format != "module":
+        raise RequestError("--out-format state_dict: a torch.export archive is written as one")
     if out is not None:
-        _checked(lambda: output.check_name(out, loaded, request))
+        _checked(lambda: network_file.check_name(out, loaded, request))
     way_choice.check_request(request, device, exported=loaded.program is not None)
     plan = _plan(loaded.model, request)
     notes = _notes(loaded)
@@ -61,22 +81,24 @@ def run(request: Request, progress: Progress) -> Result:
         notes += map(str, find_functional_calls(loaded.model))
         return Result(plan, _facts(request, device, "none", "nothing was run", notes))
     if out is not None:
-        _checked(lambda: output.check_writable(loaded, request))
+        _checked(lambda: network_file.check_writable(loaded, request))
 
     original, swapped = _pair(loaded.model, request, device)
     found = _inputs_that_run(request, original, loaded.inputs, progress)
     notes += map(str, find_functional_calls(original, found.inputs))
+    choice = BlockChoice(plan)
+    if choice.leave_slower(original, swapped, found.inputs, request, progress):
+        del original, swapped
+        original, swapped = _pair(loaded.model, request, device, choice.left)
     progress(f"verifying on {found.inputs.describe()}")
-    verification = verify(
-        original,
-        swapped,
-        found.inputs,
-        backward=request.backward,
-        atol=request.atol,
-        rtol=request.rtol,
-        autocast=request.autocast,
-        seed=request.seed,
-    )
+    verification = _verified(original, swapped, found.inputs, request)
+    while choice.leave_failing(verification):
+        progress("verifying without the blocks that fail")
+        del original, swapped
+        original, swapped = _pair(loaded.model, request, device, choice.left)
+        verification = _verified(original, swapped, found.inputs, request)
+    notes += choice.notes(device)
+    plan = _plan(loaded.model, request, choice.left)
     timing = None
     if request.benchmark and verification.passed:
         timing = benchmark(
@@ -90,7 +112,7 @@ def run(request: Request, progress: Progress) -> Result:
         )
     ways = way_choice.choose_way(swapped, found.inputs, request, verification, progress)
     explanation = _explanation(swapped, found.inputs, request.backward, notes)
-    # On the CPU everything is made of PyTorch's operators.
+    # On the CPU, all formulations consist of PyTorch's operators.
     native = explanation.native if explanation is not None and device.type == "cuda" else ()
     ceilings = None
     if timing is not None and explanation is not None and device.type == "cuda":
@@ -101,9 +123,9 @@ def run(request: Request, progress: Progress) -> Result:
         del original, swapped
         progress(f"writing {out}")
         names = [name for layer in plan.swapped for name in layer.names]
-        prepared = way_choice.prepared(_swap(loaded.model, request), ways)
-        notes += output.write(loaded, prepared, names, request)
-        written = way_choice.with_run(output.load_snippet(loaded, request), ways, device)
+        prepared = way_choice.prepared(_swap(loaded.model, request, choice.left), ways)
+        notes += network_file.write(loaded, prepared, names, request, placed)
+        written = way_choice.with_run(network_file.load_snippet(loaded, request, plan), ways, device)
     elif verification.passed:
         notes.append("nothing was written: --out FILE writes the swapped network")
     else:
@@ -112,12 +134,12 @@ def run(request: Request, progress: Progress) -> Result:
     return Result(plan, facts, verification, timing, explanation, ceilings, ways)
 
 
-def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
-    """Measure what computes the layers that a swap would swap, and keep the winners for this machine. No file is
-    written but that.
+def tune_layers(request: NetworkRequest, progress: Progress) -> TuneReport | None:
+    """Measure what computes the layers that a swap would swap, and keep the winners for this machine. No other file
+    is written.
 
     Returns:
-        What was measured; None where there is nothing to swap.
+        What was measured; None if there is nothing to swap.
 
     Raises:
         LoadError, RequestError: as ``run``.
@@ -133,17 +155,18 @@ def tune_layers(request: Request, progress: Progress) -> TuneReport | None:
     return tune(swapped, found.inputs, backward=None if request.backward else False)
 
 
-def explain_request(request: Request, architecture: str | None, progress: Progress) -> Explained:
-    """Load and plan, and follow the shapes through the network, without numbers where that is possible.
+def explain_request(request: ExplainRequest, progress: Progress) -> Explained:
+    """Load and plan, and follow the shapes through the network, without data if that is possible.
 
     Args:
-        request: of which what concerns running, verifying, timing and writing is left aside.
-        architecture: plan for such a GPU wherever the network is, as in `explain`.
+        request: the network, and the GPU to plan for, if it is another one than the network's.
         progress: called with what comes next.
 
     Raises:
         LoadError, RequestError: as `run`.
     """
+    if request.architecture is not None and request.architecture not in DEVICES:
+        raise RequestError(f"--arch {request.architecture}: expected one of {', '.join(DEVICES)}")
     device = device_of(request.device)
     progress(f"loading {request.model}")
     loaded = _load(request)
@@ -152,14 +175,16 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
     if not plan.swapped:
         return Explained(plan, notes=tuple(notes))
     progress("planning")
-    # The plan for a GPU that is here takes into account what was tuned on it: that is a matter of the GPU itself.
-    here = device.type == "cuda" and architecture is None
+    # The plan for a GPU of this machine uses what was tuned on it, so the network has to be on that GPU.
+    here = device.type == "cuda" and request.architecture is None
     places = (device,) if here else (torch.device("meta"), torch.device("cpu"))
     for place in places:
         try:
             original, swapped = _pair(loaded.model, request, place)
             found = _inputs(request, original, loaded.inputs)
-            made = explain(swapped, found.inputs, architecture=architecture, backward=request.backward)
+            made = explain(
+                swapped, found.inputs, architecture=request.architecture, backward=request.backward
+            )
         except Exception as error:  # a foreign forward may raise anything
             if place != places[-1]:
                 notes.append(f"run once on the CPU, since without numbers it raises {first_line(error)}")
@@ -173,7 +198,7 @@ def explain_request(request: Request, architecture: str | None, progress: Progre
     return Explained(plan, found.inputs.describe(), found.how, made, tuple(notes))
 
 
-def _load(request: Request) -> LoadedModel:
+def _load(request: NetworkRequest, out: Sequence[Place] = ()) -> LoadedModel:
     loaded = load_model(
         request.model,
         trust=request.trust,
@@ -182,18 +207,29 @@ def _load(request: Request) -> LoadedModel:
         factory=request.factory,
         key=request.key,
     )
-    out = () if request.out is None else (("--out", request.out),)
     try:
         check_not_imported([*out, *request.written])
     except PlaceError as error:
         raise RequestError(str(error)) from None
-    if loaded.program is not None and request.out_format != "module":
-        raise RequestError("--out-format state_dict: a torch.export archive is written as one")
     return loaded
 
 
+def _verified(original: nn.Module, swapped: nn.Module, inputs: Inputs, request: Request) -> VerifyReport:
+    return verify(
+        original,
+        swapped,
+        inputs,
+        backward=request.backward,
+        atol=request.atol,
+        rtol=request.rtol,
+        autocast=request.autocast,
+        seed=request.seed,
+    )
+
+
 def _explanation(swapped: nn.Module, inputs: Inputs, backward: bool, notes: list[str]) -> Explanation | None:
-    """What computes each layer, for the report: a network that will not tell is no reason to give up."""
+    """Returns what computes each layer, for the report. If the network raises, a note says so and the command goes
+    on."""
     try:
         return explain(swapped, inputs, backward=backward)
     except Exception as error:  # a foreign forward may raise anything
@@ -202,7 +238,7 @@ def _explanation(swapped: nn.Module, inputs: Inputs, backward: bool, notes: list
 
 
 def _ceilings(device: torch.device, explanation: Explanation, notes: list[str]) -> Ceilings | None:
-    """The rates that bound the layers, in the modes that they are computed in."""
+    """Measures the rates that bound the layers, in the modes in which they are computed."""
     found = {mode_of(getattr(torch, layer.dtype), layer.precision) for layer in explanation.layers}
     torch.cuda.empty_cache()
     try:
@@ -212,36 +248,22 @@ def _ceilings(device: torch.device, explanation: Explanation, notes: list[str]) 
         return None
 
 
-def device_of(wanted: torch.device | None) -> torch.device:
-    """Where to run: as wanted, else a GPU if there is one, else the CPU.
-
-    Raises:
-        RequestError: there is no such device here, or no layer of ours runs on it.
-    """
-    if wanted is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted.type not in ("cpu", "cuda"):
-        raise RequestError(f"--device {wanted}: only cpu and cuda have swapped layers")
-    try:
-        torch.empty(0, device=wanted)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise RequestError(f"--device {wanted} is not to be had here ({first_line(error)})") from None
-    return wanted
-
-
 def _checked(check: Callable[[], None]) -> None:
-    """An output that cannot be written is wrong usage as long as nothing has been done for it."""
+    """Turns a SaveError into a usage error, for checks that are made before any work is done."""
     try:
         check()
     except SaveError as error:
         raise RequestError(str(error)) from None
 
 
-def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.Module, nn.Module]:
-    """The original and the swapped network on `device`, with the same parameters; a file may be swapped already.
+def _pair(
+    model: nn.Module, request: NetworkRequest, device: torch.device, left: Mapping[str, str] = NO_BLOCKS
+) -> tuple[nn.Module, nn.Module]:
+    """Returns the original and the swapped network on `device`, with the same parameters. The file may be swapped
+    already.
 
-    So the weights are in memory twice, as they lie in the file and here; once where a GPU that they are on already
-    would hold no more. (Verification and timing leave parameters as they were.)
+    So the weights are in memory twice: as the file has them, and here. They are there once if they are on a GPU
+    already that could not hold more. (Verification and timing do not change parameters.)
     """
     original = deep_copy(model, _shared(model) if _fills(model, device, request) else {})
     try:
@@ -254,17 +276,18 @@ def _pair(model: nn.Module, request: Request, device: torch.device) -> tuple[nn.
         TypeError,
     ) as error:  # no memory; the meta device; integer dtypes
         raise RequestError(f"the network cannot be moved to {device} ({first_line(error)})") from error
-    swapped = _swap(deep_copy(original, _shared(original)), request)
+    swapped = _swap(deep_copy(original, _shared(original)), request, left)
     return unswap_layers(original), swapped
 
 
 def _shared(model: nn.Module) -> dict[int, object]:
-    """For `deep_copy`: a copy with the very same parameters."""
+    """Returns a memo for `deep_copy` that makes the copy share the parameters."""
     return {id(parameter): parameter for parameter in model.parameters()}
 
 
-def _fills(model: nn.Module, device: torch.device, request: Request) -> bool:
-    """Whether the network lies on this GPU as it is to run, and a second one would not fit well."""
+def _fills(model: nn.Module, device: torch.device, request: NetworkRequest) -> bool:
+    """Returns whether the network is already on this GPU in the form in which it runs, and a second one would not
+    fit."""
     if device.type != "cuda" or request.dtype is not None or request.channels_last:
         return False
     held = list(model.parameters())
@@ -277,19 +300,20 @@ def _fills(model: nn.Module, device: torch.device, request: Request) -> bool:
     )
 
 
-def _plan(model: nn.Module, request: Request) -> SwapPlan:
+def _plan(model: nn.Module, request: NetworkRequest, left: Mapping[str, str] = NO_BLOCKS) -> SwapPlan:
     return plan_swap(
         model,
         include=request.include or None,
         exclude=request.exclude,
         include_1d=request.include_1d,
         fuse=request.fuse,
+        leave_blocks=left,
     )
 
 
-def _swap(model: nn.Module, request: Request) -> nn.Module:
+def _swap(model: nn.Module, request: NetworkRequest, left: Mapping[str, str]) -> nn.Module:
     with warnings.catch_warnings():
-        # The plan says the same, and the report shows it.
+        # The plan says the same, and the report shows the plan.
         warnings.simplefilter("ignore", SwapWarning)
         return swap_layers(
             model,
@@ -298,11 +322,12 @@ def _swap(model: nn.Module, request: Request) -> nn.Module:
             backend=request.backend,
             include_1d=request.include_1d,
             fuse=request.fuse,
+            leave_blocks=left,
         )
 
 
 def _inputs_that_run(
-    request: Request, model: nn.Module, exported: Inputs | None, progress: Progress
+    request: NetworkRequest, model: nn.Module, exported: Inputs | None, progress: Progress
 ) -> InferredInputs:
     progress("finding inputs")
     found = _inputs(request, model, exported)
@@ -317,7 +342,7 @@ def _inputs_that_run(
     return found
 
 
-def _inputs(request: Request, model: nn.Module, exported: Inputs | None) -> InferredInputs:
+def _inputs(request: NetworkRequest, model: nn.Module, exported: Inputs | None) -> InferredInputs:
     device = model_device(model)
     if request.inputs is not None:
         given = load_inputs(request.inputs)

@@ -1,4 +1,4 @@
-"""Which files a command reads and which it writes: no output may be a file that is read, nor another output."""
+"""Checks the files of a command: no output may be a file that is read, or another output."""
 
 from __future__ import annotations
 
@@ -8,25 +8,19 @@ import unicodedata
 from collections.abc import Iterable, Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tconv_swap.cli.request import NetworkRequest, Place
 from tconv_swap.cuda import cache
 from tconv_swap.files.fileformat import printable
 from tconv_swap.files.usercode import parse_factory
 
-if TYPE_CHECKING:
-    from tconv_swap.request import Request
-
-#: What the user calls a file (an option), and where it lies.
-Place = tuple[str, Path]
-
 
 class PlaceError(ValueError):
-    """An output that would destroy another file; the message is one line that names the option."""
+    """An output would destroy another file; the message is one line that names the option."""
 
 
-def files_read(request: Request) -> list[Place]:
-    """The files that loading reads or executes, as far as they are known without importing anything."""
+def files_read(request: NetworkRequest) -> list[Place]:
+    """Returns the files that loading reads or executes, as far as this is known without importing anything."""
     found: list[Place] = [("MODEL", request.model)]
     if request.inputs is not None:
         found.append(("--inputs", request.inputs))
@@ -43,11 +37,11 @@ def files_read(request: Request) -> list[Place]:
 def check_apart(read: Iterable[Place], written: Iterable[Place]) -> None:
     """Check that no output is a file that is read, part of this package or of its cache, or another output.
 
-    Two names are one file where the file system says so (symbolic and hard links, `..`). Of two outputs, one of which
-    is not there yet, names that differ in case alone are one file too: on some file systems they are.
+    Two names are the same file if the file system says so (symbolic and hard links, `..`). Two outputs whose names
+    differ only in case also count as the same file unless both exist, since on some file systems they are.
 
     Raises:
-        PlaceError: naming the two options, or the output and what it is.
+        PlaceError: one is; the message names the two options, or the output and what it is.
     """
     read, written = list(read), list(written)
     for index, (option, target) in enumerate(written):
@@ -69,7 +63,7 @@ def check_not_imported(written: Iterable[Place]) -> None:
         PlaceError: one is.
     """
     there = {_identity(target): option for option, target in written} | {None: ""}
-    if len(there) == 1:  # nothing that could be written over
+    if len(there) == 1:  # no output exists that could be overwritten
         return
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
@@ -79,7 +73,7 @@ def check_not_imported(written: Iterable[Place]) -> None:
 
 
 def _module_files(dotted: str) -> Iterator[Path]:
-    """The files that importing a module executes: its own and those of the packages around it."""
+    """Yields the files that importing a module executes: its own and those of the packages around it."""
     parts = dotted.split(".")
     places: list[str] | None = [*sys.path, os.getcwd()]
     for end in range(1, len(parts) + 1):
@@ -110,7 +104,7 @@ def _is_same(first: Path, second: Path, *, new: bool) -> bool:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """What `os.path.samefile` compares; None where there is no such file."""
+    """Returns what `os.path.samefile` compares; None if there is no such file."""
     try:
         status = os.stat(path)
     except (OSError, ValueError):
@@ -123,11 +117,11 @@ def _folded(name: str) -> str:
 
 
 def _owner(target: Path) -> str:
-    """Whose file it is that would be written over; empty where it is nobody's that this program knows."""
+    """Returns the owner of a file that would be overwritten; empty if this program knows none."""
     if not target.is_file():
         return ""
     place = Path(os.path.realpath(target))
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     if package in place.parents or package.parent / "csrc" in place.parents:
         return "tconv-swap itself"
     if not cache.cache_problem():

@@ -1,4 +1,4 @@
-"""Networks that come out of an experiment exactly as they went in."""
+"""Runs networks and restores their state afterwards."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tconv_swap.module_state import ModuleState, unique_tensors
 
 @contextmanager
 def preserved(*models: nn.Module) -> Iterator[None]:
-    """Whatever the block does to the networks, they are as before afterwards, also when it raises.
+    """Restores the networks after the block, whatever it does to them and also if it raises.
 
     Covers parameters and buffers (the same objects with the same values in the same memory, so that a loss
     computed before can still be differentiated), what is computed from them and kept as an attribute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,9 +16,10 @@ CHANNELS = (512, 256, 128, 64)
 
 
 def dcgan_generator() -> nn.Sequential:
-    """From 100 x 1 x 1 noise to a 3 x 64 x 64 image (Radford et al., 2016), with the paper's initial weights.
+    """Returns the generator from 100 x 1 x 1 noise to a 3 x 64 x 64 image (Radford et al., 2016), with the paper's
+    initial weights.
 
-    Built of PyTorch's own layers alone, so that its file loads without trusting anything.
+    It consists of PyTorch's own layers only, so that its file loads without trust.
     """
     layers: list[nn.Module] = [nn.ConvTranspose2d(LATENT, CHANNELS[0], 4, bias=False)]
     for before, after in itertools.pairwise(CHANNELS):
@@ -34,12 +36,21 @@ def dcgan_generator() -> nn.Sequential:
 
 
 def input_shape(device: torch.device) -> tuple[int, ...]:
-    """A training batch on a GPU; on a CPU one that two cores get through in seconds."""
+    """Returns the shape of a training batch on a GPU; on a CPU, of one that two cores compute in seconds."""
     return (128 if device.type == "cuda" else 32, LATENT, 1, 1)
 
 
-def write_generator(path: Path, seed: int) -> None:
-    """Save the generator, its weights drawn with `seed`; the global random state is left alone."""
+def write_generator(path: Path, seed: int, placed: Callable[[Path], None] | None = None) -> None:
+    """Save the generator, its weights drawn with `seed`; the global random state is left alone.
+
+    Args:
+        path: the file.
+        seed: of the weights.
+        placed: called with `path` once the file is in its place.
+
+    Raises:
+        SaveError: the file could not be written.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        save_model(dcgan_generator(), path)
+        save_model(dcgan_generator(), path, placed=placed)

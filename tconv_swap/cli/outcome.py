@@ -1,4 +1,4 @@
-"""What comes of a command: the result where it was asked for, and an exit code, whatever happens on the way."""
+"""Ends a command: writes the result where the user wants it, and returns an exit code whatever happens."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import typer
 
-from tconv_swap.console import Progress, print_error, progress_shown, silence_stdout, stdout_kept
-from tconv_swap.files import saving
+from tconv_swap.cli import options
+from tconv_swap.cli.console import print_error, progress_shown, silence_stdout, stdout_kept
+from tconv_swap.cli.invocation import Invocation
+from tconv_swap.cli.places import PlaceError, check_apart, check_not_imported
+from tconv_swap.cli.request import Place, Progress, RequestError, Result
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
 from tconv_swap.interruption import describe, ignore_signals, is_obeyed, received
 from tconv_swap.memory import is_out_of_memory
-from tconv_swap.places import Place, PlaceError, check_apart, check_not_imported
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
 from tconv_swap.report.terminal import print_summary
-from tconv_swap.request import RequestError, Result
 
 DEBUG_VARIABLE = "TCONV_SWAP_DEBUG"
 STDOUT = Path("-")
@@ -35,7 +36,7 @@ _T = TypeVar("_T")
 
 
 class ExitCode(enum.IntEnum):
-    """What the shell is told."""
+    """The exit codes of the program."""
 
     VERIFIED = 0
     MISMATCH = 1
@@ -48,11 +49,11 @@ class ExitCode(enum.IntEnum):
     TERMINATED = 143
 
 
-#: For the help of every command that works for a while.
+#: For the help of every command that takes a while.
 SIGNAL_CODES = """130 = interrupted (Ctrl-C, SIGINT), the message names the files that were written, each of them whole;
  143 = terminated (SIGTERM), the same."""
 
-# Typer keeps these line breaks or, in older versions, puts a space: readable both ways.
+# Typer keeps these line breaks; older versions replace them by spaces. Both are readable.
 EXIT_CODES = f"""Exit codes:
  0 = verified (with --dry-run: there is something to swap);
  1 = mismatch, nothing was written;
@@ -65,7 +66,7 @@ EXIT_CODES = f"""Exit codes:
 
 
 class Failure(Exception):
-    """No result: an exit code, and one line that says why."""
+    """There is no result: an exit code, and one line that says why."""
 
     def __init__(self, code: ExitCode, message: str) -> None:
         super().__init__(message)
@@ -75,7 +76,7 @@ class Failure(Exception):
 class Interrupted(Failure):
     """A signal ended the work: SIGINT, or SIGTERM where that has come.
 
-    `kept`: what remains of the work beside files, if anything does.
+    `kept`: what remains of the work besides files, if anything does.
     """
 
     def __init__(self, kept: str = "", *, written: Sequence[Path] = ()) -> None:
@@ -89,19 +90,24 @@ class Interrupted(Failure):
         self.kept = kept
 
     def with_files(self, output: Output) -> Interrupted:
-        """The same once it is told: it names what is in its place by now, and the JSON that says so itself."""
+        """Returns the same with the files that are in their places by now, and the JSON that this message goes
+        into."""
         told = [] if output.json_file is None else [output.json_file]
-        return Interrupted(self.kept, written=[*saving.finished, *told])
+        return Interrupted(self.kept, written=[*output.invocation.finished, *told])
 
 
 @dataclass(frozen=True)
 class Output:
-    """Where the result goes beside the exit code."""
+    """Where the result goes, besides the exit code.
 
-    json_target: Path | None = None
-    reports: tuple[Path, ...] = ()
-    verbose: bool = False
-    quiet: bool = False
+    `invocation`: records the files that are written.
+    """
+
+    json_target: options.JsonTarget = None
+    reports: options.ReportFiles = ()
+    verbose: options.Verbose = False
+    quiet: options.Quiet = False
+    invocation: Invocation = field(default_factory=Invocation)
 
     @property
     def json_file(self) -> Path | None:
@@ -110,21 +116,21 @@ class Output:
 
     @property
     def places(self) -> list[Place]:
-        """All files that it goes to."""
+        """All files to which the result goes."""
         reports = [("--report", path) for path in self.reports]
         return reports if self.json_file is None else [*reports, ("--json", self.json_file)]
 
 
 def attempt(work: Callable[[Progress], _T], *, quiet: bool, hint: str = "") -> _T | Failure:
-    """Do `work`, with its progress shown; whatever it raises becomes a failure with its exit code.
+    """Do `work` and show its progress. Everything that it raises becomes a failure with its exit code.
 
     Args:
         work: what to do.
         quiet: show no progress.
-        hint: put behind the message where a file cannot be loaded.
+        hint: added to the message if a file cannot be loaded.
     """
     outcome = _attempt(work, quiet, hint)
-    # Foreign code may have swallowed the exception, or made another of it.
+    # Foreign code may have swallowed the signal's exception, or raised another one.
     return outcome if received() is None else Interrupted()
 
 
@@ -140,7 +146,7 @@ def _attempt(work: Callable[[Progress], _T], quiet: bool, hint: str) -> _T | Fai
         return Failure(ExitCode.USAGE, str(error))
     except SaveError as error:
         return Failure(ExitCode.CANNOT_WRITE, str(error))
-    except Exception as error:  # the last resort, so that a user never meets a bare traceback
+    except Exception as error:  # a user must never see a bare traceback
         if is_out_of_memory(error):
             advice = "a smaller --input-shape, --no-backward or --device cpu needs less"
             return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
@@ -148,7 +154,7 @@ def _attempt(work: Callable[[Progress], _T], quiet: bool, hint: str) -> _T | Fai
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt) and not is_obeyed():
             return Interrupted()
-        # Nothing of ours raises one without a signal: it is the network's code that calls sys.exit, say.
+        # Our code raises these for signals only, so the network's code did it, for example by sys.exit.
         return Failure(
             ExitCode.USAGE,
             f"the network's code ends the program ({first_line(error)}) instead of returning something",
@@ -164,7 +170,8 @@ def _internal(error: Exception) -> Failure:
 
 
 def check_targets(output: Output, read: Sequence[Place] = (), out: Place | None = None) -> None:
-    """Find out before any work is done whether all outputs can be written, over nothing else; leave if not.
+    """Check, before any work is done, that all outputs can be written and that none overwrites another file; leave if
+    not.
 
     Args:
         output: where the JSON and the reports go.
@@ -181,7 +188,7 @@ def check_targets(output: Output, read: Sequence[Place] = (), out: Place | None 
         try:
             _check_targets(told, others, [])
         except RequestError:
-            told = Output()
+            told = Output(invocation=output.invocation)
         finish(Failure(ExitCode.USAGE, str(error)), told)
 
 
@@ -204,7 +211,7 @@ def finish(outcome: Result | Failure, output: Output) -> NoReturn:
     try:
         check_not_imported(output.places)
     except PlaceError as error:
-        output = Output()
+        output = Output(invocation=output.invocation)
         if not isinstance(outcome, Failure):
             outcome = Failure(ExitCode.USAGE, str(error))
     if isinstance(outcome, Interrupted):
@@ -214,22 +221,29 @@ def finish(outcome: Result | Failure, output: Output) -> NoReturn:
     def write() -> None:
         target = output.json_target
         if target is not None:
-            write_json(_as_json(outcome, code), target)
+            write_json(_as_json(outcome, code), output)
         if isinstance(outcome, Failure):
             print_error(str(outcome))
             return
         for path in output.reports:
-            _save_text("--report", written.render(path, outcome.document()), path)
+            _save_text("--report", written.render(path, outcome.document()), path, output)
         if not output.quiet and target != STDOUT:
             _print_result(outcome, output)
         elif code == ExitCode.MISMATCH and outcome.verification is not None:
             print_error(f"mismatch: {outcome.verification.failures[0]}")
 
-    leave(write, code)
+    leave(write, code, output.invocation)
 
 
-def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoReturn:
-    """Write the last words and leave; an output that cannot be written has an exit code of its own."""
+def leave(
+    write: Callable[[], None],
+    code: ExitCode = ExitCode.VERIFIED,
+    invocation: Invocation | None = None,
+) -> NoReturn:
+    """Write the result and leave; an output that cannot be written has an exit code of its own.
+
+    `invocation`: a signal's message names its files.
+    """
     failure = None
     try:
         write()
@@ -240,7 +254,7 @@ def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoRe
     except OSError as error:
         failure = unwritable(error)
     except (KeyboardInterrupt, SystemExit):
-        failure = Interrupted(written=saving.finished)
+        failure = Interrupted(written=() if invocation is None else invocation.finished)
     except Exception as error:  # as in `attempt`
         failure = _internal(error)
     if failure is not None:
@@ -251,35 +265,35 @@ def leave(write: Callable[[], None], code: ExitCode = ExitCode.VERIFIED) -> NoRe
 
 
 def unwritable(error: OSError) -> Failure:
-    """What it comes to that stdout cannot be written."""
+    """Returns the failure for a stdout that cannot be written."""
     silence_stdout()
     return Failure(ExitCode.CANNOT_WRITE, f"stdout cannot be written ({error.strerror or error})")
 
 
-def write_json(document: dict[str, Any], target: Path) -> None:
-    """To a file, whole or not at all, or to stdout.
+def write_json(document: dict[str, Any], output: Output) -> None:
+    """Write a document to `output.json_target`: to a file, whole or not at all, or to stdout.
 
     Raises:
         OSError: stdout cannot be written.
         SaveError: the file cannot.
     """
     text = json.dumps(document, indent=2, allow_nan=False)
-    if target == STDOUT:
+    if output.json_file is None:
         typer.echo(text)
     else:
-        _save_text("--json", text + "\n", target)
+        _save_text("--json", text + "\n", output.json_file, output)
 
 
-def _save_text(option: str, text: str, target: Path) -> None:
+def _save_text(option: str, text: str, target: Path, output: Output) -> None:
     try:
-        save_text(text, target)
-    except OSError as error:  # of a pipe or a device, which says nothing of its name
+        save_text(text, target, placed=output.invocation.finished.append)
+    except OSError as error:  # the error of a pipe or a device does not name it
         reason = error.strerror or error
         raise SaveError(f"{option}: {printable(target)} cannot be written ({reason})") from error
 
 
 def exit_code(result: Result) -> ExitCode:
-    """What a result means to the shell."""
+    """Returns the exit code of a result."""
     if not result.plan.swapped:
         return ExitCode.NOTHING_TO_SWAP
     if result.verification is not None and not result.verification.passed:
@@ -293,7 +307,7 @@ def _print_result(result: Result, output: Output) -> None:
             typer.echo(printable(line))
         return
     console = make_console()
-    # Rich ends the process with 1, a mismatch, when nobody reads its output.
+    # When its output has no reader, rich ends the process with 1, which would mean a mismatch.
     with console.capture() as captured:
         print_summary(console, summarise(result.document()), verbose=output.verbose)
         for path in output.reports:

@@ -1,4 +1,4 @@
-"""`--way`: the search that a request asks for, and what it means for the file that is written."""
+"""`--way`: runs the search that a request asks for, and applies its result to the file that is written."""
 
 from __future__ import annotations
 
@@ -7,32 +7,21 @@ import time
 import torch
 from torch import nn
 
+from tconv_swap.cli.parsers import AUTO, KEEP
+from tconv_swap.cli.request import Progress, Request, RequestError
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.environment import environment
-from tconv_swap.request import Progress, Request, RequestError
 from tconv_swap.verification import VerifyReport
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import WaysReport
 from tconv_swap.ways.way import OURS, TODAY, Way, in_layout, parse_way, why_impossible
 
-KEEP, AUTO = "keep", "auto"
-#: Needs nothing but the swap.
+#: This way needs only the swap.
 OURS_TODAY = Way(OURS.name)
 
 
-def check_way(text: str) -> str:
-    """`text` itself, if it is `keep`, `auto` or the name of a way.
-
-    Raises:
-        ValueError: it is not.
-    """
-    if text not in (KEEP, AUTO):
-        parse_way(text)
-    return text
-
-
 def check_request(request: Request, device: torch.device, *, exported: bool) -> None:
-    """Find out before any work is done whether the ways can be tried.
+    """Check, before any work is done, that the ways can be tried.
 
     Raises:
         RequestError: they cannot.
@@ -50,12 +39,12 @@ def check_request(request: Request, device: torch.device, *, exported: bool) -> 
 def choose_way(
     swapped: nn.Module, inputs: Inputs, request: Request, verification: VerifyReport, progress: Progress
 ) -> WaysReport | None:
-    """The ways, timed and verified; None where they are not asked for, or the swap itself has failed.
+    """Times and verifies the ways; returns None if no ways are requested, or if the swap itself has failed.
 
-    A way that was asked for by name and does not compute the same is a failure of `verification`.
+    A way that was requested by name and does not compute the same is a failure of `verification`.
 
     Raises:
-        RequestError: the way that was asked for by name cannot be.
+        RequestError: the way that was requested by name is not possible.
     """
     if request.way == KEEP or not verification.passed:
         return None
@@ -67,10 +56,8 @@ def choose_way(
         if not report.stages:
             report.environment = environment(searched.device)
             report.method = searched.method(request.seconds)
-        left = None
-        if request.seconds is not None:
-            left = max(request.seconds - (time.monotonic() - begin), 0.0)
-            left = left / 2 if request.backward and not training else left
+        left = max(request.seconds - (time.monotonic() - begin), 0.0)
+        left = left / 2 if request.backward and not training else left
         stage = searched.run(searched.chosen_from(None if named is None else [named]), left, progress, named)
         report.stages.append(stage)
         row = None if named is None else stage.row(named)
@@ -84,12 +71,12 @@ def choose_way(
 
 
 def prepared(network: nn.Module, ways: WaysReport | None) -> nn.Module:
-    """The network as it is written: in the memory format of the chosen way."""
+    """Returns the network in the memory format of the chosen way, as it is written."""
     return network if ways is None else in_layout(network, ways.chosen.best.layout)
 
 
 def with_run(snippet: str, ways: WaysReport | None, device: torch.device) -> str:
-    """The lines that load the network, and the one that runs it in the chosen way."""
+    """Returns the lines that load the network, and the line that runs it in the chosen way."""
     if ways is None or not ways.stages:
         return snippet
     calls = {

@@ -21,8 +21,8 @@ from tconv_swap.interruption import raise_again
 
 
 class Progress:
-    """On a terminal a spinner, with a bar and the time left where it is known how much there is to do; elsewhere one
-    plain line for each new thing; nothing at all if quiet."""
+    """Shows progress: on a terminal a spinner, and a bar with the time left if the amount of work is known;
+    elsewhere one plain line for each new kind of work; nothing if quiet."""
 
     def __init__(self, *, quiet: bool) -> None:
         self._console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
@@ -35,17 +35,17 @@ class Progress:
 
         Args:
             text: in a few words; the first says what kind of work it is.
-            done, total: how much of that kind of work is behind, and how much there is in all; None if unknown.
+            done, total: how much of this kind of work is done, and how much there is in total; None if unknown.
 
         Raises:
-            KeyboardInterrupt, SystemExit: a signal has come, and was swallowed.
+            KeyboardInterrupt, SystemExit: a signal has come, and foreign code swallowed its exception.
         """
         raise_again()
         text = printable(text)
         if self._console.is_terminal:
             self._show(text, done, total)
             return
-        # In a log a line for every single layer would bury the rest.
+        # In a log, one line per layer would hide the rest.
         topic = text.split(" ", 1)[0]
         if topic != self._last_topic:
             self.line(topic if total is not None else text)
@@ -53,7 +53,7 @@ class Progress:
 
     def _show(self, text: str, done: int | None, total: int | None) -> None:
         if self._shown is None or total != self._total:
-            # A bar of its own for each kind of work: the time left is worked out from the time spent.
+            # Each kind of work has its own bar, since the time left is computed from the time spent.
             self.stop()
             columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), _Words()]
             if total is not None:
@@ -69,23 +69,23 @@ class Progress:
         self._shown.update(self._shown.task_ids[0], description=text, completed=done)
 
     def detail(self, text: str) -> None:
-        """What is going on inside of what was shown last; only on a terminal."""
+        """Show a step of the current work, on a terminal only."""
         if self._shown is not None:
             self._shown.update(self._shown.task_ids[0], description=printable(text))
 
     def line(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(Text(f"tconv-swap: {printable(text)}"), soft_wrap=True)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._shown is not None:
             self._shown.stop()
             self._shown = None
 
 
 class _Words(progress.ProgressColumn):
-    """The description as plain text: it may hold a foreign name, which is no markup."""
+    """Shows the description as plain text: foreign names in it are not markup."""
 
     def render(self, task: progress.Task) -> Text:
         return Text(task.description, overflow="ellipsis", no_wrap=True)
@@ -93,9 +93,9 @@ class _Words(progress.ProgressColumn):
 
 @contextlib.contextmanager
 def progress_shown(*, quiet: bool) -> Iterator[Progress]:
-    """Progress, and one line for every Python warning and every log record of ours from WARNING on.
+    """Shows progress, and one line for every Python warning and every log record of ours from WARNING on.
 
-    What the library reports as INFO, such as a compilation, is shown in passing.
+    What the library logs as INFO, such as a compilation, is shown as a detail.
     """
     shown = Progress(quiet=quiet)
     handler = _LogLines(shown)
@@ -105,7 +105,7 @@ def progress_shown(*, quiet: bool) -> Iterator[Progress]:
     logger.setLevel(min(logging.INFO, logger.getEffectiveLevel()))
     try:
         with warnings.catch_warnings():
-            # What torch 2.11 tells itself whenever a graph of torch.fx is copied.
+            # torch 2.11 warns of its own code whenever a graph of torch.fx is copied.
             warnings.filterwarnings("ignore", message=r".*LeafSpec", category=FutureWarning)
             warnings.showwarning = lambda message, category, *_, **__: shown.line(
                 f"{category.__name__}: {message}"
@@ -118,39 +118,41 @@ def progress_shown(*, quiet: bool) -> Iterator[Progress]:
 
 
 def print_error(text: str) -> None:
-    """The one line on stderr that says why there is no result; printed however quiet."""
+    """Print the one line on stderr that says why there is no result, even if quiet."""
     sys.stderr.write(f"tconv-swap: error: {printable(text)}\n")
 
 
 def prepare_streams() -> None:
-    """See to it that what is printed cannot fail for want of a letter, nor of a reader, nor of a width."""
-    # Started with it closed (`>&-`), Python has None there, and the next file to be opened gets its number. What is
-    # printed to a file that can only be read fails as it would have; of stderr nobody is left to be told.
+    """Make sure that printing cannot fail because of the encoding, a closed pipe or a missing width."""
+    # If a stream is closed at the start (`>&-`), Python sets it to None, and the next file that is opened gets its
+    # number. A read-only stdout makes printing fail, as it should; errors on stderr have no reader, so they are
+    # discarded.
     if sys.stdout is None:
         sys.stdout = _open(os.O_RDONLY)
     if sys.stderr is None:
         sys.stderr = _open(os.O_WRONLY)
-    # Nobody reads any more (`| head`): what was found out stays true. An error that stderr does not take changes no
-    # exit code.
+    # If a reader such as `| head` has gone, the result is still valid, so the exit code stays. So it does if stderr
+    # cannot be written.
     sys.stdout = _losing(sys.stdout, BrokenPipeError)
     sys.stderr = _losing(sys.stderr, OSError)
-    # 0 is what a terminal says that does not know; rich would print nothing at all.
+    # A terminal of unknown width reports 0, for which rich would print nothing.
     columns = os.environ.get("COLUMNS", "1")
     if not (columns.isdecimal() and int(columns) > 0):
         del os.environ["COLUMNS"]
 
 
 def silence_stdout() -> None:
-    """Let what stdout does not take be lost: Python would try again at exit, and fail with an exit code of its own."""
+    """Discard what stdout cannot take: Python would try again at exit, and fail with an exit code of its own."""
     with contextlib.suppress(OSError, ValueError):
         _lose(sys.stdout.fileno())
 
 
 @contextlib.contextmanager
 def stdout_kept() -> Iterator[None]:
-    """Inside, what anybody prints to stdout goes to stderr: a foreign forward must not get into the report or the JSON.
+    """Inside, everything printed to stdout goes to stderr: output of a foreign forward must not get into the report
+    or JSON.
 
-    Also what native code and subprocesses print.
+    This includes the output of native code and of subprocesses.
     """
     with contextlib.redirect_stdout(sys.stderr), _descriptor_redirected(1, 2):
         yield
@@ -167,7 +169,7 @@ def _descriptor_redirected(descriptor: int, to: int) -> Iterator[None]:
     try:
         yield
     finally:
-        # What C code has printed may still wait in its buffer.
+        # C code may still have output in its buffer.
         with contextlib.suppress(OSError, TypeError, AttributeError):
             ctypes.CDLL(None).fflush(None)
         os.dup2(before, descriptor)
@@ -175,18 +177,18 @@ def _descriptor_redirected(descriptor: int, to: int) -> Iterator[None]:
 
 
 def _open(flags: int) -> TextIO:
-    """The null device as a stream, whose descriptor stays open to the end of the process."""
+    """Returns the null device as a stream whose descriptor stays open until the process ends."""
     return open(os.open(os.devnull, flags), "w", encoding="utf-8", closefd=False)
 
 
 def _losing(stream: TextIO, what: type[OSError]) -> TextIO:
-    """The same stream, where errors of this class lose what is printed and everything after it; names that the
-    terminal's encoding lacks are escaped, where Python would raise in the middle of the output."""
+    """Returns the same stream, except that an error of this class discards the output from there on, and that
+    letters which the encoding lacks are escaped; Python would raise in the middle of the output."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
     raw = _LosingFile(stream.fileno(), what)
-    # Of stderr every line is seen at once.
+    # Every line on stderr appears at once.
     lines = raw.isatty() or stream is sys.stderr
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=lines)
 
@@ -206,7 +208,7 @@ class _LosingFile(io.FileIO):
 
 
 def _lose(descriptor: int) -> None:
-    """From now on what is written there goes nowhere."""
+    """Discards everything that is written to the descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)
     os.close(nowhere)

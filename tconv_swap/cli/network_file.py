@@ -1,29 +1,28 @@
-"""The file that a swap writes: a network, its weights or an exported program, read back before it counts."""
+"""Writes the file of a swap: a network, its weights or an exported program. It is read back before it takes its
+place."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from tconv_swap.cli.request import Request
 from tconv_swap.files import exported, weights
 from tconv_swap.files.fileformat import LoadError, printable
 from tconv_swap.files.loading import LoadedModel, load_model, load_weights
 from tconv_swap.files.saving import SaveError, save_model, save_whole
-
-if TYPE_CHECKING:
-    from tconv_swap.request import Request
+from tconv_swap.surgery import SwapPlan
 
 
 def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
-    """Find out before any work is done whether `out` is called like something else than what is written there.
+    """Check, before any work is done, that the name of `out` fits what is written there.
 
     Raises:
-        SaveError: it is; who loads it by its name would fail.
+        SaveError: it does not, so that loading by the name's suffix would fail.
     """
     suffix = out.suffix.lower()
     if loaded.program is not None:
@@ -40,7 +39,7 @@ def check_name(out: Path, loaded: LoadedModel, request: Request) -> None:
 
 
 def check_writable(loaded: LoadedModel, request: Request) -> None:
-    """Find out before the verification whether the network can be written in the form that was asked for.
+    """Check, before the verification, that the network can be written in the requested form.
 
     Raises:
         SaveError: it cannot.
@@ -56,27 +55,33 @@ def check_writable(loaded: LoadedModel, request: Request) -> None:
             )
 
 
-def write(loaded: LoadedModel, swapped: nn.Module, names: Collection[str], request: Request) -> list[str]:
-    """Write what was asked for to `request.out`, atomically; what a user should know about it, in lines.
+def write(
+    loaded: LoadedModel,
+    swapped: nn.Module,
+    names: Collection[str],
+    request: Request,
+    placed: Callable[[Path], None] | None,
+) -> list[str]:
+    """Write the requested form to `request.out`, atomically. Returns lines that the user should know about it.
 
     Args:
         loaded: what was in the file.
         swapped: its network after the swap, never moved or run.
         names: of the swapped layers.
+        placed: called with the file once it has taken its place.
 
     Raises:
-        SaveError: it could not be written, or read back as what it is. Nothing was written then.
+        SaveError: it could not be written, or not be read back as the same. Then nothing was written.
     """
-    assert request.out is not None
     if loaded.program is not None:
-        return _write_program(loaded.program, names, request)
+        return _write_program(loaded.program, names, request, placed)
     if request.out_format == "state_dict":
-        return _write_weights(loaded, swapped, request, request.out)
-    return _write_network(swapped, request, request.out)
+        return _write_weights(loaded, swapped, request, placed)
+    return _write_network(swapped, request, placed)
 
 
-def load_snippet(loaded: LoadedModel, request: Request) -> str:
-    """How the written file is loaded in Python."""
+def load_snippet(loaded: LoadedModel, request: Request, plan: SwapPlan) -> str:
+    """Returns the lines of Python that load the written file."""
     out = str(request.out)
     if loaded.program is not None:
         return f"import torch, tconv_swap\nmodel = torch.export.load({out!r}).module()"
@@ -84,7 +89,8 @@ def load_snippet(loaded: LoadedModel, request: Request) -> str:
         library = "safetensors.torch" if _is_safetensors(Path(out)) else "torch"
         read = f"{library}.load{'_file' if _is_safetensors(Path(out)) else ''}({out!r})"
         return (
-            f"import {library}, tconv_swap\nmodel = tconv_swap.swap_layers(...)  # the network, built as before\n"
+            f"import {library}, tconv_swap\n"
+            f"model = tconv_swap.swap_layers(...{_fused(request, plan)})  # the network, built as before\n"
             f"model.load_state_dict({read})"
         )
     place, _, _ = (request.factory or "").rpartition(":")
@@ -93,25 +99,39 @@ def load_snippet(loaded: LoadedModel, request: Request) -> str:
     return f"{path}import torch, tconv_swap\nmodel = torch.load({out!r}, weights_only=False)"
 
 
-def _write_network(swapped: nn.Module, request: Request, out: Path) -> list[str]:
+def _fused(request: Request, plan: SwapPlan) -> str:
+    """Returns the arguments with which `swap_layers` swaps the same blocks."""
+    if not any(block.swap for block in plan.blocks):
+        return ""
+    left = [block.name for block in plan.blocks if not block.swap]
+    return f", fuse={request.fuse!r}" + (f", leave_blocks={left!r}" if left else "")
+
+
+def _write_network(swapped: nn.Module, request: Request, placed: Callable[[Path], None] | None) -> list[str]:
+    out = request.out
+    assert out is not None
     expected = _structure(swapped)
 
     def check(temporary: Path) -> None:
         again = load_model(
             temporary,
             trust=request.trust,
-            # The classes of a factory's network are those of living objects that this process has just written.
+            # The classes of a factory's network belong to objects of this process, which has just written them.
             unsafe_pickle=request.unsafe_pickle or request.factory is not None,
             module=request.module,
         ).model
         if _structure(again) != expected:
             raise SaveError(f"{out} was not written: read back, the network is not the same")
 
-    save_model(swapped, out, check=check)
+    save_model(swapped, out, check=check, placed=placed)
     return []
 
 
-def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, out: Path) -> list[str]:
+def _write_weights(
+    loaded: LoadedModel, swapped: nn.Module, request: Request, placed: Callable[[Path], None] | None
+) -> list[str]:
+    out = request.out
+    assert out is not None
     # Weights that were converted for the network are written as they were read.
     content = dict(swapped.state_dict() if loaded.weights is None else loaded.weights)
     if others := [key for key, value in content.items() if not isinstance(value, Tensor)]:
@@ -128,7 +148,7 @@ def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, ou
             torch.save(content, stream)  # type: ignore[arg-type]
 
     try:
-        save_whole(write, out, check=check)
+        save_whole(write, out, check=check, placed=placed)
     except LoadError as error:  # safetensors is not installed
         raise SaveError(str(error)) from error
     names = ", ".join(printable(repr(key)) for key in loaded.left_out)
@@ -141,7 +161,10 @@ def _write_weights(loaded: LoadedModel, swapped: nn.Module, request: Request, ou
 
 
 def _write_program(
-    program: torch.export.ExportedProgram, names: Collection[str], request: Request
+    program: torch.export.ExportedProgram,
+    names: Collection[str],
+    request: Request,
+    placed: Callable[[Path], None] | None,
 ) -> list[str]:
     out = request.out
     assert out is not None
@@ -154,7 +177,7 @@ def _write_program(
         if exported.count_swapped(again) != expected or not same:
             raise SaveError(f"{out} was not written: read back, the program is not the same")
 
-    save_whole(lambda stream: exported.save_program(swapped, stream), out, check=check)
+    save_whole(lambda stream: exported.save_program(swapped, stream), out, check=check, placed=placed)
     return []
 
 
@@ -169,5 +192,5 @@ def _structure(model: nn.Module) -> list[tuple[str, object]]:
 
 
 def _shape(tensor: Tensor) -> object:
-    # A nested tensor's shape is equal to its own only.
+    # The shape of a nested tensor equals only itself.
     return [part.shape for part in tensor.unbind()] if tensor.is_nested else tensor.shape

@@ -1,6 +1,6 @@
-"""The layer suite on the machine at hand: every layer checked against float64, then timed beside PyTorch's.
+"""Runs the layer suite on this machine: checks every layer against float64, then times it beside PyTorch's.
 
-Gives the same `Result` as the swap of a network, so that the same reports show it.
+It gives the same `Result` as the swap of a network, so that the same reports show it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda.choice import Backend
+from tconv_swap.cli import options
+from tconv_swap.cli.device import device_of
+from tconv_swap.cli.request import Progress, RequestError, Result
 from tconv_swap.explanation import Explanation, LayerExplanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
@@ -23,11 +25,10 @@ from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode, cudnn_benchmark
 from tconv_swap.measurement.stages import LayerCall, Stage, layer_variant
-from tconv_swap.measurement.suite import Layer
+from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.measurement.timing import time_interleaved
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import Facts
-from tconv_swap.request import Progress, Result
 from tconv_swap.surgery import plan_swap, swap_layers
 from tconv_swap.verification import VerifyReport, verify
 
@@ -37,76 +38,101 @@ class SuiteRequest:
     """What is to be measured.
 
     Attributes:
-        layers: of the suite; on the CPU their batches are cut, and those that are too much for one left out.
+        only: names of layers, separated by commas; empty: every layer. On a CPU their batches are reduced, and layers
+            that are too large for a CPU are left out.
         mode: of the arithmetic, one of `MODES`.
-        layout: one of `LAYOUTS`.
-        budget_s: seconds of timing for each layer and stage; `iters` exactly so many samples instead.
+        seconds: how long each layer is timed in each stage; `iters` is the exact number of samples instead.
     """
 
+    only: options.Only = ()
+    device: options.Device = None
+    mode: options.ModeName = None
+    channels_last: options.ChannelsLast = False
+    backend: options.ChosenBackend = None
+    backward: options.Backward = True
+    verify: options.Verify = True
+    seconds: options.LayerSeconds = 0.5
+    iters: options.Iters = None
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A request whose names and defaults are resolved."""
+
     layers: tuple[Layer, ...]
-    mode: str
+    mode: Mode
     layout: str
     device: torch.device
-    backward: bool = True
-    verify: bool = True
-    backend: Backend | None = None
-    budget_s: float = 0.5
-    iters: int | None = None
+    request: SuiteRequest
 
 
 def run_suite(request: SuiteRequest, progress: Progress) -> Result:
-    """Check and time the layers; what does not fit into memory is noted, and the rest goes on.
+    """Check and time the layers. A layer that does not fit into memory is noted, and the others are run.
 
     Raises:
+        RequestError: there is no such device, mode or layer.
         Exception: whatever our layers raise where PyTorch's do not.
     """
-    layers, notes = _fitting(request)
+    run, notes = _resolved(request)
     plan = plan_swap(
-        nn.ModuleDict({layer.name: _module(layer, torch.device("meta"), request) for layer in layers})
+        nn.ModuleDict({layer.name: _module(layer, torch.device("meta"), run) for layer in run.layers})
     )
     timing = BenchmarkReport(
-        environment=environment(request.device),
-        method={"budget_s": request.budget_s, "iters": request.iters, "statistic": "median, quartiles"},
+        environment=environment(run.device),
+        method={"budget_s": request.seconds, "iters": request.iters, "statistic": "median, quartiles"},
     )
     verification = VerifyReport() if request.verify else None
     explained: list[LayerExplanation] = []
-    with cudnn_benchmark(), MODES[request.mode].switched_on():
-        for done, layer in enumerate(layers):
-            progress(f"measuring {layer.name}", done, len(layers))
+    with cudnn_benchmark(), run.mode.switched_on():
+        for done, layer in enumerate(run.layers):
+            progress(f"measuring {layer.name}", done, len(run.layers))
             try:
-                explained.append(_measure(layer, request, timing, verification))
+                explained.append(_measure(layer, run, timing, verification))
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
                 notes.append(f"{layer.name} not measured: {first_line(error)}")
-            if request.device.type == "cuda":
-                # A layer's buffers are gigabytes, and no two layers want the same sizes.
+            if run.device.type == "cuda":
+                # A layer's buffers are gigabytes, and no two layers have the same sizes.
                 torch.cuda.empty_cache()
         ceilings = None
-        if request.device.type == "cuda":
+        if run.device.type == "cuda":
             progress("measuring the ceilings of this GPU")
-            ceilings = measure_ceilings(request.device, iters=10, modes=[request.mode])
+            ceilings = measure_ceilings(run.device, iters=10, modes=[run.mode.name])
     facts = Facts(
-        model=f"the layer suite, {len(layers)} layers",
-        inputs=f"{request.mode} {request.layout}",
+        model=f"the layer suite, {len(run.layers)} layers",
+        inputs=f"{run.mode.name} {run.layout}",
         inputs_origin="random, the same at every run",
-        device=str(request.device),
+        device=str(run.device),
         warnings=(*_means(timing.layers), *notes),
     )
     return Result(plan, facts, verification, timing, Explanation(tuple(explained)), ceilings)
 
 
-def _fitting(request: SuiteRequest) -> tuple[list[Layer], list[str]]:
-    if request.device.type != "cpu":
-        return list(request.layers), []
-    fitting = [(layer, layer.for_cpu()) for layer in request.layers]
+def _resolved(request: SuiteRequest) -> tuple[_Run, list[str]]:
+    """Returns the layers, reduced to what the device can run, and notes on what was reduced."""
+    device = device_of(request.device)
+    mode = request.mode or ("tf32" if device.type == "cuda" else "fp32")
+    if mode not in MODES:
+        raise RequestError(f"--dtype {mode}: expected one of {', '.join(MODES)}")
+    layout = "channels_last" if request.channels_last else "nchw"
+    suite = load_suite()
+    names = [name for entry in request.only for name in entry.split(",")]
+    try:
+        layers = suite.select(names) if names else suite.layers
+    except ValueError as error:
+        raise RequestError(f"--only: {error}") from None
+    if device.type != "cpu":
+        return _Run(layers, MODES[mode], layout, device, request), []
+    fitting = [(layer, layer.for_cpu()) for layer in layers]
     notes = ["batches are cut to what a CPU gets through"]
     if left := [layer.name for layer, cut in fitting if cut is None]:
         notes.append(f"left out, too large for a CPU: {', '.join(left)}")
-    return [cut for _, cut in fitting if cut is not None], notes
+    layers = tuple(cut for _, cut in fitting if cut is not None)
+    return _Run(layers, MODES[mode], layout, device, request), notes
 
 
-def _module(layer: Layer, device: torch.device, request: SuiteRequest) -> nn.ConvTranspose2d:
+def _module(layer: Layer, device: torch.device, run: _Run) -> nn.ConvTranspose2d:
     g = layer.geometry
     module = nn.ConvTranspose2d(
         g.in_channels,
@@ -119,20 +145,20 @@ def _module(layer: Layer, device: torch.device, request: SuiteRequest) -> nn.Con
         layer.bias,
         g.dilation,
         device=device,
-        dtype=MODES[request.mode].dtype,
+        dtype=run.mode.dtype,
     )
-    return module.to(memory_format=LAYOUTS[request.layout])  # type: ignore[call-overload,no-any-return]
+    return module.to(memory_format=LAYOUTS[run.layout])  # type: ignore[call-overload,no-any-return]
 
 
 def _measure(
-    layer: Layer, request: SuiteRequest, timing: BenchmarkReport, verification: VerifyReport | None
+    layer: Layer, run: _Run, timing: BenchmarkReport, verification: VerifyReport | None
 ) -> LayerExplanation:
-    """One layer into the reports; returns its explanation."""
-    mode = MODES[request.mode]
-    with torch.random.fork_rng(devices=[request.device] if request.device.type == "cuda" else []):
+    """Adds one layer to the reports; returns its explanation."""
+    request, device = run.request, run.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(zlib.crc32(layer.name.encode()))
-        original = _module(layer, request.device, request)
-        x = _input(layer, mode, request)
+        original = _module(layer, device, run)
+        x = _input(layer, run)
     swapped = swap_layers(copy.deepcopy(original), backend=request.backend)
     if verification is not None:
         _verify(layer, original, swapped, x, request.backward, verification)
@@ -145,9 +171,7 @@ def _measure(
             "original": layer_variant(original, call, stage),
             "swapped": layer_variant(swapped, call, stage),
         }
-        timings = time_interleaved(
-            variants, device=request.device, budget_s=request.budget_s, iters=request.iters
-        )
+        timings = time_interleaved(variants, device=device, budget_s=request.seconds, iters=request.iters)
         timing.layers.append(
             LayerComparison(
                 layer.name,
@@ -163,16 +187,16 @@ def _measure(
     return replace(explained, name=layer.name)
 
 
-def _input(layer: Layer, mode: Mode, request: SuiteRequest) -> Tensor:
-    x = torch.randn(layer.geometry.input_shape, device=request.device).to(mode.dtype)
-    return x.contiguous(memory_format=LAYOUTS[request.layout])
+def _input(layer: Layer, run: _Run) -> Tensor:
+    x = torch.randn(layer.geometry.input_shape, device=run.device).to(run.mode.dtype)
+    return x.contiguous(memory_format=LAYOUTS[run.layout])
 
 
 def _verify(
     layer: Layer, original: nn.Module, swapped: nn.Module, x: Tensor, backward: bool, into: VerifyReport
 ) -> None:
     found = verify(original, swapped, x, modes=("eval",), backward=backward)
-    # A layer that is the whole network is compared as both: once is enough.
+    # This layer is the whole network, and would be compared as both; one comparison is enough.
     into.checks += [replace(one, name=layer.name) for one in found.checks if one.kind.startswith("layer_")]
     into.failures += [f"{layer.name}: {line}" for line in found.failures]
     into.notes += [f"{layer.name}: {line}" for line in found.notes]
@@ -183,7 +207,7 @@ def _verify(
 
 
 def _means(rows: Sequence[LayerComparison]) -> Iterator[str]:
-    """Geometric mean and least speedup of each stage."""
+    """Yields the geometric mean and the least speedup of each stage."""
     for stage in dict.fromkeys(row.stage for row in rows):
         found = [row for row in rows if row.stage == stage]
         mean = math.exp(math.fsum(math.log(row.speedup) for row in found) / len(found))

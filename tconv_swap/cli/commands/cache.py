@@ -1,4 +1,4 @@
-"""`tconv-swap cache`: what is kept between processes, and how to get rid of it."""
+"""`tconv-swap cache`: shows what is kept between processes, and removes it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated
 
 import typer
 
+from tconv_swap.cli.outcome import ExitCode, Failure, Output, finish, leave
 from tconv_swap.cuda.cache import CacheUse, cache_problem, cache_use, clear_cache
 from tconv_swap.files.fileformat import printable
-from tconv_swap.outcome import ExitCode, Failure, Output, finish, leave
 
 app = typer.Typer(
     help="Show or clear what is kept between runs: compiled kernels, the launcher, what `tune` found out.",
@@ -19,7 +19,7 @@ app = typer.Typer(
 
 @app.callback()
 def show(context: typer.Context) -> None:
-    """Show where the cache is and how large. `tconv-swap cache clear` empties it."""
+    """Show where the cache is and how large it is. `tconv-swap cache clear` empties it."""
     if context.invoked_subcommand is None:
         leave(lambda: typer.echo(printable(cache_problem() or cache_use())))
 
@@ -31,9 +31,9 @@ def clear(
         typer.Option("--kernels", help="Only compiled kernels and the launcher, not what `tune` found out."),
     ] = False,
 ) -> None:
-    """Remove everything that tconv-swap keeps; nothing else in that directory is touched.
+    """Remove everything that tconv-swap keeps. Nothing else in that directory is removed.
 
-    What is needed again is compiled again, at the first call of each layer: 0.2 to 1.5 seconds a kernel.
+    Kernels that are needed again are compiled at the first call of each layer, in 0.2 to 1.5 seconds each.
     """
     if problem := cache_problem():
         finish(Failure(ExitCode.CANNOT_WRITE, f"nothing was removed: {problem}"), Output())

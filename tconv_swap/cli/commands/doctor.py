@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import NoReturn
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from tconv_swap import options
-from tconv_swap.diagnosis import Finding, diagnose, lines
+from tconv_swap.cli.declare import expanded
+from tconv_swap.cli.diagnosis import Finding, diagnose, lines
+from tconv_swap.cli.outcome import SIGNAL_CODES, ExitCode, Output, check_targets, leave, write_json
 from tconv_swap.files.fileformat import printable
-from tconv_swap.outcome import SIGNAL_CODES, ExitCode, Output, check_targets, leave, write_json
 from tconv_swap.report import make_console
 
 EPILOG = f"""Exit codes: 0 = all that this machine can have works; 1 = there is a GPU, and something that its kernels
@@ -20,22 +21,23 @@ need is missing; {SIGNAL_CODES}"""
 STYLES = {"ok": "green", "--": "yellow", "NO": "bold red"}
 
 
-def doctor(json_target: options.JsonTarget = None) -> None:
-    """Say in ten lines what works here, what is missing, and what PyTorch's own operators compute.
+@expanded(without=("reports", "verbose", "quiet"))
+def doctor(output: Output) -> NoReturn:
+    """Say in ten lines what works on this machine, what is missing, and what PyTorch's operators compute.
 
     Compiles one empty kernel; builds and launches nothing. Paste it into a bug report.
     """
-    check_targets(Output(json_target))
+    check_targets(output)
     findings = diagnose()
     missing = any(finding.verdict == "missing" for finding in findings)
 
     def write() -> None:
-        if json_target is not None:
-            write_json({"findings": [asdict(finding) for finding in findings]}, json_target)
+        if output.json_target is not None:
+            write_json({"findings": [asdict(finding) for finding in findings]}, output)
         else:
             _print(findings)
 
-    leave(write, ExitCode.MISMATCH if missing else ExitCode.VERIFIED)
+    leave(write, ExitCode.MISMATCH if missing else ExitCode.VERIFIED, output.invocation)
 
 
 def _print(findings: list[Finding]) -> None:

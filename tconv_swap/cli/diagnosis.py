@@ -1,4 +1,4 @@
-"""What works on this machine, found out by trying: for `tconv-swap doctor`."""
+"""Finds out by trying what works on this machine, for `tconv-swap doctor`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Literal
 
 import torch
 
-from tconv_swap import __version__
 from tconv_swap.cuda import call, compiler, host, nvrtc, tuned
 from tconv_swap.cuda.cache import cache_problem, cache_use
 from tconv_swap.cuda.choice import choose_backward, choose_forward
@@ -23,19 +22,20 @@ from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.environment import cpu_name, environment
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import load_suite
+from tconv_swap.version import __version__
 
 Verdict = Literal["ok", "note", "missing"]
 
-#: Compiled to find out whether NVRTC works: it takes 25 ms.
+#: This is compiled to check NVRTC; it takes 25 ms.
 EMPTY_KERNEL = 'extern "C" __global__ void empty() {}'
 ANY_ARCHITECTURE = "sm_80"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: what was looked at, what was found, and whether the kernels can do with that.
+    """One line: what was checked, what was found, and whether that is enough for the kernels.
 
-    `missing`: without it the kernels do not run on this GPU. `note`: worth knowing, all works.
+    `missing`: the kernels do not run on this GPU without it. `note`: everything works, but users should know this.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Finding:
 
 
 def diagnose() -> list[Finding]:
-    """Look at everything that the kernels need. Compiles an empty kernel, builds and launches nothing."""
+    """Check everything that the kernels need. This compiles an empty kernel, and builds and launches nothing."""
     checks: tuple[tuple[str, Callable[[], Finding]], ...] = (
         ("tconv-swap", _package),
         ("torch", _torch),
@@ -60,7 +60,7 @@ def diagnose() -> list[Finding]:
     for name, check in checks:
         try:
             findings.append(check())
-        except Exception as error:  # whatever is broken here is what the user wants to know
+        except Exception as error:  # the user wants to know what is broken here, whatever it is
             findings.append(Finding(name, "missing", f"looking at it raises {first_line(error)}"))
     return [*findings, _conclusion(findings)]
 
@@ -188,7 +188,7 @@ def _conclusion(findings: list[Finding]) -> Finding:
 
 
 def lines(findings: list[Finding]) -> Iterator[tuple[str, str, str]]:
-    """Name, mark and text of each, ready to be printed."""
+    """Yields name, mark and text of each finding, ready to be printed."""
     marks = {"ok": "ok", "note": "--", "missing": "NO"}
     for finding in findings:
         yield finding.name, marks[finding.verdict], finding.text

@@ -1,0 +1,32 @@
+"""`tconv-swap swap MODEL`: swap, verify, time, report and write; the command without a name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NoReturn
+
+from tconv_swap.cli import workflow
+from tconv_swap.cli.declare import expanded
+from tconv_swap.cli.outcome import Output, attempt, check_targets, finish
+from tconv_swap.cli.places import files_read
+from tconv_swap.cli.request import Request
+
+
+@expanded()
+def swap(request: Request, output: Output) -> NoReturn:
+    """Swap the transposed convolutions of a saved network, verify, time, and write the result."""
+    carry_out(request, output)
+
+
+def carry_out(request: Request, output: Output) -> NoReturn:
+    """Run a request, print what came of it, and leave with its exit code."""
+    check_targets(output, files_read(request), None if request.out is None else ("--out", request.out))
+    request = replace(request, written=tuple(output.places))
+    near = output.invocation.near_command(str(request.model))
+    outcome = attempt(
+        lambda progress: workflow.run(request, progress, output.invocation.finished.append),
+        quiet=output.quiet,
+        # A misspelt subcommand looks like a file that is not there.
+        hint=f"; did you mean the command '{near}'?" if near else "",
+    )
+    finish(outcome, output)

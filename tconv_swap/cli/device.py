@@ -1,0 +1,25 @@
+"""The device that a command works on."""
+
+from __future__ import annotations
+
+import torch
+
+from tconv_swap.cli.request import RequestError
+from tconv_swap.files.fileformat import first_line
+
+
+def device_of(wanted: torch.device | None) -> torch.device:
+    """Returns where to run: the wanted device, else a GPU if there is one, else the CPU.
+
+    Raises:
+        RequestError: there is no such device here, or no layer of ours runs on it.
+    """
+    if wanted is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted.type not in ("cpu", "cuda"):
+        raise RequestError(f"--device {wanted}: only cpu and cuda have swapped layers")
+    try:
+        torch.empty(0, device=wanted)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise RequestError(f"--device {wanted} is not available ({first_line(error)})") from None
+    return wanted

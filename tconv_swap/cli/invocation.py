@@ -1,0 +1,25 @@
+"""One run of the program: which subcommands it knows, and which files it has written."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """What every command of one run of the program shares.
+
+    Attributes:
+        commands: the names of the subcommands.
+        finished: the files that are in their places, for the message when a signal ends the run.
+    """
+
+    commands: tuple[str, ...] = ()
+    finished: list[Path] = field(default_factory=list)
+
+    def near_command(self, word: str) -> str:
+        """Returns the subcommand that a word is a misspelling of; empty where it is none, or a file."""
+        near = difflib.get_close_matches(word, self.commands)
+        return near[0] if near and not Path(word).exists() else ""

@@ -1,1 +1,0 @@
-"""The commands beside `swap` and `demo`, one a file."""

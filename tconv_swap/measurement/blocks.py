@@ -1,0 +1,164 @@
+"""How long each block (a norm, and the activation behind it) takes by itself, by PyTorch's modules and by our kernels,
+on what reaches it in the network."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.blocks import call
+from tconv_swap.blocks.modules import AllBlocks
+from tconv_swap.inputs import Inputs
+from tconv_swap.measurement.bench import Comparison
+from tconv_swap.measurement.modes import cudnn_benchmark
+from tconv_swap.measurement.timing import Variant, time_interleaved
+from tconv_swap.preserving import preserved
+
+#: Seconds for both sides of one stage of a block.
+BUDGET_S = 0.3
+
+
+@dataclass
+class BlockTimes:
+    """What ``time_blocks`` saw and measured.
+
+    Attributes:
+        computed: the dotted names of the norms that our kernels compute on these inputs.
+        complete: the network ran in each mode that was asked for, so that there are no others.
+        comparisons: of each of them, ``forward`` in eval mode and ``step``, forward and backward in train mode; blocks
+            that look alike are measured once.
+        notes: what could not be measured, and why.
+    """
+
+    computed: set[str] = field(default_factory=set)
+    complete: bool = True
+    comparisons: list[Comparison] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass
+class _Alike:
+    """Blocks that are called alike: their names, of norm and activation, and the input of the first."""
+
+    names: list[tuple[str, str]]
+    x: Tensor
+
+
+def time_blocks(
+    original: nn.Module,
+    swapped: nn.Module,
+    inputs: Inputs,
+    *,
+    backward: bool,
+    timed: bool = True,
+    warmup: int | None = None,
+    iters: int | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> BlockTimes:
+    """Sees which blocks of ``swapped`` our kernels compute, and times them beside the modules of ``original``.
+
+    Both networks come out as they went in.
+
+    Args:
+        original, swapped: with the same names.
+        backward: also in train mode.
+        timed: False sees, and times nothing.
+        warmup, iters: as in ``time_interleaved``.
+        progress: called with what comes next.
+    """
+    found = BlockTimes()
+    settings = {"warmup": warmup, "iters": iters, "budget_s": BUDGET_S}
+    with preserved(original, swapped), cudnn_benchmark():
+        for training in (False, True) if backward else (False,):
+            original.train(training), swapped.train(training)
+            try:
+                groups = _seen(swapped, inputs, training)
+            except Exception as error:  # a foreign forward may raise anything; the verification says more
+                found.complete = False
+                mode = "train" if training else "eval"
+                found.notes.append(
+                    f"blocks in {mode} mode not timed: the swapped network raises {_reason(error)}"
+                )
+                continue
+            found.computed |= {name for group in groups for name, _ in group.names}
+            for group in groups if timed else ():
+                progress(f"timing block {group.names[0][0]}")
+                try:
+                    times = time_interleaved(
+                        {
+                            "original": _variant(_block(nn.Sequential, original, group), group.x, training),
+                            "swapped": _variant(_block(AllBlocks, swapped, group), group.x, training),
+                        },
+                        device=group.x.device,
+                        **settings,  # type: ignore[arg-type]
+                    )
+                except torch.AcceleratorError:  # the GPU has failed: nothing after it can be believed
+                    raise
+                except Exception as error:
+                    found.notes.append(f"block {group.names[0][0]} not timed: {_reason(error)}")
+                    continue
+                found.comparisons += [
+                    Comparison(name, "step" if training else "forward", times["original"], times["swapped"])
+                    for name, _ in group.names
+                ]
+    return found
+
+
+def _seen(swapped: nn.Module, inputs: Inputs, training: bool) -> list[_Alike]:
+    """The blocks that our kernels compute in one forward pass."""
+    names = {id(module): name for name, module in swapped.named_modules()}
+    groups: dict[Any, _Alike] = {}
+    seen: set[str] = set()
+
+    def observe(
+        norm: nn.Module, activation: nn.Module | None, x: Tensor, output: Tensor, before: dict[str, Tensor]
+    ) -> None:
+        name = names.get(id(norm))
+        if name is None or name in seen:
+            return
+        seen.add(name)
+        key = (str(norm), norm.training, str(activation), x.shape, x.stride(), x.dtype)
+        group = groups.setdefault(key, _Alike([], x.detach()))
+        group.names.append((name, names.get(id(activation), "")))
+
+    call.observers.append(observe)
+    try:
+        with torch.set_grad_enabled(training):
+            inputs.map(torch.clone)(swapped)
+    finally:
+        call.observers.remove(observe)
+    return list(groups.values())
+
+
+def _block(container: type[nn.Sequential], model: nn.Module, group: _Alike) -> nn.Sequential:
+    return container(*(model.get_submodule(name) for name in group.names[0] if name))
+
+
+def _variant(block: nn.Sequential, x: Tensor, training: bool) -> Variant:
+    if not training:
+
+        def evaluate(_: object) -> Tensor:
+            with torch.no_grad():
+                output: Tensor = block(x)
+            return output
+
+        return Variant(evaluate)
+    gradient: list[Tensor] = []
+
+    def step(given: Tensor) -> object:
+        with torch.enable_grad():
+            output = block(given)
+        if not gradient:
+            gradient.append(torch.randn_like(output))
+        wanted = [given, *(p for p in block.parameters() if p.requires_grad)]
+        return torch.autograd.grad(output, wanted, gradient)
+
+    return Variant(step, lambda: x.detach().requires_grad_())
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0]

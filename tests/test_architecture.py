@@ -1,0 +1,168 @@
+"""The package is built in rooms, one above the other, and knows no hidden state: both are read from its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import tconv_swap
+
+PACKAGE = Path(tconv_swap.__file__).parent
+
+#: From below to above: a module imports from its own room and from those before it. A name is a module or a folder.
+ROOMS = (
+    ("foundations", "version interruption memory bits patterns leaf layer_words dispatch geometry checks"),
+    ("cuda", "cuda kernels"),
+    ("cpu", "cpu"),
+    ("op", "graph autograd op flops"),
+    ("layer", "layer_state layer freezing module_state computed inputs preserving"),
+    ("blocks", "blocks"),
+    ("surgery", "surgery"),
+    ("running", "input_search functional"),
+    ("files", "files"),
+    ("measurement", "measurement"),
+    ("verification", "verification"),
+    ("choosing", "explanation tuning ways"),
+    ("report", "report"),
+    ("library", "__init__"),
+    ("command line", "cli __main__"),
+)
+#: Of the command line, from below to above. An `__init__` stands above the rest of its folder.
+CLI = [
+    "console",
+    "invocation",
+    "parsers",
+    "declare",
+    "options",
+    "request",
+    "device",
+    "places",
+    "way_choice",
+    "block_choice",
+    "network_file",
+    "demo_network",
+    "diagnosis",
+    "workflow",
+    "suite_run",
+    "outcome",
+    "commands",
+    "application",
+    "__init__",
+]
+
+#: What is kept in a module's own variables, and why it is there: everything else is handed down.
+STATE = {
+    "interruption._received": "signals belong to the process, and a handler gets no argument",
+    "interruption._obeyed": "the same",
+    "graph._library": "PyTorch's registry of operators",
+    "op._library": "the same",
+    "graph._bias_is_cast": "a context variable: PyTorch calls the op between, which has no argument for it",
+    "cuda.call.observers": "csrc/call.cpp asks on behalf of any thread; `recording` adds and removes",
+    "cuda.call._library": "PyTorch's registry of operators",
+    "cuda.host._stand_ins": "what is registered until the host part is loaded, once a process",
+    "cuda.host._registered": "the same",
+    "cuda.launch._lock": "guards the handles, which are the process's: csrc/launch.cpp keeps the kernels",
+    "cuda.launch._kernels": "the same",
+    "blocks.call._calls": "a cache: what a call asks for, and the launches that answer it",
+    "blocks.call.observers": "the verification watches blocks, which are called by the network",
+    "blocks.handed._proofs": "a cache: what the `forward` of each class proves",
+    "blocks.handed._running": "of each thread: PyTorch calls the modules, which have no argument for it",
+    "blocks.kernels._backwards": "a cache, as the calls",
+}
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+
+
+MODULES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """The modules of this package that a module imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            package, _, rest = name.partition(".")
+            if package != "tconv_swap":
+                continue
+            # `rest` may be a module, a folder, or a name in either.
+            places = [rest, f"{rest}.__init__", rest.rpartition(".")[0] or "__init__"]
+            places.append(f"{rest.rpartition('.')[0]}.__init__")
+            yield next(place for place in places if place in MODULES)
+
+
+IMPORTS = {name: sorted(set(imported(tree))) for name, tree in MODULES.items()}
+ROOM = {name: height for height, (_, names) in enumerate(ROOMS) for name in names.split()}
+
+
+def test_every_module_has_a_room_and_every_room_its_modules() -> None:
+    assert {name.partition(".")[0] for name in MODULES} == set(ROOM)
+    assert {name.split(".")[1] for name in MODULES if name.startswith("cli.")} == set(CLI)
+
+
+def test_a_module_imports_from_its_own_room_and_those_below() -> None:
+    for name, others in IMPORTS.items():
+        height = ROOM[name.partition(".")[0]]
+        assert not [other for other in others if ROOM[other.partition(".")[0]] > height], name
+
+
+def test_a_file_of_the_command_line_imports_those_below() -> None:
+    for name, others in IMPORTS.items():
+        if name.startswith("cli."):
+            height = CLI.index(name.split(".")[1])
+            # `demo` ends as `swap` does.
+            below = [other for other in others if other.startswith("cli.") and other != "cli.commands.swap"]
+            assert not [other for other in below if CLI.index(other.split(".")[1]) >= height], name
+
+
+def test_no_modules_import_each_other() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, f"imports in a circle: {' -> '.join([*path[path.index(name) :], name])}"
+        if name not in done:
+            for other in IMPORTS[name]:
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in MODULES:
+        visit(name, ())
+
+
+def variables(tree: ast.Module) -> Iterator[str]:
+    """What a module keeps: containers and objects in lower case, and whatever it declares `global`."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            kept = isinstance(
+                node.value, ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.Call
+            )
+            names = [target.id for target in targets if isinstance(target, ast.Name)]
+            yield from (name for name in names if kept and name.strip("_").islower())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+
+
+def test_no_hidden_state() -> None:
+    found = {f"{name}.{variable}" for name, tree in MODULES.items() for variable in variables(tree)}
+    # Functions, the library's logger, typer's applications, a module under another name.
+    plain = (
+        "logger",
+        "_log",
+        "app",
+        "cached_geometry",
+        "apply_untransformed",
+        "_apply",
+        "__all__",
+        "tomllib",
+    )
+    kept = {name for name in found if name.rpartition(".")[2] not in plain}
+    assert kept == set(STATE), "a reason in STATE for what is new, or another way to hand it down"
