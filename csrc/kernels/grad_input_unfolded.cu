@@ -109,7 +109,8 @@ struct Work {
 
 __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, int works) {
   InputRing ring(shared);
-  each_work(works, [&](const Work& work) {
+  each_work(works, [&](int index) {
+    const Work work(index);
     const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - LEAD;
     int channel = work.group * K_GROUP + work.first_round() * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
@@ -128,7 +129,8 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, int works) {
   WeightRing ring(shared);
-  each_work(works, [&](const Work& work) {
+  each_work(works, [&](int index) {
+    const Work work(index);
     int k = work.first_round() * ROUND_BOXES * BOX_WORDS * WORD;
 #pragma unroll 1
     for (int box = work.rounds() * ROUND_BOXES; box > 0; --box, k += BOX_WORDS * WORD) {
@@ -320,7 +322,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     Multiplier multiplier(shared);
-    each_work(static_cast<int>(works), [&](const Work& work) {
+    each_work(static_cast<int>(works), [&](int index) {
+      const Work work(index);
       Sums sums;
       multiplier.multiply(sums, work.rounds());
       Out* to = grad_input;

@@ -104,6 +104,26 @@ def as_convolution(problem: Problem) -> StridedProblem:
     )
 
 
+def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:
+    """The same layer with another grad_input, of the least grad_output."""
+    geometry, pairs = problem.geometry, zip(problem.step, problem.reach, problem.geometry.padding, strict=True)
+    # Of each axis: the pixels of grad_output, and what makes the convolution's output as large as it should be.
+    found = []
+    for cells, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
+        pixels = max(1, (cells - 1) * step + reach + 1 - 2 * padding)
+        found.append((pixels, cells - (pixels + reach - 2 * padding)))
+    (height, missing_h), (width, missing_w) = found
+    posed = replace(
+        geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w)
+    )
+    return replace(problem, geometry=posed)
+
+
+def of_any_size(problem: StridedProblem) -> StridedProblem:
+    """The same for all sizes of a layer, but that an axis of one pixel may have another step (``as_convolution``)."""
+    return sized(problem, 1, 64, 64)
+
+
 def through_registers(problem: StridedProblem, tile: Tile) -> bool:
     """Whether copies to shared memory pass through registers."""
     return tile.wgmma or (problem.item == 2 and not problem.input_channels_last)
