@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.cuda.integers import ceil_div, round_up
-from tconv_swap.cuda.plans import boxes_tile
 from tconv_swap.cuda.plans.boxes_tile import BoxTile, chunks, clocks, legal, tiles, work_count
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size, sized
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES

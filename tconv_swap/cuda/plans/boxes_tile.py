@@ -308,4 +308,8 @@ def _for_engine(problem: StridedProblem, tile: BoxTile) -> BoxTile | None:
         return None
     if (box_w - 1) * step_w + 1 <= MOST_BOX:
         return tile
-    return replace(tile, phased=True) if problem.geometry.groups == 1 and not (tile.narrow or tile.flat) else None
+    return (
+        replace(tile, phased=True)
+        if problem.geometry.groups == 1 and not (tile.narrow or tile.flat)
+        else None
+    )

@@ -16,6 +16,9 @@ from tconv_swap.cuda.plans.tile_memory import (
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.geometry import Geometry, Pair
 
+#: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy.
+ALIGNED_COLUMNS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class StridedProblem(TileProblem):
@@ -25,15 +28,30 @@ class StridedProblem(TileProblem):
 
     step: Pair = (1, 1)
 
+    #: Rows of grad_input are known to have an even number of columns.
+    even: bool = False
+
+    @property
+    def row_multiple(self) -> int:
+        """What divides the columns of grad_output, whatever the size, and with ``flat`` the columns that the cells of a
+        row have there."""
+        return ALIGNED_COLUMNS if self.aligned else 1
+
     @property
     def out_row_multiple(self) -> int:
-        """What divides the columns of this very output."""
-        return power_dividing(self.geometry.out_width, 16)
+        """What divides the columns of grad_input, whatever the size."""
+        return 2 if self.even else 1
 
     @property
     def even_columns(self) -> bool:
         """The same of cells."""
-        return self.cells[1] % 2 == 0
+        return self.even
+
+    @property
+    def can_be_aligned(self) -> bool:
+        """Whether ``aligned`` is true of this size."""
+        spanned = self.cells[1] * self.step[1] if self.flat else 0
+        return not self.input_channels_last and (self.geometry.width | spanned) % ALIGNED_COLUMNS == 0
 
     @property
     def flat(self) -> bool:
@@ -100,22 +118,24 @@ def as_convolution(problem: Problem) -> StridedProblem:
         weight_channels_last=posed.weight_channels_last,
         has_bias=False,
         of_grad_input=True,
+        one_pixel=geometry.height == geometry.width == 1 and tuple(step) != geometry.stride,
         step=(step[0], step[1]),
     )
 
 
 def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:
     """The same layer with another grad_input, of the least grad_output."""
-    geometry, pairs = problem.geometry, zip(problem.step, problem.reach, problem.geometry.padding, strict=True)
+    geometry, pairs = (
+        problem.geometry,
+        zip(problem.step, problem.reach, problem.geometry.padding, strict=True),
+    )
     # Of each axis: the pixels of grad_output, and what makes the convolution's output as large as it should be.
     found = []
     for cells, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
         pixels = max(1, (cells - 1) * step + reach + 1 - 2 * padding)
         found.append((pixels, cells - (pixels + reach - 2 * padding)))
     (height, missing_h), (width, missing_w) = found
-    posed = replace(
-        geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w)
-    )
+    posed = replace(geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w))
     return replace(problem, geometry=posed)
 
 
@@ -135,10 +155,7 @@ def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
         return power_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
     if not through_registers(problem, tile):
         return 1
-    width = problem.geometry.width
-    if problem.flat:
-        return power_dividing(problem.cells[1] * problem.step[1], power_dividing(width, 4))
-    return power_dividing(width, power_dividing(tile.cols * problem.step[1], 4))
+    return power_dividing(problem.row_multiple, power_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS))
 
 
 def slice_taps(problem: StridedProblem) -> list[int]:
@@ -165,11 +182,12 @@ def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
     rows, cols = tile.rows + shift[0], tile.cols
     if problem.input_channels_last:
         return rows, cols + shift[1], 0
+    copy = _copy_elements(problem, tile)
     if tile.wgmma and tile.fragment[2] < 8:
-        return rows, problem.geometry.width, 0
+        columns = step * (cols - 1) + reach + 1 - problem.geometry.padding[1]
+        return rows, round_up(max(1, columns), copy), 0
     if problem.flat:
         return rows, cols * step, 0
-    copy = _copy_elements(problem, tile)
     lead = -problem.geometry.padding[1] % copy
     return rows, round_up(lead + step * (cols - 1) + reach + 1, copy), lead
 

@@ -79,9 +79,7 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     half_empty = 2 * geometry.in_channels_per_group * problem.item <= boxes_tile.ROW_BYTES
     if channels < LEAST_CHANNELS or half_empty or not claims(problem, device):
         return []
-    return [
-        part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)
-    ]
+    return [part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
 
 
 def part_with_tile(
