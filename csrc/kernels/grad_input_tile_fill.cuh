@@ -70,10 +70,11 @@ struct InputFill {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const bool inside = to[s] != NOWHERE && has_slice<SLICE>(slices[s]);
+      // One address after another: all of them at once would take registers.
+      const char* row = first + from[s];
 #pragma unroll
-      for (int k = 0; k < K_PER_SLOT; ++k) {
+      for (int k = 0; k < K_PER_SLOT; ++k, row += SHARERS * 2 * next_channel) {
         u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
-        const char* row = first + from[s] + k * SHARERS * 2 * next_channel;
         load_halves(to_words, row, inside && (!RAGGED_K || k * SHARERS * 2 < left));
         load_halves(to_words + HALVES, row + next_channel, inside && (!RAGGED_K || k * SHARERS * 2 + 1 < left));
       }

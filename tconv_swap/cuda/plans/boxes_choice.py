@@ -10,9 +10,8 @@ from functools import lru_cache
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.boxes_tile import BoxTile, chunks, clocks, legal, tiles, work_count
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size, sized
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size, schedules_at_most, sized
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device
 
 #: With so few steps (a tap of a chunk) to a tile it should be small: what is left to store when nothing is left to
@@ -41,12 +40,14 @@ SIZES = (
 )
 SIZES_OF_ONE_ROW = ((8, 1, 512), (4, 1, 256), (8, 1, 4096), (1, 1, 64), (1, 1, 1024))
 
+ONE_PIXEL = ((128, 1, 1),)
+
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxTile]:
     """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more are
     asked for, out of all."""
     found = _ranked(schedules(of_any_size(problem), device), problem, device)
-    if len(found) < count:
+    if len(found) < count and count > 1:
         found += _ranked(tuple(tiles(problem, device)), problem, device)
     return list(dict.fromkeys(found))[:count]
 
@@ -103,13 +104,16 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
     """The tiles of a layer (``of_any_size``). The first takes any size; each of the others is the one that brings the
     expected time of ``SIZES`` closest to the best of all tiles."""
     one_row = layer.geometry.kernel[0] == layer.step[0] == 1
-    sizes = [sized(layer, *size) for size in (SIZES_OF_ONE_ROW if one_row else SIZES)]
+    which = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW if one_row else SIZES
+    sizes = [sized(layer, *size) for size in which]
     every = tuple(tiles(layer, device))
     if not every:
         return ()
     times = {tile: [_least(tile, size, device) for size in sizes] for tile in every}
     best = [min(of_size) for of_size in zip(*times.values(), strict=True)]
-    always = [tile for tile in every if not (tile.flat or tile.phased or tile.splits > 1)]
+    always = [
+        tile for tile in every if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
+    ]
 
     def regret(reached: list[float]) -> float:
         return sum(
@@ -118,7 +122,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
 
     found = [min(always or every, key=lambda tile: regret(times[tile]))]
     reached = times[found[0]]
-    while len(found) < MOST_SCHEDULES:
+    while len(found) < schedules_at_most(layer):
 
         def with_it(tile: BoxTile, reached: list[float] = reached) -> list[float]:
             return [min(both) for both in zip(reached, times[tile], strict=True)]

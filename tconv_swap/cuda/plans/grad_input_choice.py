@@ -19,13 +19,14 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     fill_registers,
     multiplying_threads,
     of_any_size,
+    schedules_at_most,
     shared_bytes,
     sized,
     slice_taps,
     tile_registers,
 )
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.tile_classes import HANDICAP_SMALL, MOST_SCHEDULES
+from tconv_swap.cuda.plans.tile_classes import HANDICAP_SMALL
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, block_count
 from tconv_swap.cuda.problem import Device
 
@@ -45,11 +46,11 @@ MOST_FILL_REGISTERS = 64
 #: Of a multiplying thread's, those that are no sums.
 SUM_OVERHEAD = 48
 #: Images, rows and columns of the maps of grad_input that stand for large ones, for those that leave multiprocessors idle,
-#: and for small ones; the first and the second of maps of one row.
+#: and for small ones; the same of maps of one row; and of one pixel.
 LARGE, FEW, SMALL = (8, 64, 64), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 MIDDLE = (8, 32, 32)
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
-LARGE_PIXEL, FEW_PIXEL = (4096, 1, 1), (128, 1, 1)
+ONE_PIXEL = (128, 1, 1)
 #: By what a cell counts for more that mma.sync multiplies: three products took 1.6 times as long by it.
 HANDICAP_MMA = 1.6
 #: Channels of the layer's input in a group from which on maps of 4 x 4 come before those of 8 x 8.
@@ -128,7 +129,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """The kernels of a layer (``of_any_size``), the one that computes any size first."""
     found: dict[tuple[bool, Tile], Schedule] = {}
     for one in _classes(layer, device):
-        if len(found) == MOST_SCHEDULES:
+        if len(found) == schedules_at_most(layer):
             break
         kind = one.tile if one.tile.splits == 1 else replace(one.tile, splits=2)
         found.setdefault((one.problem.aligned, kind), one)
@@ -140,8 +141,6 @@ def _classes(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
     geometry = layer.geometry
     one_row = geometry.kernel[0] == layer.step[0] == 1
     large, few = (LARGE_ROW, FEW_ROW) if one_row else (LARGE, FEW)
-    if layer.one_pixel:
-        large, few = LARGE_PIXEL, FEW_PIXEL
 
     def made(size: tuple[int, int, int], aligned: bool = False, few: bool = False) -> Iterator[Schedule]:
         posed = replace(sized(layer, *size), aligned=aligned)
@@ -151,9 +150,12 @@ def _classes(layer: StridedProblem, device: Device) -> Iterator[Schedule]:
             handicap = (HANDICAP_SMALL if size in SMALL else 1.0) * (1.0 if tile.wgmma else HANDICAP_MMA)
             yield Schedule(posed, tile, few, handicap)
 
-    if layer.one_pixel or one_row or not layer.flat:
+    if layer.one_pixel:
+        yield from made(ONE_PIXEL)
+        return
+    if one_row or not layer.flat:
         yield from made(large)
-        if not (layer.input_channels_last or layer.one_pixel):
+        if not layer.input_channels_last:
             yield from made(large, aligned=True)
         yield from made(few, few=True)
     elif layer.input_channels_last:

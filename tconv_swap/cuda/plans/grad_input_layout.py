@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
@@ -83,11 +84,9 @@ class StridedProblem(TileProblem):
 def as_convolution(problem: Problem) -> StridedProblem:
     """The gradient of the input, for any stride."""
     geometry = problem.geometry
-    step = list(geometry.stride)
-    for axis, size in ((0, geometry.height), (1, geometry.width)):
-        # A map of one pixel has no stride; with stride = kernel, every tap is a phase of its own.
-        if size == 1 and (geometry.padding[axis], geometry.dilation[axis]) == (0, 1):
-            step[axis] = geometry.kernel[axis]
+    # Nothing depends on the stride there; with stride = kernel, every tap is a phase of its own.
+    one_pixel = geometry.height == geometry.width == 1 and has_another_step(geometry)
+    step = geometry.kernel if one_pixel else geometry.stride
     swapped = Geometry(
         geometry.batch,
         geometry.out_channels,
@@ -114,13 +113,26 @@ def as_convolution(problem: Problem) -> StridedProblem:
         dtype=posed.dtype,
         precision=posed.precision,
         input_channels_last=posed.input_channels_last,
-        output_channels_last=posed.output_channels_last or geometry.height * geometry.width == 1,
+        output_channels_last=posed.output_channels_last or one_pixel,
         weight_channels_last=posed.weight_channels_last,
         has_bias=False,
         of_grad_input=True,
-        one_pixel=geometry.height == geometry.width == 1 and tuple(step) != geometry.stride,
-        step=(step[0], step[1]),
+        one_pixel=one_pixel,
+        step=step,
     )
+
+
+def has_another_step(geometry: Geometry) -> bool:
+    """Whether a map of one pixel is computed with a step that is not the layer's stride."""
+    plain = (geometry.padding, geometry.dilation) == ((0, 0), (1, 1))
+    return plain and geometry.kernel != geometry.stride
+
+
+def schedules_at_most(layer: StridedProblem) -> int:
+    """Tiles for all sizes of a layer, but those of maps of one pixel if they are apart; or for these."""
+    if layer.one_pixel:
+        return 1
+    return MOST_SCHEDULES - has_another_step(replace(layer.geometry, stride=layer.step))
 
 
 def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:
@@ -140,8 +152,9 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
 
 
 def of_any_size(problem: StridedProblem) -> StridedProblem:
-    """The same for all sizes of a layer, but that an axis of one pixel may have another step (``as_convolution``)."""
-    return sized(problem, 1, 64, 64)
+    """The same for all sizes of a layer, but that a map of one pixel may have another step (``as_convolution``)."""
+    side = 1 if problem.one_pixel else 64
+    return sized(problem, 1, side, side)
 
 
 def through_registers(problem: StridedProblem, tile: Tile) -> bool:
