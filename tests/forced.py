@@ -89,8 +89,8 @@ def check_forced_gradients(part: Part, posed: Problem, with_bias: bool, toleranc
 def check_forced_grad_input(
     part: Part, posed: Problem, tolerance: float, channels_last: bool | None = None
 ) -> None:
-    """Run a part that computes the gradient of the input on random tensors; ``channels_last``: of the gradient, where it
-    does not lie as grad_output does."""
+    """Run a part that computes the gradient of the input on random tensors; ``channels_last``: of the gradient, where
+    it does not lie as grad_output does."""
     g = posed.geometry
     if channels_last is None:
         channels_last = posed.channels_last

@@ -1,5 +1,5 @@
-"""Kernels of grad_input that are told sizes at their launch: how many a layer has over all sizes, what they compute with
-the sizes, and one kernel at several of them."""
+"""Kernels of grad_input that are told sizes at their launch: how many a layer has over all sizes, what they compute
+with the sizes, and one kernel at several of them."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ SMALL = 128 * 128
 #: tiles leaves few multiprocessors idle.
 TEAM_STEPS = 9
 TEAM_SHARE = 0.9
-#: By what a tile counts for more that is larger than few steps allow, that one team computes where two were measured to be
-#: faster, and that two compute where they were not.
+#: By what a tile counts for more that is larger than few steps allow, that one team computes where two were measured
+#: to be faster, and that two compute where they were not.
 LARGE, ONE_TEAM, IDLE_TEAM = 1.5, 1.5, 2.0
 #: Of equals the one comes first whose rows are longer, and whose stages are more: not narrow, not of so many channels.
 NARROW, WIDE, WIDE_CHANNELS = 1.02, 1.02, 192
@@ -44,8 +44,8 @@ ONE_PIXEL = ((128, 1, 1),)
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxTile]:
-    """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more are
-    asked for, out of all."""
+    """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more
+    are asked for, out of all."""
     found = _ranked(schedules(of_any_size(problem), device), problem, device)
     if len(found) < count and count > 1:
         found += _ranked(tuple(tiles(problem, device)), problem, device)

@@ -28,7 +28,7 @@ ASKING_THREADS = 64
 MULTIPLY_CLOCKS = 512
 FILL_BYTES = 38
 STORE_BYTES = 14
-#: Columns of the widest map that a tile of cells in a row takes: of a wider one, whole rows are much more than the tile.
+#: Columns of the widest map that a tile of cells in a row takes: whole rows of a wider one are much more than the tile.
 DENSE_COLS = 32
 #: Bytes a clock of the memory, and clocks that a launch costs.
 MEMORY_BYTES = 2300
@@ -218,8 +218,8 @@ def legal(problem: StridedProblem, tile: BoxTile) -> bool:
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
-    """Tiles that the kernel can compute sizes of this layer with, whatever its size, in no order; 2 splits stand for any
-    number of them above 1."""
+    """Tiles that the kernel can compute sizes of this layer with, whatever its size, in no order; 2 splits stand for
+    any number of them above 1."""
     for shape in dict.fromkeys(_shapes(problem)):
         for splits in (1, 2):
             if splits > 1 and (problem.geometry.groups > 1 or shape.teams > 1 or chunks(problem) == 1):

@@ -1,8 +1,8 @@
-"""Which tiles of csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu a layer has, whatever its sizes: at most four; and
-which of them computes one size. Pure functions of data.
+"""Which tiles of csrc/kernels/grad_input_wgmma.cu and grad_input_tile.cu a layer has, whatever its sizes: at most four;
+and which of them computes one size. Pure functions of data.
 
-A schedule is the tile that is expected to be the fastest for a size that stands for its class; a size takes the schedule
-that covers its map with the fewest cells too many.
+A schedule is the tile that is expected to be the fastest for a size that stands for its class; a size takes the
+schedule that covers its map with the fewest cells too many.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ FILL_OVERHEAD = 64
 MOST_FILL_REGISTERS = 64
 #: Of a multiplying thread's, those that are no sums.
 SUM_OVERHEAD = 48
-#: Images, rows and columns of the maps of grad_input that stand for large ones, for those that leave multiprocessors idle,
-#: and for small ones; the same of maps of one row; and of one pixel.
-LARGE, FEW, SMALL = (8, 64, 64), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
-MIDDLE = (8, 32, 32)
+#: Images, rows and columns of the maps of grad_input that stand for large ones, for those of which large tiles leave
+#: multiprocessors idle, for those of which all do, and for small ones; the same of maps of one row; and of one pixel.
+LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
 #: By what a cell counts for more that mma.sync multiplies: three products took 1.6 times as long by it.
@@ -92,8 +91,8 @@ class Schedule:
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tuple[StridedProblem, Tile]]:
-    """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more are
-    asked for, those that are expected to be the fastest for this very size."""
+    """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more
+    are asked for, those that are expected to be the fastest for this very size."""
     legal = [one for one in schedules(of_any_size(problem), device) if one.legal(problem)]
     if not legal:
         return []
