@@ -29,7 +29,7 @@ from tconv_swap.measurement.environment import environment
 
 ROOT = Path(__file__).parents[1]
 #: Of each stage, the families whose kernels are told sizes.
-FAMILIES = {"forward": {"halo tile"}, "grad_input": {"halo tile", "box tile"}}
+FAMILIES = {"forward": {"halo tile"}, "grad_input": {"halo tile", "box tile", "unfolded tile"}}
 MODES = {"tf32": torch.float32, "fp16": torch.float16}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 FLUSHED_BYTES = 256 << 20

@@ -13,8 +13,16 @@ from forced import check_forced_grad_input
 from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
 
 from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import boxes_choice, grad_input_choice, plan_grad_input, plan_grad_input_boxes
-from tconv_swap.cuda.plans.grad_input_layout import as_convolution
+from tconv_swap.cuda.plans import (
+    boxes_choice,
+    grad_input_choice,
+    plan_grad_input,
+    plan_grad_input_boxes,
+    plan_grad_input_unfolded,
+    unfolded_choice,
+    unfolded_tile,
+)
+from tconv_swap.cuda.plans.grad_input_layout import as_convolution, of_any_size
 from tconv_swap.cuda.program import Kernel, Part
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.suite import Layer, load_suite
@@ -25,7 +33,7 @@ LAYERS = [
     if max(layer.geometry.stride) > 1 and layer.geometry.out_channels_per_group >= 8
 ]
 #: What multiplies, of the families that this file is about.
-ENTRIES = ("grad_input_boxes", "grad_input_wgmma", "grad_input_tile")
+ENTRIES = ("grad_input_boxes", "grad_input_unfolded", "grad_input_wgmma", "grad_input_tile")
 SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "TILES_H", "TILES_W", "OUT_PIXELS"}
 
 
@@ -80,6 +88,14 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
     if plan_grad_input_boxes.claims(posed, device):
         tiles = boxes_choice.choose(posed, device, count)
         yield from (plan_grad_input_boxes.part_with_tile(posed, tile) for tile in tiles)
+    if plan_grad_input_unfolded.claims(posed, device):
+        # Those too that are not expected to pay.
+        found = [
+            tile
+            for one, _ in unfolded_choice.schedules(of_any_size(posed), device)
+            for tile in unfolded_choice.for_size(one, posed)
+        ]
+        yield from (plan_grad_input_unfolded.part_with_tile(posed, tile) for tile in found[:count])
     if plan_grad_input.claims(posed, device):
         yield from (
             plan_grad_input.part_with_tile(*tile) for tile in grad_input_choice.choose(posed, device, count)
@@ -107,6 +123,17 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
                 assert geometry.width <= tile.cols
             chunks = -(-found.words // tile.chunk_words)
             assert 1 <= tile.splits <= chunks
+    if plan_grad_input_unfolded.claims(posed, H200):
+        for part in plan_grad_input_unfolded.part_candidates(posed, H200, 1):
+            main = next(one for one in part.launches if one.kernel.entry == "grad_input_unfolded")
+            constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+            assert source.sizes[-4 if constants["FOLD_W"] == 1 else -5] > 0
+            assert geometry.out_width % constants["FOLD_W"] == 0
+            assert max(source.box) <= 256
+            assert all(stride % 16 == 0 for stride in source.strides)
+            align = unfolded_tile.alignment(posed, constants["FOLD_W"] > 1)
+            starts = {col * constants["TILE_W"] * posed.step[1] % align for col in range(main.structs[0][11])}
+            assert starts == {0}
     if plan_grad_input_boxes.claims(posed, H200):
         for box in boxes_choice.choose(posed, H200):
             (main, *_) = plan_grad_input_boxes.part_with_tile(posed, box).launches
@@ -179,9 +206,12 @@ def sizes_of_one_kernel(rng: random.Random) -> list[tuple[plan.Problem, Part]]:
             problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
             for part in parts_of(problem, rng.choice((1, 4))):
                 by_kernel.setdefault(computing(part), []).append((problem, part))
-        several = [found for found in by_kernel.values() if len(found) >= 3]
+        several: dict[str, list[list[tuple[plan.Problem, Part]]]] = {}
+        for kernel, found in by_kernel.items():
+            if len(found) >= 3:
+                several.setdefault(kernel.entry, []).append(found[:3])
         if several:
-            return rng.choice(several)[:3]
+            return rng.choice(several[rng.choice(list(several))])
 
 
 def test_one_kernel_has_several_sizes() -> None:

@@ -10,8 +10,14 @@ from functools import lru_cache
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.boxes_tile import BoxTile, chunks, clocks, legal, tiles, work_count
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size, schedules_at_most, sized
+from tconv_swap.cuda.plans.grad_input_layout import (
+    StridedProblem,
+    of_any_size,
+    representatives,
+    schedules_at_most,
+)
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.plans.schedules import covering
 from tconv_swap.cuda.problem import Device
 
 #: With so few steps (a tap of a chunk) to a tile it should be small: what is left to store when nothing is left to
@@ -29,18 +35,8 @@ LARGE, ONE_TEAM, IDLE_TEAM = 1.5, 1.5, 2.0
 NARROW, WIDE, WIDE_CHANNELS = 1.02, 1.02, 192
 #: Clocks that a size takes however small it is: what tiles for small sizes are worth is less than they say.
 LEAST_CLOCKS = 10000
-#: Of a tile for a size that it cannot compute.
-MOST_REGRET = 1e3
 #: More splits than this never paid.
 SPLITS = (2, 4)
-#: Batch, rows and columns of the maps of grad_input that stand for all, those first that many networks have.
-SIZES = (
-    *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
-    *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),
-)
-SIZES_OF_ONE_ROW = ((8, 1, 512), (4, 1, 256), (8, 1, 4096), (1, 1, 64), (1, 1, 1024))
-
-ONE_PIXEL = ((128, 1, 1),)
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxTile]:
@@ -102,37 +98,13 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
 @lru_cache(maxsize=1024)
 def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
     """The tiles of a layer (``of_any_size``). The first takes any size; each of the others is the one that brings the
-    expected time of ``SIZES`` closest to the best of all tiles."""
-    one_row = layer.geometry.kernel[0] == layer.step[0] == 1
-    which = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW if one_row else SIZES
-    sizes = [sized(layer, *size) for size in which]
-    every = tuple(tiles(layer, device))
-    if not every:
-        return ()
-    times = {tile: [_least(tile, size, device) for size in sizes] for tile in every}
-    best = [min(of_size) for of_size in zip(*times.values(), strict=True)]
+    expected time of ``representatives`` closest to the best of all tiles."""
+    sizes, weights = representatives(layer)
+    times = {tile: [_least(tile, size, device) for size in sizes] for tile in tiles(layer, device)}
     always = [
-        tile for tile in every if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
+        tile for tile in times if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
     ]
-
-    def regret(reached: list[float]) -> float:
-        return sum(
-            math.log(min(MOST_REGRET, time / least)) for time, least in zip(reached, best, strict=True)
-        )
-
-    found = [min(always or every, key=lambda tile: regret(times[tile]))]
-    reached = times[found[0]]
-    while len(found) < schedules_at_most(layer):
-
-        def with_it(tile: BoxTile, reached: list[float] = reached) -> list[float]:
-            return [min(both) for both in zip(reached, times[tile], strict=True)]
-
-        better = min(every, key=lambda tile: regret(with_it(tile)))
-        if regret(with_it(better)) >= regret(reached):
-            break
-        found.append(better)
-        reached = with_it(better)
-    return tuple(found)
+    return covering(times, weights, always, schedules_at_most(layer))
 
 
 def _least(tile: BoxTile, problem: StridedProblem, device: Device) -> float:

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.schedules import (
+    CHANNEL_COLUMNS,
+    ONE_PIXEL,
+    SINGLE,
+    SIZES,
+    SIZES_OF_ONE_ROW,
+    UNUSUAL,
+)
 from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
@@ -149,6 +157,21 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
     (height, missing_h), (width, missing_w) = found
     posed = replace(geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w))
     return replace(problem, geometry=posed)
+
+
+def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
+    """The sizes that stand for all of a layer, and what each counts for."""
+    channels, (least, most) = layer.geometry.out_channels_per_group, CHANNEL_COLUMNS
+    if layer.one_pixel or layer.geometry.kernel[0] == layer.step[0] == 1:
+        sizes = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW
+        weights = [SINGLE if batch == 1 else 1.0 for batch, _, _ in sizes]
+    else:
+        sizes = SIZES
+        weights = [
+            (SINGLE if batch == 1 else 1.0) * (1.0 if least <= channels * columns <= most else UNUSUAL)
+            for batch, _, columns in sizes
+        ]
+    return [sized(layer, *size) for size in sizes], weights
 
 
 def of_any_size(problem: StridedProblem) -> StridedProblem:
