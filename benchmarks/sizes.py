@@ -1,9 +1,9 @@
 """What it costs that kernels are told sizes at their launch: ``python -m benchmarks.sizes COMMIT``.
 
-Times the forward pass of the suite's layers that the halo tile computes (TF32 and float16, NCHW and channels_last), as
-this tree's library computes it and as that of COMMIT, a commit whose kernels have the sizes compiled in. Each library
-runs in processes of its own, which compile with several cores first; L2 is flushed before every call, and the two take
-turns, ``--rounds`` times.
+Times a stage of the suite's layers where kernels compute it that are told sizes (TF32 and float16, NCHW and
+channels_last), as this tree's library computes it and as that of COMMIT, a commit whose kernels have the sizes compiled
+in. Each library runs in processes of its own, which compile with several cores first; L2 is flushed before every call,
+and the two take turns, ``--rounds`` times.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from tconv_swap.cuda.cache import ENVIRONMENT_VARIABLE, write_atomically
 from tconv_swap.measurement.environment import environment
 
 ROOT = Path(__file__).parents[1]
-FAMILY = "halo tile"
+#: Of each stage, the families whose kernels are told sizes.
+FAMILIES = {"forward": {"halo tile"}, "grad_input": {"halo tile", "box tile", "unfolded tile"}}
 MODES = {"tf32": torch.float32, "fp16": torch.float16}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 FLUSHED_BYTES = 256 << 20
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.sizes", description=__doc__)
     parser.add_argument("commit", help="whose kernels have the sizes compiled in")
     parser.add_argument("--json", type=Path, help="write the microseconds of every row here")
+    parser.add_argument("--stage", choices=FAMILIES, default="forward")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -48,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("benchmarks.sizes needs an NVIDIA GPU", file=sys.stderr)
         return 2
     if options.child:
-        print(json.dumps(times()))
+        print(json.dumps(times(options.stage)))
         return 0
-    before, after = measure(options.commit, options.rounds)
+    before, after = measure(options.commit, options.stage, options.rounds)
     rows = [
         {"row": name, "before_us": before[name], "after_us": after[name]} for name in before if name in after
     ]
@@ -59,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {
             "benchmark": "sizes",
             "commit": options.commit,
+            "stage": options.stage,
             "environment": environment("cuda"),
             "rows": rows,
         }
@@ -66,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(commit: str, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+def measure(commit: str, stage: str, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds of each row: of the commit's library, and of this one; the least of the rounds."""
     from benchmarks.varying import build_host_parts, link_host_parts  # not in the other tree
 
@@ -88,21 +91,21 @@ def measure(commit: str, rounds: int) -> tuple[dict[str, float], dict[str, float
             (old / "benchmarks" / name).write_bytes((Path(__file__).parent / name).read_bytes())
         for _ in range(rounds):
             for tree, times_of in zip((old, ROOT), found, strict=True):
-                for row, time in _in_a_process(tree, cache).items():
+                for row, time in _in_a_process(tree, cache, stage).items():
                     times_of[row] = min(time, times_of.get(row, math.inf))
     return found
 
 
-def _in_a_process(tree: Path, cache: Path) -> dict[str, float]:
+def _in_a_process(tree: Path, cache: Path, stage: str) -> dict[str, float]:
     environment_of = {**os.environ, "PYTHONPATH": str(tree), ENVIRONMENT_VARIABLE: str(cache)}
-    command = [sys.executable, "-m", "benchmarks.sizes", "-", "--child"]
+    command = [sys.executable, "-m", "benchmarks.sizes", "-", "--child", "--stage", stage]
     done = subprocess.run(
         command, cwd=tree, env=environment_of, check=True, stdout=subprocess.PIPE, text=True
     )
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def times() -> dict[str, float]:
+def times(stage: str) -> dict[str, float]:
     """Microseconds of each row, by the library of this process: the median of the calls."""
     from tconv_swap import conv_transpose2d
     from tconv_swap.cuda import call, plan
@@ -119,8 +122,11 @@ def times() -> dict[str, float]:
                 problem = plan.Problem(
                     layer.geometry, dtype, "tf32" if mode == "tf32" else "ieee", last, last
                 )
-                made = plan.plan_forward(problem, layer.bias, facts)
-                if made.family == FAMILY:
+                if stage == "forward":
+                    made = plan.plan_forward(problem, layer.bias, facts)
+                else:
+                    made = plan.plan_backward(problem, (True, False, False), facts)
+                if FAMILIES[stage] & set(made.family.split(", ")):
                     rows.append((f"{layer.name} {mode} {layout}", layer, dtype, form))
                     kernels.update(dict.fromkeys(one.kernel for one in made.launches))
     _compile(list(kernels), facts.architecture)
@@ -132,12 +138,23 @@ def times() -> dict[str, float]:
         w = torch.randn(g.weight_shape, device="cuda").to(dtype).contiguous(memory_format=form)
         b = torch.randn(g.out_channels, device="cuda").to(dtype) if layer.bias else None
 
-        def run(x: Any = x, w: Any = w, b: Any = b, g: Any = g) -> None:
-            conv_transpose2d(
+        def forward(x: Any = x, w: Any = w, b: Any = b, g: Any = g) -> torch.Tensor:
+            return conv_transpose2d(
                 x, w, b, g.stride, g.padding, g.output_padding, g.groups, g.dilation, backend="kernel"
             )
 
-        found[name] = _median(run, flushed)
+        if stage == "forward":
+            with torch.no_grad():
+                found[name] = _median(forward, flushed)
+            continue
+        x.requires_grad_()
+        y = forward()
+        grad = torch.randn_like(y)
+
+        def grad_input(y: Any = y, x: Any = x, grad: Any = grad) -> None:
+            torch.autograd.grad(y, x, grad, retain_graph=True)
+
+        found[name] = _median(grad_input, flushed)
     return found
 
 
@@ -151,16 +168,15 @@ def _compile(kernels: Sequence[Any], architecture: str) -> None:
 
 def _median(run: Any, flushed: torch.Tensor) -> float:
     seen: list[float] = []
-    with torch.no_grad():
-        for i in range(CALLS + 3):
-            flushed.zero_()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            end.synchronize()
-            if i >= 3:
-                seen.append(begin.elapsed_time(end) * 1e3)
+    for i in range(CALLS + 3):
+        flushed.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            seen.append(begin.elapsed_time(end) * 1e3)
     return statistics.median(seen)
 
 

@@ -84,3 +84,45 @@ def check_forced_gradients(part: Part, posed: Problem, with_bias: bool, toleranc
         assert gradient.shape == truth.shape
         error = (gradient.double() - truth).norm() / scale.clamp_min(1e-30)
         assert error <= tolerance, f"{g} {made.why}"
+
+
+def check_forced_grad_input(
+    part: Part, posed: Problem, tolerance: float, channels_last: bool | None = None
+) -> None:
+    """Run a part that computes the gradient of the input on random tensors; ``channels_last``: of the gradient, where
+    it does not lie as grad_output does."""
+    g = posed.geometry
+    if channels_last is None:
+        channels_last = posed.channels_last
+    made = Plan(
+        part.family,
+        part.why,
+        (Output(g.input_shape, channels_last),),
+        part.launches,
+        part.workspace_bytes,
+    )
+    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), call.device_facts(0).architecture)
+    formats = (torch.contiguous_format, torch.channels_last)
+    grad, weight = (
+        torch.randn(shape, device="cuda").to(posed.dtype).contiguous(memory_format=formats[last])
+        for shape, last in (
+            (g.output_shape, posed.channels_last),
+            (g.weight_shape, posed.weight_channels_last),
+        )
+    )
+
+    def run() -> Tensor:
+        grad_input: Tensor = torch.ops.tconv_swap.launch.default(handle, [grad, weight, weight])[0]
+        return grad_input
+
+    run().fill_(float("nan"))  # freed at once: the next call takes its memory
+    torch.full((made.workspace_bytes // 4 + 1,), float("nan"), device="cuda")
+    grad_input = run()
+    assert torch.equal(grad_input, run())
+    x = torch.zeros(g.input_shape, device="cuda", dtype=torch.float64, requires_grad=True)
+    y = conv_transpose2d_reference(
+        x, weight.double(), None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
+    )
+    (expected,) = torch.autograd.grad(y, x, grad.double())
+    error = (grad_input.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= tolerance, f"{g} {made.why}"

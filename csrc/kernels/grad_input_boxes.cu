@@ -14,11 +14,11 @@
 // The constants of the tile (plans/boxes_tile.py): 8 cells of a multiply and the next 8 lie GROUP_PIXELS apart in the
 // input's stage and GROUP_PLACES in the tile, a multiply and the next MULTIPLY_PIXELS and MULTIPLY_PLACES. FLAT (kernel
 // within the stride, no padding): rows of all images are rows of one. DENSE besides: a tile is so many cells in a row,
-// wherever they begin, and TILE_H whole rows of the map hold them.
+// wherever they begin; `box_bytes` of whole rows of the map hold them, INPUT_BYTES at most.
 //
 // Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; grad_output and weight in channels_last with 16-byte
 // multiples of channels of a group, grad_input so too or in NCHW; any kernel, padding, dilation, groups; strides to 8.
-// SPLITS > 1: grad_input is float32 [split, ...], each with its share of the chunks. SLICES_FIRST: all chunks of a slice,
+// PARTIAL: grad_input is float32 [sizes.splits, ...], each with its share of the chunks. SLICES_FIRST: all chunks of a slice,
 // then the next slice; else all slices of a chunk. PHASED (whole strides of columns, one group): the map has the phases
 // of columns as a dimension of its own.
 #include "mma.cuh"
@@ -27,6 +27,7 @@
 #include "tma.cuh"
 #include "repeat.cuh"
 #include "ring.cuh"
+#include "sizes.cuh"
 
 using ptx::u32;
 using ptx::u64;
@@ -41,7 +42,9 @@ constexpr int TAPS = KERNEL_H * KERNEL_W;
 constexpr bool NARROW = TILE_W < 8;
 constexpr int REACH_H = (KERNEL_H - 1) * DILATION_H / STEP_H;
 constexpr int REACH_W = NARROW ? 0 : (KERNEL_W - 1) * DILATION_W / STEP_W;
+/// Of a box; with DENSE no tap is shifted, so nothing depends on them.
 constexpr int BOX_H = TILE_H + REACH_H, BOX_W = TILE_W + REACH_W;
+static_assert(!DENSE || (FLAT && REACH_H == 0 && REACH_W == 0));
 
 /// A slice's first pixel, counted from the tile's first cell, and its taps: which of the kernel, and at which pixel of
 /// the box they meet the first cell. Taps of slice s: first[s] to first[s + 1].
@@ -77,7 +80,8 @@ constexpr int SLICES = make_table().slices;
 constexpr int ROW = 128, CHUNK = ROW / static_cast<int>(sizeof(Element));
 constexpr int K_GROUP = IN_CHANNELS / GROUPS, CHANNELS_GROUP = OUT_CHANNELS / GROUPS;
 constexpr int CHUNKS = ceil_div(K_GROUP, CHUNK), M_BLOCKS = ceil_div(CHANNELS_GROUP, BLOCK_CHANNELS);
-constexpr int INPUT_BYTES = TILE_N * BOX_H * BOX_W * ROW, INPUT_PITCH = round_up(INPUT_BYTES, 1024);
+constexpr int INPUT_PITCH = round_up(INPUT_BYTES, 1024);
+static_assert(DENSE || INPUT_BYTES == TILE_N * BOX_H * BOX_W * ROW, "the plan and the kernel must agree");
 constexpr int WEIGHT_BYTES = BLOCK_CHANNELS * ROW;
 static_assert(WEIGHT_BYTES % 1024 == 0);
 constexpr int WARPGROUP_CELLS = 64 * M_TILES, TILE_CELLS = WARPGROUPS * WARPGROUP_CELLS;
@@ -91,7 +95,7 @@ constexpr int TURN_BARRIERS = WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8;
 static_assert(SHARED_BYTES == 1024 + TURN_BARRIERS + TEAMS * 8, "the plan and the kernel must agree");
 
 constexpr int TEAM_WARPS = 4 * WARPGROUPS, MULTIPLYING = 32 * TEAM_WARPS * TEAMS, ASKING = 64;
-static_assert(TEAMS == 1 || SPLITS == 1);
+static_assert(TEAMS == 1 || !PARTIAL);
 
 using InputRing = StageRing<INPUT_STAGES, 0, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = StageRing<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIERS>;
@@ -99,27 +103,38 @@ using WeightRing = StageRing<WEIGHT_STAGES, WEIGHTS, WEIGHT_BYTES, WEIGHT_BARRIE
 /// What one turn of a block computes. `image`, `row`, `col`: its first cell.
 struct Work {
   int split, block, group, image, row, col;
+  int first_chunk, end_chunk;
 
-  __device__ __forceinline__ explicit Work(int index) {
-    split = index % SPLITS;
-    index /= SPLITS;
+  __device__ __forceinline__ Work(int index, const Sizes& sizes) : split(0), image(0), first_chunk(0), end_chunk(CHUNKS) {
+    if constexpr (PARTIAL) {
+      const int whole = sizes.splits.quotient(index);
+      split = sizes.splits.remainder(index, whole);
+      first_chunk = sizes.splits.quotient(split * CHUNKS);
+      end_chunk = sizes.splits.quotient((split + 1) * CHUNKS);
+      index = whole;
+    }
     block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    int tile = index / GROUPS;
+    const int tile = index / GROUPS;
     if constexpr (DENSE) {
-      row = tile * TILE_CELLS / OUT_WIDTH;
-      col = tile * TILE_CELLS % OUT_WIDTH;
-      image = 0;
+      row = sizes.row_cells.quotient(tile * TILE_CELLS);
+      col = sizes.row_cells.remainder(tile * TILE_CELLS, row);
     } else {
-      col = tile % TILES_W * TILE_W;
-      tile /= TILES_W;
-      row = (FLAT ? tile : tile % TILES_H) * TILE_H;
-      image = FLAT ? 0 : tile / TILES_H * TILE_N;
+      int lines = tile;
+      if constexpr (!FLAT) {
+        image = sizes.image_tiles.quotient(tile);
+        lines = sizes.image_tiles.remainder(tile, image);
+        image *= TILE_N;
+      }
+      row = sizes.row_tiles.quotient(lines);
+      col = sizes.row_tiles.remainder(lines, row) * TILE_W;
+      row *= TILE_H;
     }
   }
-  __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
-  __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
+  __device__ __forceinline__ static int count(const Sizes& sizes) {
+    return sizes.tiles * (GROUPS * M_BLOCKS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
+  }
 };
 
 #include "teams.cuh"
@@ -127,16 +142,17 @@ struct Work {
 
 // ---- those that ask ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, int works) {
+__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
   InputRing ring(shared);
-  each_work(works, [&](const Work& work) {
-    for (int outer = SLICES_FIRST ? 0 : work.first_chunk(); outer < (SLICES_FIRST ? SLICES : work.end_chunk()); ++outer)
+  each_work(Work::count(sizes), [&](int index) {
+    const Work work(index, sizes);
+    for (int outer = SLICES_FIRST ? 0 : work.first_chunk; outer < (SLICES_FIRST ? SLICES : work.end_chunk); ++outer)
 #pragma unroll 1
-      for (int inner = SLICES_FIRST ? work.first_chunk() : 0; inner < (SLICES_FIRST ? work.end_chunk() : SLICES); ++inner) {
+      for (int inner = SLICES_FIRST ? work.first_chunk : 0; inner < (SLICES_FIRST ? work.end_chunk : SLICES); ++inner) {
         const int chunk = SLICES_FIRST ? inner : outer, slice = SLICES_FIRST ? outer : inner;
         const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + TABLE.col[slice];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-        ptx::arrive_expecting(ring.full(), INPUT_BYTES);
+        ptx::arrive_expecting(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
         if constexpr (PHASED) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
           ptx::copy_box(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
@@ -150,14 +166,15 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, int works) {
+__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(works, [&](const Work& work) {
+  each_work(Work::count(sizes), [&](int index) {
+    const Work work(index, sizes);
     // Slice by slice, or all of them at once: taps are in the order of their slices.
     constexpr int PARTS = SLICES_FIRST ? SLICES : 1;
 #pragma unroll 1
     for (int part = 0; part < PARTS; ++part)
-      for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+      for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
 #pragma unroll 1
         for (int i = SLICES_FIRST ? TABLE.first[part] : 0; i < (SLICES_FIRST ? TABLE.first[part + 1] : TAPS); ++i) {
           const int tap = TABLE.tap[i];
@@ -176,7 +193,7 @@ __device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
   if (wanted && threadIdx.x % 32 == 0) ptx::arrive(barrier);
 }
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int batch, int works) {
+__device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, const Sizes& sizes) {
   const int warpgroup = threadIdx.x / 128 % WARPGROUPS;
   const int warpgroup_pixel =
       DENSE ? warpgroup * WARPGROUP_CELLS
@@ -192,7 +209,8 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
   };
   if (TEAMS > 1 && team > 0) skip_work();
   Turns<TEAMS> turns(shared + TURN_BARRIERS, team);
-  const auto compute = [&](const Work& work) {
+  const auto compute = [&](int index) {
+    const Work work(index, sizes);
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
     Sums sums;
 #pragma unroll
@@ -201,12 +219,12 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
     bool first = true;
     // One round at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
-    u32 rounds = ptx::pinned(SLICES_FIRST ? SLICES : work.end_chunk() - work.first_chunk());
+    u32 rounds = ptx::pinned(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
     turns.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
-      for (int stage = 0; stage < (SLICES_FIRST ? work.end_chunk() - work.first_chunk() : SLICES); ++stage) {
+      for (int stage = 0; stage < (SLICES_FIRST ? work.end_chunk - work.first_chunk : SLICES); ++stage) {
         const int slice = SLICES_FIRST ? SLICES - static_cast<int>(rounds) : stage;
         ptx::wait_for_phase(input.full(), input.parity);
         const int begin = TABLE.first[slice], end = TABLE.first[slice + 1];
@@ -244,19 +262,19 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, int 
     if constexpr (TEAMS > 1) skip_work();
 
     Out* to = output;
-    if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
+    if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
     if constexpr (OUTPUT_CHANNELS_LAST) {
-      store_channels_last(sums, to, staged, work, batch);
+      store_channels_last(sums, to, staged, work, sizes);
     } else {
-      store_nchw(sums, to, work, batch);
+      store_nchw(sums, to, work, sizes);
     }
   };
-  each_work(works, compute, team, TEAMS);
+  each_work(Work::count(sizes), compute, team, TEAMS);
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     grad_input_boxes(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
-                     Out* __restrict__ grad_input, long long batch, long long works) {
+                     Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, long long box_bytes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
@@ -277,9 +295,9 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
 
   if (threadIdx.x >= MULTIPLYING) {
     ptx::wait_for_previous_launch();
-    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, static_cast<int>(works));
-    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, static_cast<int>(works));
+    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, sizes, static_cast<int>(box_bytes));
+    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, sizes);
   } else {
-    multiply_and_store(shared, grad_input, static_cast<int>(batch), static_cast<int>(works));
+    multiply_and_store(shared, grad_input, sizes);
   }
 }

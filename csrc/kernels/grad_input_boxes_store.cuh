@@ -10,29 +10,30 @@ struct Sums {
 /// Channels of one pass through shared memory; of fewer than a pass there is one block, whose last channels are none.
 constexpr int STORED_CHANNELS = ROW / static_cast<int>(sizeof(Out));
 static_assert(!OUTPUT_CHANNELS_LAST || BLOCK_CHANNELS % STORED_CHANNELS == 0 || M_BLOCKS == 1);
-constexpr int OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH;
 
 /// The cell that is the `row`-th of the warp's 16 of multiply `m`: its image, and its place in there; none of them: -1.
 struct Cell {
   int image, pixel;
 };
-__device__ __forceinline__ Cell cell_of_row(const Work& work, int batch, int m, int row) {
+__device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes, int m, int row) {
   constexpr int WARPGROUP_H = TILE_H / WARPGROUPS_H, WARPGROUP_N = TILE_N / (WARPGROUPS / WARPGROUPS_H);
   const int warp = threadIdx.x / 32 % 4, warpgroup = threadIdx.x / 128 % WARPGROUPS;
   const int place = m * MULTIPLY_PLACES + (warp * 2 + row / 8) * GROUP_PLACES + row % 8;
   if constexpr (DENSE) {
-    const int cell = work.row * OUT_WIDTH + work.col + warpgroup * WARPGROUP_CELLS + place;
-    return {cell / OUT_PIXELS, cell < batch * OUT_PIXELS ? cell % OUT_PIXELS : -1};
+    const int cell = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_CELLS + place;
+    const int image = sizes.image_cells.quotient(cell);
+    return {image, image < sizes.batch ? sizes.image_cells.remainder(cell, image) : -1};
   } else {
     const int line = place / TILE_W, down = line % WARPGROUP_H, further = line / WARPGROUP_H;
     int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + down;
     int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further;
     const int col = work.col + place % TILE_W;
     if constexpr (FLAT) {
-      image = further == 0 ? at_row / OUT_HEIGHT : batch;
-      at_row %= OUT_HEIGHT;
+      image = further == 0 ? sizes.image_cells.quotient(at_row * sizes.out_width) : sizes.batch;
+      at_row -= image * sizes.out_height;
     }
-    return {image, at_row < OUT_HEIGHT && col < OUT_WIDTH && image < batch ? at_row * OUT_WIDTH + col : -1};
+    const bool inside = at_row < sizes.out_height && col < sizes.out_width && image < sizes.batch;
+    return {image, inside ? at_row * sizes.out_width + col : -1};
   }
 }
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ void stage_channels(const float* sums, u32 staged) {
 }
 
 /// `staged`: shared memory of the warp's own.
-__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, u32 staged, const Work& work, int batch) {
+__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, u32 staged, const Work& work, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const int channel = work.block * BLOCK_CHANNELS + piece * (16 / static_cast<int>(sizeof(Out)));
   Out* first = output + work.group * CHANNELS_GROUP + channel;
@@ -71,8 +72,8 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
     int pixel[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Cell cell = cell_of_row(work, batch, M, i * 4 + lane / 8);
-      pixel[i] = cell.pixel < 0 ? -1 : cell.image * OUT_PIXELS + cell.pixel;
+      const Cell cell = cell_of_row(work, sizes, M, i * 4 + lane / 8);
+      pixel[i] = cell.pixel < 0 ? -1 : cell.image * sizes.out_pixels() + cell.pixel;
     }
     repeat<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
       constexpr int FIRST = decltype(number)::value * STORED_CHANNELS;
@@ -90,19 +91,20 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   });
 }
 
-__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const Work& work, int batch) {
+__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const Work& work, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, channel = work.block * BLOCK_CHANNELS + lane % 4 * 2;
+  const long long out_pixels = sizes.out_pixels();
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const Cell cell = cell_of_row(work, batch, m, half * 8 + lane / 4);
-      Out* to = output + (static_cast<long long>(cell.image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * OUT_PIXELS + cell.pixel;
+      const Cell cell = cell_of_row(work, sizes, m, half * 8 + lane / 4);
+      Out* to = output + (static_cast<long long>(cell.image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * out_pixels + cell.pixel;
 #pragma unroll
       for (int c = 0; c < BLOCK_CHANNELS; c += 8)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (cell.pixel >= 0 && channel + c + i < CHANNELS_GROUP)
-            to[static_cast<long long>(c + i) * OUT_PIXELS] = store_as<Out>(sums.of[m][c / 2 + half * 2 + i]);
+            to[(c + i) * out_pixels] = store_as<Out>(sums.of[m][c / 2 + half * 2 + i]);
     }
 }

@@ -1,7 +1,7 @@
 // Where a block's part of grad_output lies in shared memory for the gradient of the input. Constants only.
 //
-// In the names of the convolution that the gradient is: its input is grad_output (HEIGHT x WIDTH), its output
-// grad_input (OUT_HEIGHT x OUT_WIDTH), and a cell is one pixel of the output. Cell o meets tap k in row
+// In the names of the convolution that the gradient is: its input is grad_output (height x width of Sizes), its output
+// grad_input (out_height x out_width), and a cell is one pixel of the output. Cell o meets tap k in row
 // o * STEP_H - PADDING_H + offset(k) of the input, offset = STEP_H * shift + phase. So the input is split by phase as
 // it enters shared memory, into one picture for each phase (row and column) that has taps: there, cells that are
 // neighbours find neighbouring pixels, and a tap is (picture of its phase, shift).
@@ -101,35 +101,18 @@ __device__ constexpr int most_slice_taps() {
   return most;
 }
 
-// ---- sizes, which are constants here, for what is shared with kernels that are told theirs at the launch ------------
-
-constexpr int PIXELS = HEIGHT * WIDTH;
-constexpr long long OUT_PIXELS = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
-constexpr int CELLS_H = ceil_div(OUT_HEIGHT, CELL_ROWS), CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
-constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
-static_assert(!NARROW || CELLS_W <= TILE_W);
-
-__device__ __forceinline__ Sizes sizes_of(int batch) {
-  const int tiles = FLAT ? ceil_div(batch * (CELLS_H * CELLS_W), TILE_W) : ceil_div(batch, TILE_N) * TILES_H * TILES_W;
-  constexpr Divisor IMAGE_TILES = divisor_of(TILES_H * TILES_W), ROW_TILES = divisor_of(TILES_W), SPLIT = divisor_of(SPLITS);
-  constexpr Divisor IMAGE_CELLS = divisor_of(CELLS_H * CELLS_W), ROW_CELLS = divisor_of(CELLS_W);
-  return {batch, HEIGHT, WIDTH, OUT_HEIGHT, OUT_WIDTH, CELLS_H, CELLS_W, tiles, IMAGE_TILES, ROW_TILES, IMAGE_CELLS, ROW_CELLS, SPLIT};
-}
-
 constexpr int ITEM = sizeof(Element);
 constexpr bool IS_16_BIT = ITEM == 2;
-constexpr long long CHANNEL_BYTES = (INPUT_CHANNELS_LAST ? 1LL : PIXELS) * ITEM;
-constexpr long long CHUNK_BYTES = CHANNEL_BYTES * CHUNK_WORDS * CHANNELS_PER_WORD;
 /// What is copied through registers: to transpose it, to round it, or because asynchronous copies of 16 bytes to different
 /// lines of shared memory come one after another (a third of the speed, measured on an H200).
 constexpr bool THROUGH_REGISTERS = PLANES || (!INPUT_CHANNELS_LAST && IS_16_BIT);
 
 /// Elements of one copy: neighbouring channels of a pixel, or (NCHW) neighbouring pixels of a channel, which part into
-/// several pictures and so must go through registers.
+/// several pictures and so must go through registers. ROW_MULTIPLE divides the columns of grad_output, and with FLAT those
+/// that the cells of a row have.
 constexpr int COPY = INPUT_CHANNELS_LAST  ? power_dividing(CI_GROUP, 16 / ITEM)
                      : !THROUGH_REGISTERS ? 1
-                     : FLAT               ? power_dividing(CELLS_W * STEP_W, power_dividing(WIDTH, 4))
-                                          : power_dividing(WIDTH, power_dividing(TILE_W * STEP_W, 4));
+                                          : power_dividing(ROW_MULTIPLE, power_dividing(TILE_W * STEP_W, 4));
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : COPY;
 
 // ---- what is copied: every row of a slice, and its columns (channels_last) or runs of all columns (NCHW) -----------
@@ -140,7 +123,7 @@ constexpr int LEAD = NARROW || FLAT ? 0 : ((-PADDING_W) % COPY_PIXELS + COPY_PIX
 /// What the first copied column is counted as, from the first cell's on.
 constexpr int FIRST_COL = NARROW ? PADDING_W : -LEAD;
 constexpr int COPIED_W = INPUT_CHANNELS_LAST ? TILE_W + MAX_SHIFT_W
-                         : NARROW            ? WIDTH
+                         : NARROW            ? round_up(most(1, STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1 - PADDING_W), COPY_PIXELS)
                          : FLAT              ? TILE_W * STEP_W
                                   : round_up(LEAD + STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1, COPY_PIXELS);
 
@@ -187,11 +170,12 @@ __device__ constexpr int tap_pixels(int kh, int kw) {
   return (INPUT_CHANNELS_LAST ? 0 : SOURCE_COLS.rank(SOURCE_COLS.phase(kw)) * PICTURE_PITCH) + SOURCE_ROWS.shift(kh) * ROW_PITCH +
          SOURCE_COLS.shift(kw) * (NARROW ? SHIFTED_PITCH : 1);
 }
-/// Elements from a place of the copies, at phase zero of rows (channels_last: and columns), to its pixel of a slice.
-__device__ constexpr int slice_distance(int slice) {
-  return INPUT_CHANNELS_LAST
-             ? (SOURCE_ROWS.phase_at(slice / SLICES_W) * WIDTH + SOURCE_COLS.phase_at(slice % SLICES_W)) * IN_CHANNELS
-             : SOURCE_ROWS.phase_at(slice) * WIDTH;
+/// Bytes from a place of the copies, at phase zero of rows (channels_last: and columns), to its pixel of a slice.
+template <int SLICE>
+__device__ __forceinline__ int slice_distance(const Sizes& sizes) {
+  constexpr int ROW = SOURCE_ROWS.phase_at(SLICE / SLICES_W), COL = INPUT_CHANNELS_LAST ? SOURCE_COLS.phase_at(SLICE % SLICES_W) : 0;
+  constexpr int PIXEL_BYTES = (INPUT_CHANNELS_LAST ? IN_CHANNELS : 1) * ITEM;
+  return sizes.width * (ROW * PIXEL_BYTES) + COL * PIXEL_BYTES;
 }
 
 // ---- one place of the copies --------------------------------------------------------------------------------
@@ -216,17 +200,16 @@ __device__ __forceinline__ unsigned slices_inside(int first, int shift, int size
   return bits;
 }
 
-__device__ __forceinline__ Place place_of(const Origin& origin, int n, int h, int w, int batch) {
+__device__ __forceinline__ Place place_of(const Origin& origin, int n, int h, int w, const Sizes& sizes) {
   Place place;
   bool inside;
   if constexpr (FLAT) {
-    const int first_image = origin.image / (CELLS_H * CELLS_W);
-    const unsigned cell = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W);
-    const int in_image = static_cast<int>(cell % (CELLS_H * CELLS_W));
-    place.image = static_cast<int>(cell / (CELLS_H * CELLS_W)) - first_image;
-    place.row = in_image / CELLS_W * STEP_H;
-    place.col = in_image % CELLS_W * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
-    inside = first_image + place.image < batch && place.col < WIDTH;
+    const int cell = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_cells.quotient(cell);
+    const int in_image = sizes.image_cells.remainder(cell, image), row = sizes.row_cells.quotient(in_image);
+    place.image = image - sizes.image_cells.quotient(origin.image);
+    place.row = row * STEP_H;
+    place.col = sizes.row_cells.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
+    inside = image < sizes.batch && place.col < sizes.width;
     place.slices = 0xffffffffu;
   } else {
     place.image = n;
@@ -234,10 +217,10 @@ __device__ __forceinline__ Place place_of(const Origin& origin, int n, int h, in
     place.col = INPUT_CHANNELS_LAST ? (origin.col + w) * STEP_W - PADDING_W
                 : NARROW            ? w
                                     : origin.col * STEP_W - PADDING_W - LEAD + w;
-    inside = origin.image + n < batch && (INPUT_CHANNELS_LAST || (place.col >= 0 && place.col < WIDTH));
-    place.slices = slices_inside<SLICES_H, true>(place.row, h, HEIGHT);
+    inside = origin.image + n < sizes.batch && (INPUT_CHANNELS_LAST || (place.col >= 0 && place.col < sizes.width));
+    place.slices = slices_inside<SLICES_H, true>(place.row, h, sizes.height);
     if constexpr (INPUT_CHANNELS_LAST) {
-      place.slices |= slices_inside<SLICES_W, false>(place.col, w, WIDTH) << 16;
+      place.slices |= slices_inside<SLICES_W, false>(place.col, w, sizes.width) << 16;
     } else {
       place.slices |= 1u << 16;
     }

@@ -23,29 +23,32 @@ static_assert(SLICES % FILL_AHEAD == 0);
 // For each place a pointer and a word of bits are carried along, so that a copy is a handful of instructions.
 struct InputFill {
   const char* input;
+  const Sizes& sizes;
+  int next_channel;           // bytes from one channel to the next
   int left;                   // channels of the group from the chunk that is loaded on
   const char* source[SLOTS];  // the place in that chunk
   unsigned bits[SLOTS];       // 16: the next slice to be loaded has the place; 32: the one after it, and so on
   u32 to[SLOTS];              // bytes from the beginning of a stage
   u32 staged[FILL_AHEAD][SLOTS][PLACE_REGISTERS];
 
-  __device__ __forceinline__ explicit InputFill(const Element* input) : input(reinterpret_cast<const char*>(input)) {
+  __device__ __forceinline__ InputFill(const Element* input, const Sizes& sizes)
+      : input(reinterpret_cast<const char*>(input)), sizes(sizes), next_channel(channel_bytes(sizes)) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) to[s] = (plane(s) * PLANE_PITCH + stored_row(image(s), row(s), column(s))) * 16;
   }
 
   /// To the first chunk of other work.
-  __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index, int batch) {
-    const int first_image = FLAT ? origin.image / (CELLS_H * CELLS_W) : origin.image;
-    const char* chunk = input + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
-                        group * CI_GROUP * CHANNEL_BYTES + chunk_index * CHUNK_BYTES;
+  __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index) {
+    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const char* chunk = input + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
+                        (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     left = CI_GROUP - chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      const Place place = place_of(origin, image(s), row(s), column(s), batch);
-      const int pixel = place.row * WIDTH + place.col;
-      const int elements = place.image * (IN_CHANNELS * PIXELS) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
-      source[s] = chunk + elements * ITEM + plane(s) * PLANE_CHANNELS * static_cast<int>(CHANNEL_BYTES);
+      const Place place = place_of(origin, image(s), row(s), column(s), sizes);
+      const int pixel = place.row * sizes.width + place.col;
+      const int elements = place.image * (IN_CHANNELS * sizes.pixels()) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS : pixel);
+      source[s] = chunk + elements * ITEM + plane(s) * PLANE_CHANNELS * next_channel;
       const bool wanted = exists(s) && (INPUT_CHANNELS_LAST || COPY_PIXELS > 1 || column_at(FIRST_COL + column(s)).used);
       bits[s] = wanted ? slice_bits(place.slices) << 4 : 0;
     }
@@ -54,7 +57,7 @@ struct InputFill {
   __device__ __forceinline__ void next_chunk() {
     left -= CHUNK_WORDS * CHANNELS_PER_WORD;
 #pragma unroll
-    for (int s = 0; s < SLOTS; ++s) source[s] += CHUNK_BYTES;
+    for (int s = 0; s < SLOTS; ++s) source[s] += static_cast<long long>(CHUNK_INPUT_CHANNELS) * next_channel;
     drop_ragged();
   }
   /// After a slice was loaded.
@@ -67,12 +70,13 @@ struct InputFill {
   __device__ __forceinline__ void load(int s) {
     u32(&words)[PLACE_REGISTERS] = staged[SLICE % FILL_AHEAD][s];
     const bool inside = (bits[s] & 16u) != 0;
+    const char* from = source[s] + slice_distance<SLICE>(sizes);
     if constexpr (INPUT_CHANNELS_LAST) {
-      load_words<16>(words, source[s] + slice_distance(SLICE) * ITEM, inside);
+      load_words<16>(words, from, inside);
     } else {
 #pragma unroll
       for (int c = 0; c < PLANE_CHANNELS; ++c)
-        load_words<COPY_PIXELS * ITEM>(words + c * ROW_REGISTERS, source[s] + (c * CHANNEL_BYTES + slice_distance(SLICE) * ITEM),
+        load_words<COPY_PIXELS * ITEM>(words + c * ROW_REGISTERS, from + c * next_channel,
                                        inside && (!RAGGED_K || plane(s) * PLANE_CHANNELS + c < left));
     }
     next_slice(s, SLICE == SLICES - 1);

@@ -9,7 +9,7 @@
 //
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
 // stride, padding, output padding, dilation, groups with at most 16 phases an axis that have taps; sm_80 and up. plan_grad_input.py says for which it pays.
-// Input: 16-byte aligned. SPLITS > 1: as in forward_tile.cu.
+// Input: 16-byte aligned. PARTIAL: as in forward_tile.cu.
 #include "mma.cuh"
 #include "forward_tile_taps.cuh"
 #include "grad_input_layout.cuh"
@@ -106,23 +106,23 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_tile(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
-                    long long images) {
+                    const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(16) u32 shared[];
   const u32 stages = ptx::pinned(ptx::shared_address(shared));
   const auto input_stage = [&](int at) { return stages + at % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int at) { return input_stage(at) + round_up(INPUT_WORDS, 4) * 4; };
 
-  const int batch = static_cast<int>(images);
-  int block = blockIdx.x / SPLITS;
+  const int piece = static_cast<int>(blockIdx.x);
+  int block = PARTIAL ? sizes.splits.quotient(piece) : piece;
+  const int split = PARTIAL ? sizes.splits.remainder(piece, block) : 0;
   const int m_block = block % M_BLOCKS;
   block /= M_BLOCKS;
   const int group = block % GROUPS;
-  const Sizes sizes = sizes_of(batch);
   const Origin origin = tile_origin(block / GROUPS, sizes);
-  const int split = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
-  const int first_chunk = split * CHUNKS / SPLITS, end_chunk = (split + 1) * CHUNKS / SPLITS;
+  const int first_chunk = PARTIAL ? sizes.splits.quotient(split * CHUNKS) : 0;
+  const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
 
-  InputFill fill(grad_output, origin, group, batch);
+  InputFill fill(grad_output, origin, group, sizes);
   // Slice AHEAD of those from the beginning of `chunk` on is put into the stage of step `at` of the ring.
   const auto copy_input = [&](auto ahead, int chunk, int at) {
     constexpr int AHEAD = decltype(ahead)::value;
@@ -191,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       ++at;
     });
 
-  if constexpr (SPLITS > 1)
-    grad_input += static_cast<long long>(split) * batch * OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH;
+  if constexpr (PARTIAL) grad_input += static_cast<long long>(split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
   store_sums(sums, grad_input, nullptr, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image,
              warp_h, warp_w, 0, 0, sizes);
 }

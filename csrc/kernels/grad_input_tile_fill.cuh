@@ -7,23 +7,26 @@ constexpr int COPIED_ROWS = COPIED_H, COPIED_COLS = COPIED_W;
 
 struct InputFill {
   const char* input;       // the group's first channel of the tile's first image
+  const Sizes& sizes;
+  int next_channel;        // bytes from one channel to the next
   int from[SLOTS];         // bytes from there
   unsigned slices[SLOTS];  // Place::slices
   u32 to[SLOTS];           // bytes from the beginning of a stage
   int first_k;             // first word of k of this thread within a chunk (NCHW)
   u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * HALVES : 1];
 
-  __device__ __forceinline__ InputFill(const Element* grad_output, const Origin& origin, int group, int batch) {
-    const int first_image = FLAT ? origin.image / (CELLS_H * CELLS_W) : origin.image;
-    input = reinterpret_cast<const char*>(grad_output) + static_cast<long long>(first_image) * IN_CHANNELS * PIXELS * ITEM +
-            group * CI_GROUP * CHANNEL_BYTES;
+  __device__ __forceinline__ InputFill(const Element* grad_output, const Origin& origin, int group, const Sizes& sizes)
+      : sizes(sizes), next_channel(channel_bytes(sizes)) {
+    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    input = reinterpret_cast<const char*>(grad_output) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
+            group * CI_GROUP * static_cast<long long>(next_channel);
     first_k = SHARERS > 1 ? threadIdx.x / (THREADS / SHARERS) : 0;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const int i = index(s), copy = i % COPIES_PER_PIXEL, n = i / COPIES_PER_ROW / COPIED_H, h = i / COPIES_PER_ROW % COPIED_H;
-      const Place place = place_of(origin, n, h, column(s), batch);
-      const int pixel = place.row * WIDTH + place.col;
-      from[s] = (place.image * (IN_CHANNELS * PIXELS) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS + copy * COPY : pixel)) * ITEM;
+      const Place place = place_of(origin, n, h, column(s), sizes);
+      const int pixel = place.row * sizes.width + place.col;
+      from[s] = (place.image * (IN_CHANNELS * sizes.pixels()) + (INPUT_CHANNELS_LAST ? pixel * IN_CHANNELS + copy * COPY : pixel)) * ITEM;
       slices[s] = place.slices;
       Column at{0, 0, true};
       if constexpr (!INPUT_CHANNELS_LAST && COPY_PIXELS == 1) at = column_at(FIRST_COL + column(s));
@@ -36,7 +39,7 @@ struct InputFill {
   /// Start copying a slice of a chunk to a stage.
   template <int SLICE>
   __device__ __forceinline__ void copy(u32 stage, int chunk) {
-    const char* first = input + (chunk * CHUNK_BYTES + first_k * CHANNELS_PER_WORD * CHANNEL_BYTES + slice_distance(SLICE) * ITEM);
+    const char* first = slice_of<SLICE>(chunk);
     const int words_left = CI_WORDS - chunk * CHUNK_WORDS - first_k;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -52,7 +55,7 @@ struct InputFill {
           for (int k = 0; k < K_PER_SLOT; ++k) {
             const bool real = inside && (!RAGGED_K || k * SHARERS < words_left);
             ptx::copy_async_or_zero<COPY * 4>(stage + to[s] + k * SHARERS * K_PITCH * 4,
-                                              real ? source + k * SHARERS * CHANNEL_BYTES : input, real);
+                                              real ? source + k * SHARERS * next_channel : input, real);
           }
         }
       }
@@ -62,17 +65,18 @@ struct InputFill {
   /// Start loading a slice of a chunk into registers (16-bit NCHW).
   template <int SLICE>
   __device__ __forceinline__ void load(int chunk) {
-    const char* first = input + (chunk * CHUNK_BYTES + first_k * CHANNELS_PER_WORD * CHANNEL_BYTES + slice_distance(SLICE) * ITEM);
+    const char* first = slice_of<SLICE>(chunk);
     const int left = CI_GROUP - (chunk * CHUNK_WORDS + first_k) * 2;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const bool inside = to[s] != NOWHERE && has_slice<SLICE>(slices[s]);
+      // One address after another: all of them at once would take registers.
+      const char* row = first + from[s];
 #pragma unroll
-      for (int k = 0; k < K_PER_SLOT; ++k) {
+      for (int k = 0; k < K_PER_SLOT; ++k, row += SHARERS * 2 * next_channel) {
         u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
-        const char* row = first + from[s] + k * SHARERS * 2 * CHANNEL_BYTES;
         load_halves(to_words, row, inside && (!RAGGED_K || k * SHARERS * 2 < left));
-        load_halves(to_words + HALVES, row + CHANNEL_BYTES, inside && (!RAGGED_K || k * SHARERS * 2 + 1 < left));
+        load_halves(to_words + HALVES, row + next_channel, inside && (!RAGGED_K || k * SHARERS * 2 + 1 < left));
       }
     }
   }
@@ -103,6 +107,13 @@ struct InputFill {
   }
 
  private:
+  /// The thread's first channel of a chunk, at a slice's phase.
+  template <int SLICE>
+  __device__ __forceinline__ const char* slice_of(int chunk) const {
+    return input + (chunk * CHUNK_INPUT_CHANNELS + first_k * CHANNELS_PER_WORD) * static_cast<long long>(next_channel) +
+           slice_distance<SLICE>(sizes);
+  }
+
   static constexpr u32 NOWHERE = 0xffffffffu;
 
   /// The place of slot `s`.

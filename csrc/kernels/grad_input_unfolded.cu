@@ -19,13 +19,14 @@
 //
 // Covers: float32 as TF32 (the copy engine rounds), float16, bfloat16; rows of grad_output and of the weight are 16-byte
 // multiples; any kernel, stride, padding, dilation; several groups of whole rounds alone. FOLD_W: columns are two dimensions
-// of the map, so many and the rest, since a box has 256 of them at most. SPLITS > 1: grad_input is float32 [split, ...], each
-// with its share of the rounds.
+// of the map, so many and the rest, since a box has 256 of them at most. PARTIAL: grad_input is float32 [sizes.splits, ...],
+// each with its share of the rounds.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
 #include "tma.cuh"
 #include "ring.cuh"
+#include "sizes.cuh"
 
 using ptx::u32;
 using ptx::u64;
@@ -78,7 +79,6 @@ static_assert(SHARED_BYTES == 1024 + WEIGHT_BARRIERS + 2 * WEIGHT_STAGES * 8, "t
 constexpr int MULTIPLYING = 128 * WARPGROUPS, ASKING = 128;
 constexpr int ASKING_REGISTERS = 24, MULTIPLY_REGISTERS = WARPGROUPS == 3 ? 160 : 240;
 constexpr int TILE_CELLS = TILE_N * TILE_H * TILE_W;
-constexpr int OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH;
 
 using InputRing = StageRing<INPUT_STAGES, INPUTS, INPUT_PITCH, INPUT_BARRIERS>;
 using WeightRing = StageRing<WEIGHT_STAGES, 0, WEIGHT_BYTES, WEIGHT_BARRIERS>;
@@ -86,34 +86,42 @@ using WeightRing = StageRing<WEIGHT_STAGES, 0, WEIGHT_BYTES, WEIGHT_BARRIERS>;
 /// What one turn of a block computes. `image`, `row`, `col`: its first cell.
 struct Work {
   int split, block, group, image, row, col;
+  int first_round, rounds;
 
-  __device__ __forceinline__ explicit Work(int index) {
-    split = index % SPLITS;
-    index /= SPLITS;
+  __device__ __forceinline__ Work(int index, const Sizes& sizes) : split(0), first_round(0), rounds(ROUNDS) {
+    if constexpr (PARTIAL) {
+      const int whole = sizes.splits.quotient(index);
+      split = sizes.splits.remainder(index, whole);
+      first_round = sizes.splits.quotient(split * ROUNDS);
+      rounds = sizes.splits.quotient((split + 1) * ROUNDS) - first_round;
+      index = whole;
+    }
     block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
-    int tile = index / GROUPS;
-    col = tile % TILES_W * TILE_W;
-    tile /= TILES_W;
-    row = tile % TILES_H * TILE_H;
-    image = tile / TILES_H * TILE_N;
+    const int tile = index / GROUPS, images = sizes.image_tiles.quotient(tile);
+    const int in_image = sizes.image_tiles.remainder(tile, images), rows = sizes.row_tiles.quotient(in_image);
+    image = images * TILE_N;
+    row = rows * TILE_H;
+    col = sizes.row_tiles.remainder(in_image, rows) * TILE_W;
   }
-  __device__ __forceinline__ int first_round() const { return split * ROUNDS / SPLITS; }
-  __device__ __forceinline__ int rounds() const { return (split + 1) * ROUNDS / SPLITS - first_round(); }
+  __device__ __forceinline__ static int count(const Sizes& sizes) {
+    return sizes.tiles * (GROUPS * M_BLOCKS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
+  }
 };
 
 #include "teams.cuh"
 
 // ---- those that ask ----------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, int works) {
+__device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
   InputRing ring(shared);
-  each_work(works, [&](const Work& work) {
+  each_work(Work::count(sizes), [&](int index) {
+    const Work work(index, sizes);
     const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - LEAD;
-    int channel = work.group * K_GROUP + work.first_round() * ROUND * STAGE_CHANNELS;
+    int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
-    for (int stage = work.rounds() * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
+    for (int stage = work.rounds * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expecting(ring.full(), INPUT_BYTES);
       if constexpr (FOLD_W > 1) {
@@ -126,12 +134,13 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
   });
 }
 
-__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, int works) {
+__device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(works, [&](const Work& work) {
-    int k = work.first_round() * ROUND_BOXES * BOX_WORDS * WORD;
+  each_work(Work::count(sizes), [&](int index) {
+    const Work work(index, sizes);
+    int k = work.first_round * ROUND_BOXES * BOX_WORDS * WORD;
 #pragma unroll 1
-    for (int box = work.rounds() * ROUND_BOXES; box > 0; --box, k += BOX_WORDS * WORD) {
+    for (int box = work.rounds * ROUND_BOXES; box > 0; --box, k += BOX_WORDS * WORD) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
       ptx::copy_box(ring.data(), map, k, work.block * BLOCK_CHANNELS, work.group, ring.full());
@@ -204,24 +213,26 @@ struct Sums {
   float of[M_TILES][BLOCK_CHANNELS / 2];
 };
 
-__device__ __forceinline__ void store(const Sums& sums, Out* output, const Work& work, int batch) {
+/// TOGETHER: rows of grad_input have an even number of columns, so pairs of cells are neighbours there.
+template <bool TOGETHER>
+__device__ __forceinline__ void store(const Sums& sums, Out* output, const Work& work, const Sizes& sizes) {
   const int channel = work.block * BLOCK_CHANNELS + threadIdx.x % 4 * 2;
-  constexpr bool TOGETHER = PAIRED && TILE_W % 2 == 0 && OUT_WIDTH % 2 == 0;
+  const long long out_pixels = sizes.out_pixels();
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int half = 0; half < (TOGETHER ? 1 : 2); ++half) {
       const int cell = cell_of(m, half);
       const int col = work.col + cell % TILE_W, row = work.row + cell / TILE_W % TILE_H, image = work.image + cell / (TILE_W * TILE_H);
-      const bool exists = cell < TILE_CELLS && col < OUT_WIDTH && row < OUT_HEIGHT && image < batch;
-      Out* to = output + (static_cast<long long>(image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * OUT_PIXELS +
-                row * OUT_WIDTH + col;
+      const bool exists = cell < TILE_CELLS && col < sizes.out_width && row < sizes.out_height && image < sizes.batch;
+      Out* to = output + (static_cast<long long>(image) * OUT_CHANNELS + work.group * CHANNELS_GROUP + channel) * out_pixels +
+                row * sizes.out_width + col;
 #pragma unroll
       for (int c = 0; c < BLOCK_CHANNELS; c += 8)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (!exists || channel + c + i >= CHANNELS_GROUP) continue;
-          Out* there = to + static_cast<long long>(c + i) * OUT_PIXELS;
+          Out* there = to + (c + i) * out_pixels;
           const float* value = sums.of[m] + c / 2 + half * 2 + i;
           if constexpr (!TOGETHER) {
             *there = store_as<Out>(value[0]);
@@ -294,7 +305,7 @@ struct Multiplier {
 
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     grad_input_unfolded(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
-                        Out* __restrict__ grad_input, long long batch, long long works) {
+                        Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
@@ -315,17 +326,22 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
   if (threadIdx.x >= MULTIPLYING) {
     ptx::shrink_registers<ASKING_REGISTERS>();
     ptx::wait_for_previous_launch();
-    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, static_cast<int>(works));
-    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, static_cast<int>(works));
+    if (threadIdx.x == MULTIPLYING) ask_for_input(shared, grad_output, sizes);
+    if (threadIdx.x == MULTIPLYING + 32) ask_for_weights(shared, weight, sizes);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     Multiplier multiplier(shared);
-    each_work(static_cast<int>(works), [&](const Work& work) {
+    each_work(Work::count(sizes), [&](int index) {
+      const Work work(index, sizes);
       Sums sums;
-      multiplier.multiply(sums, work.rounds());
+      multiplier.multiply(sums, work.rounds);
       Out* to = grad_input;
-      if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
-      store(sums, to, work, static_cast<int>(batch));
+      if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
+      if (PAIRED && TILE_W % 2 == 0 && sizes.out_width % 2 == 0) {
+        store<PAIRED && TILE_W % 2 == 0>(sums, to, work, sizes);
+      } else {
+        store<false>(sums, to, work, sizes);
+      }
     });
   }
 }

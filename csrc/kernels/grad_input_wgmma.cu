@@ -15,7 +15,7 @@
 //
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW, and channels_last with 16-byte multiples of channels; any kernel,
 // stride, padding, output padding, dilation, groups with at most 16 phases an axis that have taps. Input: 16-byte
-// aligned. SPLITS > 1: as in forward_tile.cu.
+// aligned. PARTIAL: as in forward_tile.cu.
 #include "mma.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
@@ -59,20 +59,25 @@ static_assert(MULTIPLYING % 128 == 0 && FILL_THREADS % 128 == 0, "registers move
 
 /// What one turn of a block computes: block b takes turns b, b + gridDim.x, and so on.
 struct Work {
-  int split, m_block, group;
+  int split, first_chunk, end_chunk, m_block, group;
   Origin origin;
 
-  __device__ __forceinline__ Work(int index, const Sizes& sizes) {
-    split = index % SPLITS;
-    index /= SPLITS;
+  __device__ __forceinline__ Work(int index, const Sizes& sizes) : split(0), first_chunk(0), end_chunk(CHUNKS) {
+    if constexpr (PARTIAL) {
+      const int whole = sizes.splits.quotient(index);
+      split = sizes.splits.remainder(index, whole);
+      first_chunk = sizes.splits.quotient(split * CHUNKS);
+      end_chunk = sizes.splits.quotient((split + 1) * CHUNKS);
+      index = whole;
+    }
     m_block = index % M_BLOCKS;
     index /= M_BLOCKS;
     group = index % GROUPS;
     origin = tile_origin(index / GROUPS, sizes);
   }
-  __device__ __forceinline__ static int count(const Sizes& sizes) { return sizes.tiles * GROUPS * M_BLOCKS * SPLITS; }
-  __device__ __forceinline__ int first_chunk() const { return split * CHUNKS / SPLITS; }
-  __device__ __forceinline__ int end_chunk() const { return (split + 1) * CHUNKS / SPLITS; }
+  __device__ __forceinline__ static int count(const Sizes& sizes) {
+    return sizes.tiles * (GROUPS * M_BLOCKS) * (PARTIAL ? static_cast<int>(sizes.splits.value) : 1);
+  }
 };
 
 // ---- those that fill -------------------------------------------------------------------------------------------
@@ -87,16 +92,15 @@ __device__ __forceinline__ void ask_for_weights(const Ring& ring, const u32* pac
                  RUN * 4, ring.full());
 }
 
-__device__ __forceinline__ void fill_stages(u32 shared, const Element* input, const u32* packed, int batch) {
+__device__ __forceinline__ void fill_stages(u32 shared, const Element* input, const u32* packed, const Sizes& sizes) {
   Ring ring(shared);
-  InputFill fill(input);
-  const Sizes sizes = sizes_of(batch);
+  InputFill fill(input, sizes);
   const int end = Work::count(sizes);
   const bool first_thread = threadIdx.x == MULTIPLYING;
   bool waited = false, more = static_cast<int>(blockIdx.x) < end;
   if (more) {
     const Work work(static_cast<int>(blockIdx.x), sizes);
-    fill.aim(work.origin, work.group, work.first_chunk(), batch);
+    fill.aim(work.origin, work.group, work.first_chunk);
     repeat<0, FILL_AHEAD>([&](auto slice) {
 #pragma unroll
       for (int s = 0; s < SLOTS; ++s) fill.load<decltype(slice)::value>(s);
@@ -105,7 +109,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
   for (int index = blockIdx.x; index < end; index += gridDim.x) {
     const Work work(index, sizes);
 #pragma unroll 1
-    for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+    for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
       repeat<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value, NEXT = (SLICE + FILL_AHEAD) % SLICES;
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
@@ -116,11 +120,11 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
         }
         // What is loaded next may be of the next chunk, or of other work.
         if constexpr (NEXT == 0) {
-          if (chunk + 1 < work.end_chunk()) {
+          if (chunk + 1 < work.end_chunk) {
             fill.next_chunk();
           } else if (index + static_cast<int>(gridDim.x) < end) {
             const Work next(index + static_cast<int>(gridDim.x), sizes);
-            fill.aim(next.origin, next.group, next.first_chunk(), batch);
+            fill.aim(next.origin, next.group, next.first_chunk);
           } else {
             more = false;
           }
@@ -189,7 +193,7 @@ __device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] A
     });
 }
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out* output, int batch) {
+__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out* output, const Sizes& sizes) {
   const int warp = threadIdx.x / 32, warp_m = warp % (WARPS_M / M_PARTS), warp_n = warp / (WARPS_M / M_PARTS);
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
@@ -202,7 +206,6 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
   };
 
   Ring ring(shared);
-  const Sizes sizes = sizes_of(batch);
   const int end = Work::count(sizes);
   for (int index = blockIdx.x; index < end; index += gridDim.x) {
     const Work work(index, sizes);
@@ -214,7 +217,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
     }
     // Unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
-    for (int chunk = work.first_chunk(); chunk < work.end_chunk(); ++chunk)
+    for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
       repeat<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value;
         ptx::wait_for_phase(ring.full(), ring.parity);
@@ -223,14 +226,14 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
                               ptx::matrix_descriptor(ring.input() + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
         ptx::commit_multiplies();
         ptx::wait_multiplies<1>();
-        if (SLICE > 0 || chunk > work.first_chunk()) release(ring.empty_before());
+        if (SLICE > 0 || chunk > work.first_chunk) release(ring.empty_before());
         ring.advance();
       });
     ptx::wait_multiplies<0>();
     release(ring.empty_before());
 
     Out* to = output;
-    if constexpr (SPLITS > 1) to += static_cast<long long>(work.split) * batch * OUT_CHANNELS * OUT_PIXELS;
+    if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
 #pragma unroll
     for (int m = 0; m < M_PARTS; ++m) {
       if (m > 0) __syncwarp();
@@ -242,7 +245,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
 
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_wgmma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
-                     long long batch) {
+                     const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
@@ -264,9 +267,9 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_
 
   if (threadIdx.x >= MULTIPLYING) {
     if constexpr (MOVE_REGISTERS) ptx::shrink_registers<FILL_REGISTERS>();
-    fill_stages(shared, grad_output, packed, static_cast<int>(batch));
+    fill_stages(shared, grad_output, packed, sizes);
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), grad_input, static_cast<int>(batch));
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), grad_input, sizes);
   }
 }

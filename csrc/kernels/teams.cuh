@@ -2,10 +2,10 @@
 // other multiplies. The rings of stages go on from one team's work to the other's, so each skips what is not its own.
 #pragma once
 
-/// Work of this block: body(work) for each, or, for one of several teams, for those that are its own.
+/// Works of this block: body(index) for each, or, for one of several teams, for those that are its own.
 template <class Body>
 __device__ __forceinline__ void each_work(int works, const Body& body, int team = 0, int teams = 1) {
-  for (int index = blockIdx.x + team * gridDim.x; index < works; index += gridDim.x * teams) body(Work(index));
+  for (int index = blockIdx.x + team * gridDim.x; index < works; index += gridDim.x * teams) body(index);
 }
 
 /// A team may wait for its stages only in its turn: a barrier's parity tells one phase from the next, but not from the

@@ -1,4 +1,5 @@
-"""What csrc/kernels/grad_input_boxes.cu computes with one tile, the memory and about the time that it takes."""
+"""What csrc/kernels/grad_input_boxes.cu computes with one tile, the memory and about the time that it takes (which tile
+computes which size: boxes_choice.py)."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ ROW_BYTES = 128
 #: The engine's: elements of a box along an axis, and between two that it takes.
 MOST_BOX = 256
 MOST_STEP = 8
+#: Of a tile of maps of fewer columns than the 8 cells that lie together.
+NARROW_COLS = 4
 MOST_INPUT_STAGES = 8
 MOST_WEIGHT_STAGES = 12
 #: Of a block, beside those that multiply.
@@ -25,14 +28,8 @@ ASKING_THREADS = 64
 MULTIPLY_CLOCKS = 512
 FILL_BYTES = 38
 STORE_BYTES = 14
-#: With so few steps (a tap of a chunk) to a tile it should be small: what is left to store when nothing is left to
-#: multiply counts for more than the filling.
-FEW_STEPS = 24
-SMALL = 128 * 128
-#: Two teams: up to so many steps to a tile for each byte of an output (they hide its stores), where the last round of
-#: tiles leaves few multiprocessors idle.
-TEAM_STEPS = 9
-TEAM_SHARE = 0.9
+#: Columns of the widest map that a tile of cells in a row takes: whole rows of a wider one are much more than the tile.
+DENSE_COLS = 32
 #: Bytes a clock of the memory, and clocks that a launch costs.
 MEMORY_BYTES = 2300
 LAUNCH_CLOCKS = 5000
@@ -41,8 +38,8 @@ LAUNCH_CLOCKS = 5000
 @dataclass(frozen=True, slots=True)
 class BoxTile:
     """What one block computes. A multiply is 64 cells, 8 groups of 8; ``groups_along`` and ``multiplies_along`` say
-    along which axis of the map ("h", "w", or images "n") they follow each other; "" with a flat problem. ``dense``
-    (flat, too): the tile is so many cells in a row, wherever they begin, and ``rows`` are those that hold them."""
+    along which axis of the map ("h", "w", or images "n") they follow each other; "" with a flat map. ``dense`` (flat,
+    too): the tile is so many cells in a row, wherever they begin, of maps of ``cols`` columns at most."""
 
     #: Of cells: all warpgroups' together.
     images: int
@@ -55,6 +52,8 @@ class BoxTile:
     #: Those that share an image's rows; the others have images of their own.
     warpgroups_h: int
     channels: int
+    #: Kernel within the stride and rows of all images as far apart as those of one: they are rows of one map.
+    flat: bool = False
     input_stages: int = 2
     weight_stages: int = 3
     splits: int = 1
@@ -86,20 +85,28 @@ class BoxTile:
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
-def flat(problem: StridedProblem) -> bool:
+def can_be_flat(problem: StridedProblem) -> bool:
     """Whether the rows of all images are as far apart as those of one, and no tap is shifted."""
     return problem.flat and problem.geometry.height == problem.cells[0] * problem.step[0]
 
 
 def box_size(problem: StridedProblem, tile: BoxTile) -> tuple[int, int]:
     """Rows and columns of grad_output's pixels of one phase that a tile reads."""
+    if tile.dense:
+        width = problem.cells[1]
+        return _dense_rows(tile, width), width
     shift_h, shift_w = problem.most_shift
     return tile.rows + shift_h, tile.cols + (0 if tile.narrow else shift_w)
 
 
+def _dense_rows(tile: BoxTile, width: int) -> int:
+    """Rows of a map that hold a tile, wherever it begins."""
+    return ceil_div(width - gcd(tile.cells, width) + tile.cells, width)
+
+
 def pitches(problem: StridedProblem, tile: BoxTile) -> dict[str, int]:
     """How far the groups and the multiplies of a warpgroup lie apart, in the input's stage and in what is stored."""
-    if flat(problem):
+    if tile.flat:
         return dict(GROUP_PIXELS=8, MULTIPLY_PIXELS=64, GROUP_PLACES=8, MULTIPLY_PLACES=64)
     box_h, box_w = box_size(problem, tile)
     own_rows = tile.rows // tile.warpgroups_h
@@ -137,9 +144,17 @@ def chunks(problem: StridedProblem) -> int:
     return ceil_div(problem.geometry.in_channels_per_group * problem.item, ROW_BYTES)
 
 
-def input_bytes(problem: StridedProblem, tile: BoxTile) -> int:
+def box_bytes(problem: StridedProblem, tile: BoxTile) -> int:
+    """Of a box of grad_output."""
     box_h, box_w = box_size(problem, tile)
     return tile.images * box_h * box_w * ROW_BYTES
+
+
+def input_bytes(problem: StridedProblem, tile: BoxTile) -> int:
+    """The same of any size that the tile takes, at most."""
+    if tile.dense:
+        return max(width * _dense_rows(tile, width) for width in range(1, tile.cols + 1)) * ROW_BYTES
+    return box_bytes(problem, tile)
 
 
 def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
@@ -155,7 +170,9 @@ def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
 def tile_counts(problem: StridedProblem, tile: BoxTile) -> tuple[int, int, int]:
     """Tiles of cells along the images, the rows and the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
-    if flat(problem):
+    if tile.dense:
+        return 1, 1, ceil_div(batch * cells_h * cells_w, tile.cells)
+    if tile.flat:
         batch, cells_h = 1, batch * cells_h
     return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
 
@@ -164,11 +181,8 @@ def work_count(problem: StridedProblem, tile: BoxTile) -> int:
     """Turns of blocks."""
     images, rows, cols = tile_counts(problem, tile)
     geometry = problem.geometry
-    tiles = images * rows * cols
-    if tile.dense:
-        tiles = ceil_div(geometry.batch * problem.cells[0] * problem.cells[1], tile.cells)
     blocks = ceil_div(geometry.out_channels_per_group, tile.channels)
-    return tiles * blocks * geometry.groups * tile.splits
+    return images * rows * cols * blocks * geometry.groups * tile.splits
 
 
 def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> float:
@@ -177,7 +191,7 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
     out_item = 4 if tile.splits > 1 else problem.item
     multiplies = geometry.taps * tile.cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
     weights = geometry.taps * tile.channels * ROW_BYTES
-    fill = slice_count(problem, tile) * input_bytes(problem, tile) + weights
+    fill = slice_count(problem, tile) * box_bytes(problem, tile) + weights
     steps = ceil_div(chunks(problem), tile.splits)
     main = steps * max(multiplies, fill / FILL_BYTES)
     store = tile.cells * tile.channels * out_item / STORE_BYTES
@@ -188,45 +202,27 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
     return total
 
 
-def ranked(problem: StridedProblem, device: Device) -> list[BoxTile]:
-    """All tiles, the one expected to be the fastest first."""
-
-    def rank(tile: BoxTile) -> tuple[bool, bool, float, bool]:
-        few = problem.geometry.taps * chunks(problem) // tile.splits <= FEW_STEPS
-        large = few and tile.cells * tile.channels > SMALL * (1.5 if tile.channels == 192 else 1)
-        # Equals in this order: rows of a flat map that are cut into tiles come last.
-        cut = tile.teams > 1 and not tile.dense
-        return tile.teams == 1, large, clocks(problem, tile, device.multiprocessors), cut
-
-    return sorted((tile for tile in tiles(problem, device) if _teams_pay(problem, tile, device)), key=rank)
-
-
-def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
-    """Whether a tile has one team, or two that were measured to be the faster."""
-    if tile.teams == 1:
-        return True
-    works = work_count(problem, tile)
-    turns = ceil_div(works, device.multiprocessors)
-    batch, (rows, cols) = problem.geometry.batch, problem.cells
-    if not flat(problem) and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
+def legal(problem: StridedProblem, tile: BoxTile) -> bool:
+    """Whether the kernel is right for this size, and the engine can bring its boxes."""
+    geometry, (step_h, step_w) = problem.geometry, problem.step
+    if tile.flat and not can_be_flat(problem):
         return False
-    channels = problem.geometry.out_channels_per_group
-    if round_up(channels, tile.channels) > 1.25 * channels:
+    if tile.dense and problem.cells[1] > tile.cols:
         return False
-    return (
-        tile.m_tiles == 2
-        and problem.geometry.taps * chunks(problem) <= TEAM_STEPS * problem.item
-        and turns > 1
-        and works >= TEAM_SHARE * turns * device.multiprocessors
-    )
+    if tile.splits > 1 and (geometry.groups > 1 or tile.splits > chunks(problem)):
+        return False
+    box_h, box_w = box_size(problem, tile)
+    if tile.phased:
+        return may_be_phased(problem, tile) and max((box_h - 1) * step_h + 1, box_w) <= MOST_BOX
+    return max((box_h - 1) * step_h + 1, (box_w - 1) * step_w + 1) <= MOST_BOX
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
-    """Tiles that the kernel can compute the problem with, in no order."""
+    """Tiles that the kernel can compute sizes of this layer with, whatever its size, in no order; 2 splits stand for
+    any number of them above 1."""
     for shape in dict.fromkeys(_shapes(problem)):
-        for splits in (1, 2, 4):
-            one = problem.geometry.groups == 1 and shape.teams == 1
-            if splits > 1 and (not one or splits > chunks(problem)):
+        for splits in (1, 2):
+            if splits > 1 and (problem.geometry.groups > 1 or shape.teams > 1 or chunks(problem) == 1):
                 continue
             ordered = replace(shape, splits=splits, slices_first=slices_first(problem))
             staged = _with_stages(problem, ordered, device)
@@ -253,7 +249,6 @@ def _with_stages(problem: StridedProblem, tile: BoxTile, device: Device) -> BoxT
 
 def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
     channels = problem.geometry.out_channels_per_group
-    arranged = _flat_shapes if flat(problem) else _mapped_shapes
     for warpgroups, m_tiles in ((2, 2), (2, 1), (3, 1), (1, 2), (1, 1)):
         # A thread has 168 registers, one of three warpgroups 144.
         most_sums = 64 if warpgroups == 3 else 128
@@ -262,7 +257,7 @@ def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
         # Of those that hold all channels the smallest, and those that do not.
         enough = [n for n in widths if n >= channels][:1]
         for width in enough + [n for n in widths if n < channels and n in (128, 256)]:
-            for shape in arranged(problem, warpgroups, m_tiles):
+            for shape in (*_flat_shapes(problem, warpgroups, m_tiles), *_mapped_shapes(warpgroups, m_tiles)):
                 made = _for_engine(problem, replace(shape, channels=width))
                 if made is not None:
                     yield made
@@ -272,20 +267,21 @@ def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
 
 def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
     """All rows are of one map: so many cells in a row, or pieces of rows."""
-    cells_w, cells = problem.cells[1], 64 * m_tiles * warpgroups
-    rows = ceil_div(cells_w - gcd(cells, cells_w) + cells, cells_w)
-    yield BoxTile(1, rows, cells_w, "", "", m_tiles, warpgroups, warpgroups, 0, dense=True)
+    if not problem.flat:
+        return
     own = 64 * m_tiles
+    yield BoxTile(1, 1, DENSE_COLS, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True, dense=True)
     # Equals in this order: rows of more than 64 cells were the slower.
-    for cols in sorted({min(cells_w, own), 8, 16, 32, 64}, key=lambda cols: (cols > 64, -cols)):
-        if cols <= min(cells_w, own):
-            yield BoxTile(1, own // cols * warpgroups, cols, "", "", m_tiles, warpgroups, warpgroups, 0)
+    for cols in (64, 32, 16, 8, 128):
+        if cols <= own:
+            rows = own // cols * warpgroups
+            yield BoxTile(1, rows, cols, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True)
 
 
-def _mapped_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
-    cells_w = problem.cells[1]
-    width = 1 << (cells_w - 1).bit_length() if cells_w <= 4 else 8
-    for groups, multiplies, along in product("hwn", "hwn", "hn" if warpgroups > 1 else "h"):
+def _mapped_shapes(warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
+    for width, groups, multiplies, along in product(
+        (NARROW_COLS, 8), "hwn", "hwn", "hn" if warpgroups > 1 else "h"
+    ):
         if width < 8 and "w" in (groups, multiplies):
             continue
         size = {"n": 1, "h": 8 // width, "w": width}
@@ -299,15 +295,21 @@ def _mapped_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> It
 def may_be_phased(problem: StridedProblem, tile: BoxTile) -> bool:
     """Whether grad_output's columns are whole strides, and boxes of one phase of them what the tile reads."""
     geometry = problem.geometry
-    mapped = not (tile.narrow or flat(problem))
+    mapped = not (tile.narrow or tile.flat)
     return mapped and geometry.groups == 1 and geometry.width % problem.step[1] == 0
 
 
 def _for_engine(problem: StridedProblem, tile: BoxTile) -> BoxTile | None:
     """The tile, if the engine can bring its boxes: by phases only what has too many columns otherwise."""
+    if tile.dense:
+        return tile
     (step_h, step_w), (box_h, box_w) = problem.step, box_size(problem, tile)
     if max((box_h - 1) * step_h + 1, box_w, tile.images) > MOST_BOX:
         return None
     if (box_w - 1) * step_w + 1 <= MOST_BOX:
         return tile
-    return replace(tile, phased=True) if may_be_phased(problem, tile) else None
+    return (
+        replace(tile, phased=True)
+        if problem.geometry.groups == 1 and not (tile.narrow or tile.flat)
+        else None
+    )

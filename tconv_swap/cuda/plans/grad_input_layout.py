@@ -5,6 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.schedules import (
+    CHANNEL_COLUMNS,
+    ONE_PIXEL,
+    SINGLE,
+    SIZES,
+    SIZES_OF_ONE_ROW,
+    UNUSUAL,
+)
+from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
@@ -16,6 +25,9 @@ from tconv_swap.cuda.plans.tile_memory import (
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.geometry import Geometry, Pair
 
+#: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy.
+ALIGNED_COLUMNS = 4
+
 
 @dataclass(frozen=True, slots=True)
 class StridedProblem(TileProblem):
@@ -25,15 +37,30 @@ class StridedProblem(TileProblem):
 
     step: Pair = (1, 1)
 
+    #: Rows of grad_input are known to have an even number of columns.
+    even: bool = False
+
+    @property
+    def row_multiple(self) -> int:
+        """What divides the columns of grad_output, whatever the size, and with ``flat`` the columns that the cells of a
+        row have there."""
+        return ALIGNED_COLUMNS if self.aligned else 1
+
     @property
     def out_row_multiple(self) -> int:
-        """What divides the columns of this very output."""
-        return power_dividing(self.geometry.out_width, 16)
+        """What divides the columns of grad_input, whatever the size."""
+        return 2 if self.even else 1
 
     @property
     def even_columns(self) -> bool:
         """The same of cells."""
-        return self.cells[1] % 2 == 0
+        return self.even
+
+    @property
+    def can_be_aligned(self) -> bool:
+        """Whether ``aligned`` is true of this size."""
+        spanned = self.cells[1] * self.step[1] if self.flat else 0
+        return not self.input_channels_last and (self.geometry.width | spanned) % ALIGNED_COLUMNS == 0
 
     @property
     def flat(self) -> bool:
@@ -65,11 +92,9 @@ class StridedProblem(TileProblem):
 def as_convolution(problem: Problem) -> StridedProblem:
     """The gradient of the input, for any stride."""
     geometry = problem.geometry
-    step = list(geometry.stride)
-    for axis, size in ((0, geometry.height), (1, geometry.width)):
-        # A map of one pixel has no stride; with stride = kernel, every tap is a phase of its own.
-        if size == 1 and (geometry.padding[axis], geometry.dilation[axis]) == (0, 1):
-            step[axis] = geometry.kernel[axis]
+    # Nothing depends on the stride there; with stride = kernel, every tap is a phase of its own.
+    one_pixel = geometry.height == geometry.width == 1 and has_another_step(geometry)
+    step = geometry.kernel if one_pixel else geometry.stride
     swapped = Geometry(
         geometry.batch,
         geometry.out_channels,
@@ -96,12 +121,63 @@ def as_convolution(problem: Problem) -> StridedProblem:
         dtype=posed.dtype,
         precision=posed.precision,
         input_channels_last=posed.input_channels_last,
-        output_channels_last=posed.output_channels_last or geometry.height * geometry.width == 1,
+        output_channels_last=posed.output_channels_last or one_pixel,
         weight_channels_last=posed.weight_channels_last,
         has_bias=False,
         of_grad_input=True,
-        step=(step[0], step[1]),
+        one_pixel=one_pixel,
+        step=step,
     )
+
+
+def has_another_step(geometry: Geometry) -> bool:
+    """Whether a map of one pixel is computed with a step that is not the layer's stride."""
+    plain = (geometry.padding, geometry.dilation) == ((0, 0), (1, 1))
+    return plain and geometry.kernel != geometry.stride
+
+
+def schedules_at_most(layer: StridedProblem) -> int:
+    """Tiles for all sizes of a layer, but those of maps of one pixel if they are apart; or for these."""
+    if layer.one_pixel:
+        return 1
+    return MOST_SCHEDULES - has_another_step(replace(layer.geometry, stride=layer.step))
+
+
+def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:
+    """The same layer with another grad_input, of the least grad_output."""
+    geometry, pairs = (
+        problem.geometry,
+        zip(problem.step, problem.reach, problem.geometry.padding, strict=True),
+    )
+    # Of each axis: the pixels of grad_output, and what makes the convolution's output as large as it should be.
+    found = []
+    for cells, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
+        pixels = max(1, (cells - 1) * step + reach + 1 - 2 * padding)
+        found.append((pixels, cells - (pixels + reach - 2 * padding)))
+    (height, missing_h), (width, missing_w) = found
+    posed = replace(geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w))
+    return replace(problem, geometry=posed)
+
+
+def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
+    """The sizes that stand for all of a layer, and what each counts for."""
+    channels, (least, most) = layer.geometry.out_channels_per_group, CHANNEL_COLUMNS
+    if layer.one_pixel or layer.geometry.kernel[0] == layer.step[0] == 1:
+        sizes = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW
+        weights = [SINGLE if batch == 1 else 1.0 for batch, _, _ in sizes]
+    else:
+        sizes = SIZES
+        weights = [
+            (SINGLE if batch == 1 else 1.0) * (1.0 if least <= channels * columns <= most else UNUSUAL)
+            for batch, _, columns in sizes
+        ]
+    return [sized(layer, *size) for size in sizes], weights
+
+
+def of_any_size(problem: StridedProblem) -> StridedProblem:
+    """The same for all sizes of a layer, but that a map of one pixel may have another step (``as_convolution``)."""
+    side = 1 if problem.one_pixel else 64
+    return sized(problem, 1, side, side)
 
 
 def through_registers(problem: StridedProblem, tile: Tile) -> bool:
@@ -115,10 +191,7 @@ def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
         return power_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
     if not through_registers(problem, tile):
         return 1
-    width = problem.geometry.width
-    if problem.flat:
-        return power_dividing(problem.cells[1] * problem.step[1], power_dividing(width, 4))
-    return power_dividing(width, power_dividing(tile.cols * problem.step[1], 4))
+    return power_dividing(problem.row_multiple, power_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS))
 
 
 def slice_taps(problem: StridedProblem) -> list[int]:
@@ -145,11 +218,12 @@ def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
     rows, cols = tile.rows + shift[0], tile.cols
     if problem.input_channels_last:
         return rows, cols + shift[1], 0
+    copy = _copy_elements(problem, tile)
     if tile.wgmma and tile.fragment[2] < 8:
-        return rows, problem.geometry.width, 0
+        columns = step * (cols - 1) + reach + 1 - problem.geometry.padding[1]
+        return rows, round_up(max(1, columns), copy), 0
     if problem.flat:
         return rows, cols * step, 0
-    copy = _copy_elements(problem, tile)
     lead = -problem.geometry.padding[1] % copy
     return rows, round_up(lead + step * (cols - 1) + reach + 1, copy), lead
 

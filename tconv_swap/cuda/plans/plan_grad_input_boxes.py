@@ -3,15 +3,17 @@ Pure functions of data."""
 
 from __future__ import annotations
 
-from itertools import islice
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans import boxes_tile, plan_tile
+from tconv_swap.cuda.plans.boxes_choice import choose
 from tconv_swap.cuda.plans.boxes_tile import BoxTile
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
-from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size
+from tconv_swap.cuda.plans.sizes import cell_sizes
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -25,6 +27,7 @@ from tconv_swap.cuda.program import (
     input_,
     int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
@@ -40,6 +43,8 @@ ELEMENT_KINDS = {
     "FP16": ElementKind.FLOAT16,
     "BF16": ElementKind.BFLOAT16,
 }
+#: Cells of a tile along an axis.
+MOST_TILE_ROWS = 512
 _ALIGNMENT = 16
 
 
@@ -57,11 +62,13 @@ def claims(problem: StridedProblem, device: Device) -> bool:
         sizes.append(geometry.out_channels_per_group)
     if any(size * problem.item % _ALIGNMENT for size in sizes):
         return False
-    pixels = geometry.batch * geometry.height * geometry.width
+    pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.cells
+    # Tiles reach beyond the last cell, by rows at most.
+    cells = (geometry.batch * rows + MOST_TILE_ROWS) * (cols + MOST_TILE_ROWS)
     return (
         max(problem.step) <= boxes_tile.MOST_STEP
         and geometry.taps <= MOST_TAPS
-        and max(pixels, geometry.batch * problem.cells[0] * problem.cells[1]) < INT32_LIMIT
+        and max(pixels, cells) < INT32_LIMIT
     )
 
 
@@ -72,13 +79,7 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     half_empty = 2 * geometry.in_channels_per_group * problem.item <= boxes_tile.ROW_BYTES
     if channels < LEAST_CHANNELS or half_empty or not claims(problem, device):
         return []
-    grad_input_bytes = 4 * geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    found = (
-        tile
-        for tile in boxes_tile.ranked(problem, device)
-        if tile.splits == 1 or tile.splits * grad_input_bytes <= WORKSPACE_LIMIT_BYTES
-    )
-    return [part_with_tile(problem, tile, device.multiprocessors) for tile in islice(found, count)]
+    return [part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
 
 
 def part_with_tile(
@@ -93,58 +94,24 @@ def part_with_tile(
     works = boxes_tile.work_count(problem, tile)
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     split = tile.splits > 1
-    to = workspace(0) if split else output(0)
-    _, tiles_h, tiles_w = boxes_tile.tile_counts(problem, tile)
-    shared = boxes_tile.shared_bytes(problem, tile)
-    constants: tuple[tuple[str, Constant], ...] = (
-        ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Out", "float" if split else ELEMENT_TYPES[problem.dtype]),
-        ("PRECISION", ("TF32", "FP16", "BF16").index(problem.precision)),
-        *((name, value) for name, value in geometry.layer_constants if not name.startswith("STRIDE")),
-        ("STEP_H", problem.step[0]),
-        ("STEP_W", problem.step[1]),
-        ("OUT_HEIGHT", geometry.out_height),
-        ("OUT_WIDTH", geometry.out_width),
-        ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
-        ("FLAT", boxes_tile.flat(problem)),
-        ("DENSE", tile.dense),
-        ("TILE_N", tile.images),
-        ("TILE_H", tile.rows),
-        ("TILE_W", tile.cols),
-        ("TILES_H", 1 if boxes_tile.flat(problem) else tiles_h),
-        ("TILES_W", tiles_w),
-        ("M_TILES", tile.m_tiles),
-        ("WARPGROUPS", tile.warpgroups),
-        ("TEAMS", tile.teams),
-        ("WARPGROUPS_H", tile.warpgroups_h),
-        ("BLOCK_CHANNELS", tile.channels),
-        *boxes_tile.pitches(problem, tile).items(),
-        ("INPUT_STAGES", tile.input_stages),
-        ("WEIGHT_STAGES", tile.weight_stages),
-        ("SPLITS", tile.splits),
-        ("SLICES_FIRST", tile.slices_first),
-        ("PHASED", tile.phased),
-        ("SHARED_BYTES", shared),
-    )
+    kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     main = Launch(
-        # With 128 sums, a thread's other registers are in some geometries a few words too little to store them by.
-        Kernel(
-            "grad_input_boxes.cu", "grad_input_boxes", constants, spills=tile.m_tiles * tile.channels >= 256
-        ),
+        kernel,
         grid=min(works, multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0),
             tensor_map(1),
-            to,
-            int64(geometry.batch),
-            int64(works),
+            workspace(0) if split else output(0),
+            struct(0),
+            int64(boxes_tile.box_bytes(problem, tile)),
         ),
         shared_bytes=shared,
         tensor_maps=(
             _grad_output_map(problem, tile, grad_output),
             _weight_map(problem, tile, weight),
         ),
+        structs=(cell_sizes(problem, boxes_tile.tile_counts(problem, tile), tile.splits),),
     )
     launches = [main]
     if split:
@@ -157,12 +124,49 @@ def part_with_tile(
     )
 
 
+@lru_cache(maxsize=4096)
+def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
+    """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
+    shared memory that it takes."""
+    shared, split = boxes_tile.shared_bytes(layer, tile), tile.splits > 1
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[layer.dtype]),
+        ("Out", "float" if split else ELEMENT_TYPES[layer.dtype]),
+        ("PRECISION", ("TF32", "FP16", "BF16").index(layer.precision)),
+        *((name, value) for name, value in layer.geometry.layer_constants if not name.startswith("STRIDE")),
+        ("STEP_H", layer.step[0]),
+        ("STEP_W", layer.step[1]),
+        ("OUTPUT_CHANNELS_LAST", layer.output_channels_last),
+        ("FLAT", tile.flat),
+        ("DENSE", tile.dense),
+        ("TILE_N", tile.images),
+        ("TILE_H", tile.rows),
+        ("TILE_W", tile.cols),
+        ("M_TILES", tile.m_tiles),
+        ("WARPGROUPS", tile.warpgroups),
+        ("TEAMS", tile.teams),
+        ("WARPGROUPS_H", tile.warpgroups_h),
+        ("BLOCK_CHANNELS", tile.channels),
+        *boxes_tile.pitches(layer, tile).items(),
+        ("INPUT_BYTES", boxes_tile.input_bytes(layer, tile)),
+        ("INPUT_STAGES", tile.input_stages),
+        ("WEIGHT_STAGES", tile.weight_stages),
+        ("PARTIAL", split),
+        ("SLICES_FIRST", tile.slices_first),
+        ("PHASED", tile.phased),
+        ("SHARED_BYTES", shared),
+    )
+    # With 128 sums, a thread's other registers are in some geometries a few words too little to store them by.
+    spills = tile.m_tiles * tile.channels >= 256
+    return Kernel("grad_input_boxes.cu", "grad_input_boxes", constants, spills), shared
+
+
 def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> TensorMap:
     """Channels, groups if there are several, columns, rows, images."""
     geometry = problem.geometry
     pixel = geometry.in_channels * problem.item
     images, rows = geometry.batch, geometry.height
-    if boxes_tile.flat(problem):
+    if tile.flat:
         images, rows = 1, images * rows
     box_h, box_w = boxes_tile.box_size(problem, tile)
     step_h, step_w = problem.step

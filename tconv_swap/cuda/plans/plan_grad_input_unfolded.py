@@ -4,17 +4,16 @@ functions of data."""
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import islice
+from functools import lru_cache
 
 import torch
 
-from tconv_swap.cuda.integers import INT32_LIMIT, round_up
-from tconv_swap.cuda.plans import plan_tile, unfolded_tile
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
-from tconv_swap.cuda.plans.part_phases import part_phases, planes_of, unparted
-from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans import plan_tile, unfolded_choice, unfolded_tile
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size
 from tconv_swap.cuda.plans.plan_grad_input_boxes import ELEMENT_KINDS
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, WORKSPACE_ALIGNMENT
+from tconv_swap.cuda.plans.sizes import cell_sizes, divisor
 from tconv_swap.cuda.plans.unfolded_tile import UnfoldedTile
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
@@ -26,8 +25,8 @@ from tconv_swap.cuda.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
@@ -37,6 +36,9 @@ FAMILY = "unfolded tile"
 LEAST_CHANNELS = 32
 #: Multiply-adds for each element of grad_output from which copying grad_output to longer rows pays.
 LEAST_MACS_PER_PADDED = 768
+_PAD_THREADS = 256
+#: Elements of a thread.
+_PAD_EACH = 8
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
@@ -71,13 +73,8 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     grad_output_elements = geometry.batch * geometry.in_channels * geometry.height * geometry.width
     if not aligned(problem) and unfolded_tile.macs(problem) < LEAST_MACS_PER_PADDED * grad_output_elements:
         return []
-    grad_input_bytes = 4 * geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    found = (
-        tile
-        for tile in unfolded_tile.ranked(problem, device)
-        if tile.splits == 1 or tile.splits * grad_input_bytes <= WORKSPACE_LIMIT_BYTES
-    )
-    return [part_with_tile(problem, tile, device.multiprocessors) for tile in islice(found, count)]
+    tiles = unfolded_choice.choose(problem, device, count)
+    return [part_with_tile(problem, tile, device.multiprocessors) for tile in tiles]
 
 
 def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int = 132) -> Part:
@@ -88,50 +85,20 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
     split = tile.splits > 1
     partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
     grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)
-    _, tiles_h, tiles_w = unfolded_tile.tile_counts(problem, tile)
-    shared = unfolded_tile.shared_bytes(problem, tile)
-    constants: tuple[tuple[str, Constant], ...] = (
-        ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Out", "float" if split else ELEMENT_TYPES[problem.dtype]),
-        ("PRECISION", ("TF32", "FP16", "BF16").index(problem.precision)),
-        *((name, value) for name, value in geometry.layer_constants if not name.startswith("STRIDE")),
-        ("STEP_H", problem.step[0]),
-        ("STEP_W", problem.step[1]),
-        ("OUT_HEIGHT", geometry.out_height),
-        ("OUT_WIDTH", geometry.out_width),
-        ("TILE_N", tile.images),
-        ("TILE_H", tile.rows),
-        ("TILE_W", tile.cols),
-        ("TILES_H", tiles_h),
-        ("TILES_W", tiles_w),
-        ("M_TILES", tile.m_tiles),
-        ("WARPGROUPS", tile.warpgroups),
-        ("BLOCK_CHANNELS", tile.channels),
-        ("PAIRED", tile.paired),
-        ("STAGE_CHANNELS", tile.stage_channels),
-        ("BOX_H", unfolded_tile.box_h(problem, tile)),
-        ("BOX_W", tile.box_w),
-        ("LEAD", unfolded_tile.lead(problem, tile)),
-        ("HALVES", unfolded_tile.halves(problem, tile)),
-        ("FOLD_W", unfolded_tile.fold(problem, tile)),
-        ("INPUT_STAGES", tile.input_stages),
-        ("WEIGHT_STAGES", tile.weight_stages),
-        ("SPLITS", tile.splits),
-        ("SHARED_BYTES", shared),
-    )
+    kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     main = Launch(
-        Kernel("grad_input_unfolded.cu", "grad_input_unfolded", constants),
+        kernel,
         grid=min(works, multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0),
             tensor_map(1),
             workspace(0) if split else output(0),
-            int64(geometry.batch),
-            int64(works),
+            struct(0),
         ),
         shared_bytes=shared,
         tensor_maps=(_grad_output_map(problem, tile, grad_output), _weight_map(problem, tile)),
+        structs=(cell_sizes(problem, unfolded_tile.tile_counts(problem, tile), tile.splits),),
     )
     launches = [main]
     if not aligned(problem):
@@ -146,6 +113,39 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
     )
 
 
+@lru_cache(maxsize=4096)
+def _compiled(layer: StridedProblem, tile: UnfoldedTile) -> tuple[Kernel, int]:
+    """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
+    shared memory that it takes."""
+    shared, split = unfolded_tile.shared_bytes(layer, tile), tile.splits > 1
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[layer.dtype]),
+        ("Out", "float" if split else ELEMENT_TYPES[layer.dtype]),
+        ("PRECISION", ("TF32", "FP16", "BF16").index(layer.precision)),
+        *((name, value) for name, value in layer.geometry.layer_constants if not name.startswith("STRIDE")),
+        ("STEP_H", layer.step[0]),
+        ("STEP_W", layer.step[1]),
+        ("TILE_N", tile.images),
+        ("TILE_H", tile.rows),
+        ("TILE_W", tile.cols),
+        ("M_TILES", tile.m_tiles),
+        ("WARPGROUPS", tile.warpgroups),
+        ("BLOCK_CHANNELS", tile.channels),
+        ("PAIRED", tile.paired),
+        ("STAGE_CHANNELS", tile.stage_channels),
+        ("BOX_H", unfolded_tile.box_h(layer, tile)),
+        ("BOX_W", tile.box_w),
+        ("LEAD", unfolded_tile.lead(layer, tile)),
+        ("HALVES", unfolded_tile.halves(layer, tile)),
+        ("FOLD_W", unfolded_tile.fold(layer, tile)),
+        ("INPUT_STAGES", tile.input_stages),
+        ("WEIGHT_STAGES", tile.weight_stages),
+        ("PARTIAL", split),
+        ("SHARED_BYTES", shared),
+    )
+    return Kernel("grad_input_unfolded.cu", "grad_input_unfolded", constants), shared
+
+
 def _padded_width(problem: StridedProblem) -> int:
     align = unfolded_tile.ALIGNMENT // problem.item
     return round_up(problem.geometry.width, align)
@@ -157,12 +157,17 @@ def _padded_bytes(problem: StridedProblem) -> int:
 
 
 def _pad_rows(problem: StridedProblem, to: int) -> Launch:
-    """grad_output (float32) with rows that the copy engine can read: one phase of all, in lines that are longer."""
+    """grad_output (float32) with rows that the copy engine can read, in lines that are longer."""
     g = problem.geometry
-    planes = planes_of(1, g.in_channels, (g.height, _padded_width(problem)))
-    segment = min(round_up(planes.pitch, 32), 1024)
-    size = (g.height, g.width)
-    return part_phases(g.batch, input_(0), to, planes, size, unparted(g.height), segment=segment)
+    elements = g.batch * g.in_channels * g.height * g.width
+    constants = (("THREADS", _PAD_THREADS), ("EACH", _PAD_EACH))
+    return Launch(
+        Kernel("pad_rows.cu", "pad_rows", constants),
+        grid=ceil_div(elements, _PAD_THREADS * _PAD_EACH),
+        block=_PAD_THREADS,
+        arguments=(input_(0), workspace(to), struct(0)),
+        structs=((elements, _padded_width(problem), *divisor(g.width)),),
+    )
 
 
 def _grad_output_map(problem: StridedProblem, tile: UnfoldedTile, base: Argument) -> TensorMap:

@@ -29,8 +29,12 @@ def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
 
 def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
     """``Sizes``, of the kernels that cut the map into tiles of cells."""
-    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
-    images, rows, cols = tile_counts(problem, tile)
+    return cell_sizes(problem, tile_counts(problem, tile), tile.splits)
+
+
+def cell_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
+    """The same with so many ``tiles`` along the images, the rows and the columns."""
+    geometry, (cells_h, cells_w), (images, rows, cols) = problem.geometry, problem.cells, tiles
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         *(cells_h, cells_w, images * rows * cols),
@@ -38,5 +42,5 @@ def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
         *divisor(cols),
         *divisor(cells_h * cells_w),
         *divisor(cells_w),
-        *divisor(tile.splits),
+        *divisor(splits),
     )

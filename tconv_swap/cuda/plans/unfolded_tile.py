@@ -1,10 +1,11 @@
-"""What csrc/kernels/grad_input_unfolded.cu computes with one tile, the memory and about the time that it takes."""
+"""What csrc/kernels/grad_input_unfolded.cu computes with one tile, the memory and about the time that it takes (which
+tile computes which size: unfolded_choice.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import islice, product
+from itertools import product
 from math import gcd
 
 from tconv_swap.cuda.integers import ceil_div, round_up
@@ -39,14 +40,6 @@ STORE_BYTES = 14
 MEMORY_BYTES = 2300
 TILE_CLOCKS = 1500
 LAUNCH_CLOCKS = 5000
-#: How much longer than its multiplies a problem may be expected to take: beyond it grad_input_wgmma.cu was as fast.
-MOST_CLOCKS = 3.3
-#: Words in halves pay where so many products are summed up for an element, or where there are so many elements of
-#: grad_input for each multiprocessor (what was slower had fewer of both).
-HALVES_SUMMED = 2048
-HALVES_ELEMENTS = 3 * 128 * 128
-#: Of those expected to be the fastest, how many the banks of shared memory are looked at for.
-LOOKED_AT = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,53 +240,47 @@ def macs(problem: StridedProblem) -> int:
     return cells * geometry.out_channels * geometry.in_channels_per_group * geometry.taps
 
 
-def ranked(problem: StridedProblem, device: Device) -> list[UnfoldedTile]:
-    """Tiles, the one expected to be the fastest first, but those that are expected to be filled or stored for most of
-    the time."""
-
-    def expected(tile: UnfoldedTile, passes: float = 1.0) -> float:
-        return clocks(problem, tile, device.multiprocessors, passes)
-
-    most = MOST_CLOCKS * macs(problem) / (device.multiprocessors * MULTIPLY_MACS * word(problem))
-    best = islice(sorted(tiles(problem, device), key=expected), LOOKED_AT)
-    found = sorted((expected(tile, conflicts(problem, tile)), i, tile) for i, tile in enumerate(best))
-    return [
-        tile
-        for clocks, _, tile in found
-        if clocks <= most and (not halves(problem, tile) or _halves_pay(problem, device.multiprocessors))
-    ]
-
-
-def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
-    geometry, (rows, cols) = problem.geometry, problem.cells
-    elements = geometry.batch * rows * cols * geometry.out_channels
-    summed = geometry.in_channels_per_group * geometry.taps
-    return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
+def legal(problem: StridedProblem, tile: UnfoldedTile) -> bool:
+    """Whether the kernel is right for this size, and the engine can bring its boxes."""
+    if problem.geometry.width % fold(problem, tile):
+        return False
+    if tile.splits > rounds(problem, tile) or (tile.splits > 1 and problem.geometry.groups > 1):
+        return False
+    # Boxes of one tile after another begin where they may.
+    aligned = tile.cols * problem.step[1] % alignment(problem, tile.box_w > MOST_BOX) == 0
+    return aligned or problem.cells[1] <= tile.cols
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[UnfoldedTile]:
-    """Tiles that the kernel can compute the problem with, in no order."""
+    """Tiles that the kernel can compute sizes of this layer with, whatever its size, in no order; 2 splits stand for
+    any number of them above 1."""
     channels = _stage_channels(problem)
     if channels is None:
         return
     for shape in dict.fromkeys(_shapes(problem, channels)):
-        if (
-            max(shape.images, box_h(problem, shape)) > MOST_BOX
-            or fold(problem, shape) * MOST_BOX < shape.box_w
-        ):
-            continue
-        if problem.geometry.width % fold(problem, shape):
-            continue
-        offsets = 2 * steps(problem, shape) * (2 if halves(problem, shape) else 1)
-        most = MOST_OFFSETS_256 if shape.channels == 256 else MOST_OFFSETS
-        if offsets > most and not regular(problem, shape):
-            continue
-        for splits in (1, 2, 4):
-            if splits > rounds(problem, shape) or (splits > 1 and problem.geometry.groups > 1):
+        for one in (shape, replace(shape, splits=2)):
+            if one.splits > 1 and (rounds(problem, one) == 1 or problem.geometry.groups > 1):
                 continue
-            staged = _with_stages(problem, replace(shape, splits=splits), device)
+            staged = _with_stages(problem, one, device)
             if staged is not None:
                 yield staged
+
+
+def variants(problem: StridedProblem, tile: UnfoldedTile, device: Device) -> Iterator[UnfoldedTile]:
+    """The tile with other places in shared memory and in registers, in no order."""
+    for box_w, paired in product(_padded(problem, tile.box_w), (True, False)):
+        staged = _with_stages(problem, replace(tile, box_w=box_w, paired=paired), device)
+        if staged is not None and _fits(problem, staged):
+            yield staged
+
+
+def _fits(problem: StridedProblem, tile: UnfoldedTile) -> bool:
+    """Whether its boxes are ones of the engine, and its offsets find registers."""
+    if max(tile.images, box_h(problem, tile)) > MOST_BOX or fold(problem, tile) * MOST_BOX < tile.box_w:
+        return False
+    offsets = 2 * steps(problem, tile) * (2 if halves(problem, tile) else 1)
+    most = MOST_OFFSETS_256 if tile.channels == 256 else MOST_OFFSETS
+    return offsets <= most or regular(problem, tile)
 
 
 def _stage_channels(problem: StridedProblem) -> int | None:
@@ -311,27 +298,19 @@ def _stage_channels(problem: StridedProblem) -> int | None:
 
 
 def _shapes(problem: StridedProblem, channels: int) -> Iterator[UnfoldedTile]:
-    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
-    out_channels = geometry.out_channels_per_group
+    out_channels = problem.geometry.out_channels_per_group
     for warpgroups, m_tiles, width in SHAPES:
         if width >= 2 * out_channels and width > 64:
             continue
         cells = 64 * m_tiles * warpgroups
-        for cols in {cells_w, 8, 16, 32, 64, 128, 256}:
-            if cols > min(cells, cells_w):
-                continue
-            box_w = least_box_w(problem, cols)
-            if cols < cells_w and cols * problem.step[1] % alignment(problem, box_w > MOST_BOX):
-                continue
-            for rows in {ceil_div(cells_h, n) for n in range(1, cells_h + 1)}:
-                images = min(geometry.batch, cells // (cols * rows))
-                if images == 0 or (images > 1 and rows < cells_h and rows > 1):
-                    continue
-                images = ceil_div(geometry.batch, ceil_div(geometry.batch, images))
-                for padded, paired in product(_padded(problem, box_w), (True, False)):
-                    yield UnfoldedTile(
-                        images, rows, cols, m_tiles, warpgroups, width, channels, padded, paired
-                    )
+        # Equals in this order: long rows, and few images.
+        for cols in (64, 32, 128, 16, 256, 8, 4):
+            for rows in range(cells // cols, 0, -1):
+                images, rest = divmod(cells // cols, rows)
+                box_w = least_box_w(problem, cols)
+                shape = UnfoldedTile(images, rows, cols, m_tiles, warpgroups, width, channels, box_w)
+                if rest == 0 and _fits(problem, shape):
+                    yield shape
 
 
 def _padded(problem: StridedProblem, box_w: int) -> list[int]:

@@ -1,0 +1,64 @@
+"""A few schedules for all sizes of a layer, out of many: those that bring the expected time of sizes that stand for all
+closest to the best of all schedules. Pure functions of data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
+
+#: Of a schedule for a size that it cannot compute.
+MOST_REGRET = 1e3
+#: Batch, rows and columns of the maps that stand for all, those first that many networks have.
+SIZES = (
+    *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
+    *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),
+)
+SIZES_OF_ONE_ROW = ((8, 1, 512), (4, 1, 512), (8, 1, 4096), (1, 1, 64), (1, 1, 1024))
+ONE_PIXEL = ((128, 1, 1),)
+#: Channels times columns of the maps that networks have, and how much others count for: layers of many channels see
+#: smaller maps.
+CHANNEL_COLUMNS = (2048, 32768)
+UNUSUAL = 0.25
+#: The same of single images: networks are trained on several.
+SINGLE = 0.5
+
+_Schedule = TypeVar("_Schedule")
+
+
+def covering(
+    times: Mapping[_Schedule, Sequence[float]],
+    weights: Sequence[float],
+    first: Iterable[_Schedule],
+    most: int,
+) -> tuple[_Schedule, ...]:
+    """At most ``most`` schedules, the first one of ``first``, if there are any there.
+
+    ``times``: of each schedule for each of the sizes, infinite where it cannot compute it. ``weights``: of the sizes.
+    """
+    if not times:
+        return ()
+    best = [min(of_size) for of_size in zip(*times.values(), strict=True)]
+
+    def regret(chosen: Sequence[_Schedule]) -> float:
+        reached = (min(of_size) for of_size in zip(*(times[one] for one in chosen), strict=True))
+        return sum(
+            weight * math.log(min(MOST_REGRET, time / least))
+            for time, least, weight in zip(reached, best, weights, strict=True)
+            if least < math.inf
+        )
+
+    always = list(first) or list(times)
+    found = [min(always, key=lambda one: regret([one]))]
+    while len(found) < most:
+        better = min(times, key=lambda one: regret([*found, one]))
+        if regret([*found, better]) >= regret(found):
+            break
+        found.append(better)
+    # One of them at a time is exchanged for a better one.
+    for i in (*range(len(found)), *range(len(found))):
+        rest = found[:i] + found[i + 1 :]
+        better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))  # type: ignore[misc]
+        if regret([*rest, better]) < regret(found):
+            found[i] = better
+    return tuple(found)
