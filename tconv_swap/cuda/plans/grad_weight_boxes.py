@@ -152,7 +152,9 @@ def last_reached(geometry: Geometry, axis: int) -> int:
     last = 0
     for k in range(geometry.kernel[axis]):
         offset = k * dilation - padding
-        last = max(last, min(size - 1, (out - 1 - offset) // stride) * stride + offset)
+        meeting = min(size - 1, (out - 1 - offset) // stride)
+        if meeting >= 0:
+            last = max(last, meeting * stride + offset)
     return last
 
 
@@ -184,7 +186,7 @@ def _most_beyond(
     offsets = [k * dilation - padding for k in range(kernel)]
     real = {q * stride + offset for q in range(size) for offset in offsets}
     beyond = 0
-    while any(0 <= (size + beyond) * stride + offset <= last for offset in offsets):
+    while (size + beyond) * stride + offsets[0] <= last:
         met = {(size + beyond) * stride + offset for offset in offsets}
         if any(0 <= at <= last and at not in real for at in met):
             return beyond

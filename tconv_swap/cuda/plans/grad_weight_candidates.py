@@ -166,8 +166,8 @@ def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
 
 
 def _multiples(layer: Problem) -> tuple[Pair, ...]:
-    """Powers of two that divide the columns of the input and of the output, of maps that differ by that; of channels_last
-    nothing depends on it."""
+    """Powers of two that divide the columns of the input and of the output, of maps that differ by that; none in
+    channels_last."""
     if layer.channels_last:
         return ((1, 1),)
     of_layer = (replace(layer.geometry, width=width) for width in (64, 62))
