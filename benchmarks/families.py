@@ -33,8 +33,9 @@ from tconv_swap.cuda.plans import (
     plan_strips,
     plan_tile,
 )
-from tconv_swap.cuda.plans.grad_weight_candidates import best_tile
+from tconv_swap.cuda.plans.grad_weight_candidates import choose
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
+from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Output, Part, Plan
 
@@ -137,12 +138,11 @@ def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
         *plan_narrow_grad_weight.part_candidates(problem, device, False, 1),
     ]
     if plan_grad_weight.claims(problem, device):
-        tiles = (best_tile(problem, device, wgmma) for wgmma in (True, False))
-        parts += [
-            plan_grad_weight.plan_with_tile(problem, tile, device, False)
-            for tile in tiles
-            if tile is not None
-        ]
+        found = choose(problem, device, _ALL, MOST_SCHEDULES)
+        for wgmma in (True, False):
+            best = next((one for one in found if one.tile.wgmma == wgmma), None)
+            if best is not None:
+                parts.append(plan_grad_weight.plan_with_schedule(problem, best, device, False))
     yield from (_plan(part, _grad_weight_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_weight", device)
 

@@ -126,3 +126,37 @@ def check_forced_grad_input(
     (expected,) = torch.autograd.grad(y, x, grad.double())
     error = (grad_input.double() - expected).norm() / expected.norm().clamp_min(1e-30)
     assert error <= tolerance, f"{g} {made.why}"
+
+
+def check_forced_weight_gradient(made: Plan, posed: Problem, tolerance: float) -> None:
+    """Run a plan that computes the gradient of the weight, and that of the bias where it has two outputs, on random
+    tensors."""
+    g = posed.geometry
+    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), call.device_facts(0).architecture)
+    lies = torch.channels_last if posed.channels_last else torch.contiguous_format
+    grad, x = (
+        torch.randn(shape, device="cuda").to(posed.dtype).contiguous(memory_format=lies)
+        for shape in (g.output_shape, g.input_shape)
+    )
+
+    def run() -> list[Tensor]:
+        return torch.ops.tconv_swap.launch.default(handle, [grad, x, None])  # type: ignore[no-any-return]
+
+    for one in run():  # freed at once: the next call takes its memory
+        one.fill_(float("nan"))
+    torch.full((made.workspace_bytes // 4 + 1,), float("nan"), device="cuda")
+    gradients = run()
+    assert all(torch.equal(a, b) for a, b in zip(gradients, run(), strict=True))
+
+    weight = torch.zeros(g.weight_shape, dtype=torch.float64, device="cuda", requires_grad=True)
+    y = conv_transpose2d_reference(
+        x, weight, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
+    )
+    (expected,) = torch.autograd.grad(y, weight, grad.double())
+    assert gradients[0].shape == expected.shape
+    error = (gradients[0].double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error <= tolerance, f"{g} {made.why}"
+    if len(gradients) > 1:
+        scale = grad.double().abs().sum((0, 2, 3))
+        error = (gradients[1].double() - grad.double().sum((0, 2, 3))).norm() / scale.norm()
+        assert error <= tolerance, f"bias of {g} {made.why}"

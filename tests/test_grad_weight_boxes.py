@@ -9,10 +9,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forced import check_forced_weight_gradient
 from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.plans.grad_weight_boxes import Boxes, candidates, shared_bytes, slice_choices
+from tconv_swap.cuda.plans.grad_weight_boxes import (
+    Boxes,
+    candidates,
+    schedule_of,
+    shared_bytes,
+    slice_choices,
+    work_of,
+)
+from tconv_swap.cuda.plans.grad_weight_classes import pixel_tiles
 from tconv_swap.cuda.plans.plan_grad_weight import reads_all_of_grad_output
 from tconv_swap.cuda.plans.plan_grad_weight_boxes import claims, plan_with_boxes
 from tconv_swap.cuda.program import ArgumentKind, Output, Plan
@@ -76,6 +85,12 @@ def test_few_channels_come_by_boxes_where_the_kernel_leaves_gaps() -> None:
     assert not claims(problem(replace(gaps, in_channels=24)), H200)
 
 
+def choices(posed: plan.Problem, boxes: Boxes, device: plan.Device) -> list[int]:
+    """Into how many slices the pixels may be cut."""
+    tiles = pixel_tiles(posed.geometry, boxes.tile.shape)
+    return sorted(slice_choices(work_of(posed, boxes), tiles, device))
+
+
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_every_tile_keeps_the_limits(geometry: Geometry) -> None:
     posed = problem(geometry)
@@ -83,8 +98,8 @@ def test_every_tile_keeps_the_limits(geometry: Geometry) -> None:
     assert found
     for boxes in random.Random(0).sample(found, min(40, len(found))):
         assert shared_bytes(posed, boxes) <= H200.shared_memory_per_block
-        for slices in slice_choices(posed, boxes, H200):
-            part = plan_with_boxes(posed, boxes, slices, False)
+        for slices in choices(posed, boxes, H200):
+            part = plan_with_boxes(posed, schedule_of(posed, boxes), slices, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
             # Whole tiles may be four times what is real: taps and channels that do not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
@@ -136,7 +151,7 @@ def random_geometry(rng: random.Random) -> Geometry:
 
 def forced(posed: plan.Problem, boxes: Boxes, slices: int, with_bias: bool) -> Plan:
     g = posed.geometry
-    part = plan_with_boxes(posed, boxes, slices, with_bias)
+    part = plan_with_boxes(posed, schedule_of(posed, boxes), slices, with_bias)
     assert any(a.kind is ArgumentKind.TENSOR_MAP for a in part.launches[0].arguments)
     outputs = [Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,))]
     return Plan(part.family, part.why, tuple(outputs[: 1 + with_bias]), part.launches, part.workspace_bytes)
@@ -168,34 +183,10 @@ def test_forced_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     posed, tiles = posed_at_random(rng, (torch.float16, torch.bfloat16)[seed % 2], facts)
-    geometry, boxes = posed.geometry, rng.choice(tiles)
+    boxes = rng.choice(tiles)
     with_bias = reads_all_of_grad_output(posed)
-    made = forced(posed, boxes, rng.choice(slice_choices(posed, boxes, facts)), with_bias)
-    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
-    grad, x = tensors(posed)
-
-    def run() -> list[torch.Tensor]:
-        return torch.ops.tconv_swap.launch.default(handle, [grad, x, None])
-
-    for one in run():  # freed at once: the next call takes its memory
-        one.fill_(float("nan"))
-    torch.full((made.workspace_bytes // 4 + 1,), float("nan"), device="cuda")
-    gradients = run()
-    assert all(torch.equal(a, b) for a, b in zip(gradients, run(), strict=True))
-
-    weight = torch.zeros(geometry.weight_shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    g = geometry
-    y = conv_transpose2d_reference(
-        x, weight, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
-    )
-    (expected,) = torch.autograd.grad(y, weight, grad.double())
-    assert gradients[0].shape == expected.shape
-    error = (gradients[0].double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCE[posed.dtype], f"{geometry} {made.why}"
-    if with_bias:
-        scale = grad.double().abs().sum((0, 2, 3))
-        error = (gradients[1].double() - grad.double().sum((0, 2, 3))).norm() / scale.norm()
-        assert error <= TOLERANCE[posed.dtype], f"bias of {geometry} {made.why}"
+    made = forced(posed, boxes, rng.choice(choices(posed, boxes, facts)), with_bias)
+    check_forced_weight_gradient(made, posed, TOLERANCE[posed.dtype])
 
 
 @pytest.mark.gpu

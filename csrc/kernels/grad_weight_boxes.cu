@@ -32,32 +32,19 @@ constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
 constexpr int BIAS_STEPS = BIAS_SLICES < 2 && STEPS % 4 == 0 ? 4 : BIAS_SLICES < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
-static_assert(THROUGH_WORKSPACE || !STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
-
-/// The tiles of a slice, one after the other.
-struct Tiles {
-  long long first;
-  int count;
-
-  __device__ __forceinline__ Tiles(const Place& place, long long batch) {
-    const long long tiles = (batch + TILE_N - 1) / TILE_N * TILES_H * TILES_W;
-    first = place.slice * tiles / SLICES;
-    count = static_cast<int>((place.slice + 1) * tiles / SLICES - first);
-  }
-};
+static_assert(!STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
 /// One thread.
-__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const Tiles& tiles, const TensorMap& input,
+__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const PixelSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
   ptx::prefetch_map(input);
   ptx::prefetch_map(grad_output);
+  const int first = sizes.first_tile(place.slice), count = sizes.tiles_of(place.slice);
 #pragma unroll 1
-  for (int index = 0; index < tiles.count; ++index, ring.advance()) {
-    const long long tile = tiles.first + index;
-    const int image = static_cast<int>(tile / (TILES_H * TILES_W)) * TILE_N;
-    const int row = static_cast<int>(tile / TILES_W % TILES_H) * TILE_H, col = static_cast<int>(tile % TILES_W) * TILE_W;
+  for (int index = 0; index < count; ++index, ring.advance()) {
+    const auto [image, row, col] = TilePlace::of(first + index, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expecting(ring.full(), COPIED);
 #pragma unroll
@@ -75,7 +62,7 @@ __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, con
 
 /// The bias, by BIAS_THREADS threads: ones times grad_output, 16 pixels x 16 channels at a time, for the taps of the block
 /// that read each pixel once.
-__device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Tiles& tiles, float* bias_partial) {
+__device__ __forceinline__ void add_bias(Ring ring, const Place& place, int count, float* bias_partial) {
   const int warp = (threadIdx.x - THREADS - ASKING_THREADS) / 32, lane = threadIdx.x % 32;
   u32 taps = 0;
   u32 offsets[BLOCK_TAPS];
@@ -90,7 +77,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, const Ti
   // Which row of 16 bytes this lane names: lanes 0 to 7 and 16 to 23 of the first 8 pixels, the others of the second.
   const u32 row = (lane / 8 % 2 * OUT_GROUP + lane % 8) * ROW_BYTES;
 #pragma unroll 1
-  for (int index = 0; index < tiles.count; ++index, ring.advance()) {
+  for (int index = 0; index < count; ++index, ring.advance()) {
     ptx::wait_for_phase(ring.full(), ring.parity);
 #pragma unroll
     for (int tap = 0; tap < BLOCK_TAPS; ++tap) {
@@ -146,8 +133,8 @@ __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::
 }
 
 /// THREADS threads.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const Tiles& tiles, char* shared, float4* partial,
-                                                   Element* gradient) {
+__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const PixelSizes& sizes, char* shared,
+                                                   float4* partial, Element* gradient) {
   const int lane = threadIdx.x % 32;
   // The same for all threads of a warpgroup, which the compiler should know.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
@@ -158,10 +145,11 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
   for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = ::tap_offset(at.t * WARP_TAPS + i) / 16;
   const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * Boxes::BYTES;
 
+  const int count = sizes.tiles_of(place.slice);
   int index = 0;
+  float sums[FRAGMENTS][4];
   do {
-    const int first = index, end = FLUSH && index + FLUSH < tiles.count ? index + FLUSH : tiles.count;
-    float sums[FRAGMENTS][4];
+    const int first = index, end = sizes.flush < count - index ? index + sizes.flush : count;
 #pragma unroll
     for (auto& fragment : sums)
 #pragma unroll
@@ -183,25 +171,23 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     }
     ptx::wait_multiplies<0>();
     if (lane == 0) ptx::arrive(ring.empty_before());
-    if (end == tiles.count) ptx::let_next_launch_start();
-    if constexpr (THROUGH_WORKSPACE) {
-      store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
-    } else {
-      // The results take the stages' place once these are read by all, the bias's warps too.
-      for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
-    }
-  } while (index < tiles.count);
+    if (end == count) ptx::let_next_launch_start();
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
+  } while (index < count);
+  if (sizes.through_workspace) return;
+  // The results take the stages' place once these are read by all, the bias's warps too.
+  for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+  store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
     grad_weight_boxes(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                      Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial, long long batch) {
+                      Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial,
+                      const __grid_constant__ PixelSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   char* const shared = memory + (BOX_ALIGNMENT - ptx::shared_address(memory) % BOX_ALIGNMENT) % BOX_ALIGNMENT;
   Ring ring(ptx::pinned(ptx::shared_address(shared)));
   const Place place = Place::of(blockIdx.x);
-  const Tiles tiles(place, batch);
   const bool adds_bias = WITH_BIAS && place.m0 == 0;
   if (threadIdx.x == 0) {
     Ring each = ring;
@@ -214,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THR
   __syncthreads();
 
   if (threadIdx.x < THREADS) {
-    multiply_and_store(ring, place, tiles, shared, partial, gradient);
+    multiply_and_store(ring, place, sizes, shared, partial, gradient);
   } else if (threadIdx.x < THREADS + ASKING_THREADS) {
-    if (threadIdx.x == THREADS) ask_for_boxes(ring, place, tiles, input, grad_output);
+    if (threadIdx.x == THREADS) ask_for_boxes(ring, place, sizes, input, grad_output);
   } else if constexpr (WITH_BIAS) {
-    if (adds_bias) add_bias(ring, place, tiles, bias_partial);
+    if (adds_bias) add_bias(ring, place, sizes.tiles_of(place.slice), bias_partial);
   }
 }

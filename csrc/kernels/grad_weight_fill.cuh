@@ -3,9 +3,16 @@
 // group becomes zero.
 #pragma once
 
+/// Of a tensor.
+struct Extent {
+  int height, width;
+  __device__ __forceinline__ int pixels() const { return height * width; }
+};
+
 /// One tile's part of a tensor.
 struct Source {
   const char* image;  // the first image's first channel of the block
+  Extent extent;
   int row, col;       // of position 0: may be negative
   int images;         // that are left, from the first on
   int channels;       // that are left, from the first on
@@ -13,18 +20,19 @@ struct Source {
 
 /// `row`, `col`: where the block's first tap reads, of pixel 0.
 template <class Win>
-__device__ __forceinline__ Source tile_source(const Element* tensor, long long tile, int group, int first_channel, int row,
-                                              int col, long long batch) {
-  const long long image = tile / (TILES_H * TILES_W) * TILE_N;
-  const int in_image = static_cast<int>(tile % (TILES_H * TILES_W));
-  const long long channel = group * Win::GROUP + first_channel;
+__device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
+                                              int row, int col, const PixelSizes& sizes) {
+  const TilePlace place = TilePlace::of(tile, sizes);
+  const int channel = group * Win::GROUP + first_channel;
   Source s;
+  s.extent = extent;
   s.image = reinterpret_cast<const char*>(tensor) +
-            (image * Win::TENSOR_CHANNELS * Win::H * Win::W + channel * (CHANNELS_LAST ? 1 : Win::H * Win::W)) * ITEM;
-  s.row = in_image / TILES_W * TILE_H * Win::SH + row;
-  s.col = in_image % TILES_W * TILE_W * Win::SW + col;
-  const long long left = batch - image;
-  s.images = left < TILE_N ? static_cast<int>(left) : TILE_N;
+            (static_cast<long long>(place.image) * (Win::TENSOR_CHANNELS * extent.pixels()) +
+             static_cast<long long>(channel) * (CHANNELS_LAST ? 1 : extent.pixels())) * ITEM;
+  s.row = place.row * Win::SH + row;
+  s.col = place.col * Win::SW + col;
+  const int left = sizes.batch - place.image;
+  s.images = left < TILE_N ? left : TILE_N;
   s.channels = Win::GROUP - first_channel;
   return s;
 }
@@ -39,9 +47,10 @@ struct Fill {
   /// Neighbouring lanes' copies go to different places in shared memory: past the L1 each would be a request of its own
   /// (measured: half as fast).
   static constexpr bool SCATTERS = IS_16_BIT || Win::QUADS;
-  static constexpr int IMAGE_ITEMS = Win::TENSOR_CHANNELS * Win::H * Win::W;
-  static constexpr int CHANNEL_ITEMS = CHANNELS_LAST ? 1 : Win::H * Win::W;
   static constexpr int PIXEL_ITEMS = CHANNELS_LAST ? Win::TENSOR_CHANNELS : 1;
+
+  /// From one channel to the next, in items.
+  __device__ __forceinline__ static int channel_items(const Extent& extent) { return CHANNELS_LAST ? 1 : extent.pixels(); }
 
   /// Columns of memory that a row of the window spans, with what precedes it for alignment.
   static constexpr int RAW_COLS =
@@ -61,7 +70,7 @@ struct Fill {
   static constexpr u32 GUARDS = 1u << 31 | 1u << 22 | 1u << 11;
 
   /// `lead`: columns from the beginning of the window to the first tap's (RAW).
-  __device__ __forceinline__ static Piece piece(unsigned index, int lead) {
+  __device__ __forceinline__ static Piece piece(unsigned index, int lead, const Extent& extent) {
     const unsigned in_row = index % PIECES_PER_ROW;
     const unsigned row = index / PIECES_PER_ROW % Win::ROWS;
     const unsigned row_phase = index / (PIECES_PER_ROW * Win::ROWS) % Rows::PHASES;
@@ -82,7 +91,7 @@ struct Fill {
       w = col * Win::SW + Cols::residue(phase);
       p.position += phase * Win::COLS + col;
     }
-    p.from = n * IMAGE_ITEMS + (h * Win::W + w) * PIXEL_ITEMS;
+    p.from = n * (Win::TENSOR_CHANNELS * extent.pixels()) + (h * extent.width + w) * PIXEL_ITEMS;
     p.place = n << 23 | h << 12 | w;
     return p;
   }
@@ -95,10 +104,11 @@ struct Fill {
 
     __device__ __forceinline__ Inside(const Source& source, int lead) {
       const int row = source.row, col = RAW ? source.col - lead : source.col;
-      origin = source.image + static_cast<long long>(row * Win::W + col) * (PIXEL_ITEMS * ITEM);
+      origin = source.image + static_cast<long long>(row * source.extent.width + col) * (PIXEL_ITEMS * ITEM);
       channels = source.channels;
       const int first_h = row < 0 ? -row : 0, first_w = col < 0 ? -col : 0;
-      const int last_h = Win::H - 1 - row < 1023 ? Win::H - 1 - row : 1023, last_w = Win::W - 1 - col < 2047 ? Win::W - 1 - col : 2047;
+      const int rows_left = source.extent.height - 1 - row, cols_left = source.extent.width - 1 - col;
+      const int last_h = rows_left < 1023 ? rows_left : 1023, last_w = cols_left < 2047 ? cols_left : 2047;
       low = first_h << 12 | first_w;
       high = (source.images - 1) << 23 | last_h << 12 | last_w;
       if (first_h > last_h || first_w > last_w) low = ~GUARDS, high = 0;
@@ -112,10 +122,10 @@ struct Fill {
   static constexpr bool TABLE = CHANNELS_LAST || THROUGH_REGISTERS;
   static constexpr int TABLE_BYTES = TABLE ? PIECES * 16 : 0;
 
-  __device__ __forceinline__ static void make_table(u32 table, int lead) {
+  __device__ __forceinline__ static void make_table(u32 table, int lead, const Extent& extent) {
     if constexpr (TABLE)
       for (unsigned index = threadIdx.x; index < PIECES; index += THREADS) {
-        const Piece p = piece(index, lead);
+        const Piece p = piece(index, lead, extent);
         const u32 words[4] = {p.from, p.place, static_cast<u32>(p.position), static_cast<u32>(p.column)};
         ptx::store_shared<4>(table + index * 16, words);
       }
@@ -144,10 +154,11 @@ struct Fill {
       const unsigned first = SHARERS == 1 ? threadIdx.x : threadIdx.x % PIECES;
       const int sharer = SHARERS == 1 ? 0 : threadIdx.x / PIECES;
       if (sharer >= SHARERS) return;
+      const int next_channel = channel_items(source.extent);
       for (unsigned index = first; index < PIECES; index += SHARERS == 1 ? THREADS : PIECES) {
-        const Piece p = piece(index, lead);
+        const Piece p = piece(index, lead, source.extent);
         const bool here = inside(p.place);
-        const char* from = inside.origin + (static_cast<long long>(p.from) + static_cast<long long>(sharer) * CHANNEL_ITEMS) * ITEM;
+        const char* from = inside.origin + (static_cast<long long>(p.from) + static_cast<long long>(sharer) * next_channel) * ITEM;
         const u32 to = window + Win::position_bytes(p.position) + sharer * Win::CHANNEL_STRIDE * 4;
         const int left = inside.channels - sharer;
 #pragma unroll 8
@@ -155,7 +166,7 @@ struct Fill {
           if (Win::CHANNELS % SHARERS && sharer + i * SHARERS >= Win::CHANNELS) break;
           ptx::copy_async_or_zero<COPY_BYTES, SCATTERS>(to + i * SHARERS * Win::CHANNEL_STRIDE * 4, from,
                                               here && (Win::GROUP % Win::CHANNELS == 0 || i * SHARERS < left));
-          from += static_cast<long long>(SHARERS) * CHANNEL_ITEMS * ITEM;
+          from += static_cast<long long>(next_channel) * (SHARERS * ITEM);
         }
       }
     }
@@ -177,6 +188,7 @@ struct Fill {
 
   __device__ __forceinline__ void load(u32 table, const Source& source, int lead) {
     const Inside inside(source, lead);
+    const long long next_channel = static_cast<long long>(channel_items(source.extent)) * ITEM;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const unsigned unit = threadIdx.x + s * THREADS;
@@ -186,13 +198,13 @@ struct Fill {
       if (here) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
       here = here && inside(entry[1]);
       const char* from = inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
-                         static_cast<long long>(channel) * CHANNEL_ITEMS * ITEM;
+                         channel * next_channel;
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
 #pragma unroll
         for (int i = 0; i < ROW_REGISTERS; ++i) staged[s][c][i] = 0;
         if (here && (Win::GROUP % Win::CHANNELS == 0 || channel + c < inside.channels))
-          ptx::load_global<COPY_BYTES>(staged[s][c], from + static_cast<long long>(c) * CHANNEL_ITEMS * ITEM);
+          ptx::load_global<COPY_BYTES>(staged[s][c], from + c * next_channel);
       }
     }
   }
@@ -249,19 +261,19 @@ static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + Fill<InputWindow>::TABLE_BY
 struct Feed {
   const Element *input, *grad_output;
   const Place& place;
-  long long batch, first_tile;
-  int count;
+  const PixelSizes& sizes;
+  int first_tile, count;
   u32 stages;
   Fill<InputWindow> input_fill;
   Fill<OutputWindow> output_fill;
 
-  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, long long batch_, u32 stages_)
-      : input(input_), grad_output(grad_output_), place(place_), batch(batch_), stages(stages_) {
-    const long long tiles = (batch + TILE_N - 1) / TILE_N * TILES_H * TILES_W;
-    first_tile = place.slice * tiles / SLICES;
-    count = static_cast<int>((place.slice + 1) * tiles / SLICES - first_tile);
-    Fill<InputWindow>::make_table(input_table(), 0);
-    Fill<OutputWindow>::make_table(output_table(), lead());
+  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const PixelSizes& sizes_,
+                                  u32 stages_)
+      : input(input_), grad_output(grad_output_), place(place_), sizes(sizes_), stages(stages_) {
+    first_tile = sizes.first_tile(place.slice);
+    count = sizes.tiles_of(place.slice);
+    Fill<InputWindow>::make_table(input_table(), 0, input_extent());
+    Fill<OutputWindow>::make_table(output_table(), lead(), output_extent());
     __syncthreads();
   }
 
@@ -296,11 +308,13 @@ struct Feed {
   __device__ __forceinline__ u32 input_table() const { return stages + STAGES * STAGE_BYTES; }
   __device__ __forceinline__ u32 output_table() const { return input_table() + Fill<InputWindow>::TABLE_BYTES; }
   __device__ __forceinline__ int lead() const { return TapsW::lead(place.tap_block_w, OUTPUT_COPY); }
+  __device__ __forceinline__ Extent input_extent() const { return {sizes.height, sizes.width}; }
+  __device__ __forceinline__ Extent output_extent() const { return {sizes.out_height, sizes.out_width}; }
   __device__ __forceinline__ Source input_source(int index) const {
-    return tile_source<InputWindow>(input, first_tile + index, place.group, place.m0, 0, 0, batch);
+    return tile_source<InputWindow>(input, input_extent(), first_tile + index, place.group, place.m0, 0, 0, sizes);
   }
   __device__ __forceinline__ Source output_source(int index) const {
-    return tile_source<OutputWindow>(grad_output, first_tile + index, place.group, place.n0, TapsH::base(place.tap_block_h),
-                                     TapsW::base(place.tap_block_w), batch);
+    return tile_source<OutputWindow>(grad_output, output_extent(), first_tile + index, place.group, place.n0,
+                                     TapsH::base(place.tap_block_h), TapsW::base(place.tap_block_w), sizes);
   }
 };

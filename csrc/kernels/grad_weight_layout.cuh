@@ -8,6 +8,8 @@
 // Positions are counted [image][row phase][row][column phase][column].
 #pragma once
 
+#include "sizes.cuh"
+
 using ptx::u32;
 
 constexpr int TAPS = KERNEL_H * KERNEL_W;
@@ -71,11 +73,11 @@ using Unshifted = TapAxis<1, 1, 1, 0, 1, 1>;
 ///   16 bits                  [8 channels][position][16 bytes]
 ///   QUADS (float32)          [4 positions][channel][4 words]
 /// Paddings keep the fragments' reads free of bank conflicts.
-template <int CHANNELS_, int TENSOR_CHANNELS_, int GROUP_, int H_, int W_, class Rows_, class Cols_, int SH_, int SW_, int COPY_,
+template <int CHANNELS_, int TENSOR_CHANNELS_, int GROUP_, class Rows_, class Cols_, int SH_, int SW_, int COPY_,
           bool QUADS_ = false>
 struct Window {
   static constexpr int CHANNELS = CHANNELS_, TENSOR_CHANNELS = TENSOR_CHANNELS_, GROUP = GROUP_;
-  static constexpr int H = H_, W = W_, SH = SH_, SW = SW_, COPY = COPY_;
+  static constexpr int SH = SH_, SW = SW_, COPY = COPY_;
   static constexpr bool QUADS = QUADS_;
   using Rows = Rows_;
   using Cols = Cols_;
@@ -110,14 +112,22 @@ struct Window {
   }
 };
 /// SWAPPED: output channels are the rows of a multiply, which come from registers; input channels its columns, by quads.
-using InputWindow = Window<BLOCK_M, IN_CHANNELS, CI_GROUP, HEIGHT, WIDTH, Unshifted, Unshifted, 1, 1, INPUT_COPY, SWAPPED>;
-using OutputWindow =
-    Window<BLOCK_N, OUT_CHANNELS, CO_GROUP, OUT_HEIGHT, OUT_WIDTH, TapsH, TapsW, STRIDE_H, STRIDE_W, OUTPUT_COPY>;
+using InputWindow = Window<BLOCK_M, IN_CHANNELS, CI_GROUP, Unshifted, Unshifted, 1, 1, INPUT_COPY, SWAPPED>;
+using OutputWindow = Window<BLOCK_N, OUT_CHANNELS, CO_GROUP, TapsH, TapsW, STRIDE_H, STRIDE_W, OUTPUT_COPY>;
 
 constexpr int TILE_PIXELS = TILE_N * TILE_H * TILE_W;
 constexpr int STAGE_BYTES = InputWindow::BYTES + OutputWindow::BYTES;
 
-constexpr int TILES_H = ceil_div(HEIGHT, TILE_H), TILES_W = ceil_div(WIDTH, TILE_W);
+/// Where a tile lies: its first image, row and column of the input.
+struct TilePlace {
+  int image, row, col;
+
+  __device__ __forceinline__ static TilePlace of(int tile, const PixelSizes& sizes) {
+    const int images = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, images);
+    const int row = sizes.row_tiles.quotient(in_image);
+    return {images * TILE_N, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W};
+  }
+};
 
 /// What a block computes.
 struct Place {

@@ -4,11 +4,11 @@
 //       input[n, ci, ih, iw] * grad_output[n, co, ih * STRIDE_H - PADDING_H + kh * DILATION_H, (the same for w)]
 //
 // A block makes BLOCK_M input channels x BLOCK_N output channels x TAP_ROWS x TAP_COLS taps of one group over one of
-// SLICES of the tiles of pixels (grad_weight_layout.cuh), which pass through a ring of STAGES stages; all its taps
+// slice of the tiles of pixels (grad_weight_layout.cuh), which pass through a ring of STAGES stages; all its taps
 // multiply what is loaded once. Its warps share out m, n, taps and the pixels of a tile. The input's fragments (A) are
 // loaded once for all taps of a warp, grad_output's (B) at each tap's shift.
 //
-// The multiplier truncates its sums: every FLUSH tiles they are added, rounded to nearest, to the workspace.
+// The multiplier truncates its sums: every `flush` tiles they are added, rounded to nearest, to the workspace.
 //
 // Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
 // stride, padding, output padding, dilation, groups; sm_80 and up. plan_grad_weight.py says for which it pays.
@@ -185,11 +185,12 @@ struct Accumulators {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_weight_mma(const Element* __restrict__ input, const Element* __restrict__ grad_output, Element* __restrict__ gradient,
-                    float4* __restrict__ partial, float* __restrict__ bias_partial, long long batch) {
+                    float4* __restrict__ partial, float* __restrict__ bias_partial,
+                    const __grid_constant__ PixelSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
   const u32 stages = ptx::pinned(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
-  Feed feed(input, grad_output, place, batch, stages);
+  Feed feed(input, grad_output, place, sizes, stages);
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % TILE_WARPS, warp_k = threadIdx.x / 32 / TILE_WARPS;
@@ -233,7 +234,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     }
     feed.store(index + 1);
     feed.load(index + 2);
-    if (FLUSH && ++since_flush == FLUSH) {
+    if (++since_flush == sizes.flush) {
       store_partial(all.sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, flushed);
       all.clear_sums();
       flushed = true;
@@ -242,7 +243,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   }
   ptx::let_next_launch_start();
 
-  if constexpr (THROUGH_WORKSPACE) {
+  if (sizes.through_workspace) {
     store_partial(all.sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, flushed);
   } else {
     store_gradient(all.sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);

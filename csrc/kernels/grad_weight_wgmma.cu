@@ -52,11 +52,12 @@ __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_t
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_weight_wgmma(const Element* __restrict__ input, const Element* __restrict__ grad_output, Element* __restrict__ gradient,
-                      float4* __restrict__ partial, float* __restrict__ bias_partial, long long batch) {
+                      float4* __restrict__ partial, float* __restrict__ bias_partial,
+                      const __grid_constant__ PixelSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
   const u32 stages = ptx::pinned(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
-  Feed feed(input, grad_output, place, batch, stages);
+  Feed feed(input, grad_output, place, sizes, stages);
 
   const int lane = threadIdx.x % 32;
   // The same for all threads of a warpgroup, which the compiler should know.
@@ -79,9 +80,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   feed.store(0);
   feed.load(1);
   int index = 0;
+  float sums[FRAGMENTS][4];
   do {
-    const int first = index, end = FLUSH && index + FLUSH < feed.count ? index + FLUSH : feed.count;
-    float sums[FRAGMENTS][4];
+    const int first = index, end = sizes.flush < feed.count - index ? index + sizes.flush : feed.count;
 #pragma unroll
     for (auto& fragment : sums)
 #pragma unroll
@@ -111,12 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     }
     ptx::wait_multiplies<0>();
     if (end == feed.count) ptx::let_next_launch_start();
-    if constexpr (THROUGH_WORKSPACE) {
-      store_partial(sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, first > 0);
-    } else {
-      store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
-    }
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, first > 0);
   } while (index < feed.count);
+  if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   if (WITH_BIAS && place.m0 == 0) {
     // Everything has been multiplied: the stages are free.
     __syncthreads();

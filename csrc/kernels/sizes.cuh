@@ -23,6 +23,21 @@ __device__ constexpr Divisor divisor_of(unsigned value) {
   return {value, static_cast<unsigned>(((1ull << (31 + shift)) + value - 1) / value), shift};
 }
 
+/// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
+struct PixelSizes {
+  int batch, height, width, out_height, out_width;
+  int slices;                      // that the tiles are cut into
+  int slice_tiles, longer_slices;  // tiles of a slice; so many slices, the first, have one more
+  int flush;                       // tiles after which sums go to the workspace
+  int through_workspace;           // whether any go there
+  Divisor image_tiles, row_tiles;  // tiles of TILE_N images, and of one row of them
+
+  __device__ __forceinline__ constexpr int first_tile(int slice) const {
+    return slice * slice_tiles + (slice < longer_slices ? slice : longer_slices);
+  }
+  __device__ __forceinline__ constexpr int tiles_of(int slice) const { return slice_tiles + (slice < longer_slices); }
+};
+
 /// Of the kernels that cut the map into tiles of cells (tile_shape.cuh).
 struct Sizes {
   int batch, height, width, out_height, out_width;

@@ -5,22 +5,31 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from operator import itemgetter
 
-from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.grad_weight_classes import (
+    counts_in_32_bits,
+    has_pixels,
+    of_any_size,
+    pixel_tiles,
+    select,
+    sizes_of,
+    weight_of,
+)
 from tconv_swap.cuda.plans.grad_weight_cost import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.grad_weight_tile import Tile, pixel_tiles, tap_blocks, weight_tiles
+from tconv_swap.cuda.plans.grad_weight_tile import Tile, tap_blocks, weight_tiles
 from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.geometry import Pair
+from tconv_swap.geometry import Geometry, Pair
 
 #: The warp that asks for boxes; those that add up the bias.
 ASKING_THREADS, BIAS_THREADS = 32, 96
 REGISTERS = 65536
-#: What a thread needs besides its sums.
-OTHER_REGISTERS = 28
+#: What a thread needs besides its sums: while it multiplies, and to store them without spilling a few.
+OTHER_REGISTERS, STORE_REGISTERS = 28, 48
 
 ROW_BYTES, BOX_CHANNELS, BOX_ALIGNMENT = 128, 64, 1024
 #: Elements of the tensor that a box may span along each dimension, and the largest step between those it takes.
@@ -29,6 +38,8 @@ BOX_SPAN, BOX_STEP = 256, 8
 STEP_PIXELS = 16
 MOST_STAGES, LEAST_STAGES = 8, 3
 MOST_BOXES = 32
+#: Rows and columns of maps up to which a tile may have as many.
+MOST_WHOLE = 16
 
 #: Bytes of one multiprocessor and clock: what the L2 brings, what memory brings, what becomes of partial sums.
 L2_RATE, MEMORY_RATE, PARTIAL_RATE = 37, 15, 16
@@ -53,9 +64,19 @@ class Boxes:
 
     @property
     def fits_registers(self) -> bool:
-        # Each quarter of a multiprocessor has its own, and one warp at least besides those that multiply.
+        return self.tile.sums + OTHER_REGISTERS <= self.registers
+
+    @property
+    def may_spill(self) -> bool:
+        """Where the sums leave, behind the last multiply."""
+        return self.tile.sums + STORE_REGISTERS > self.registers
+
+    @property
+    def registers(self) -> int:
+        """That a thread may have: each quarter of a multiprocessor has its own, and one warp at least besides those
+        that multiply."""
         warps = self.tile.threads // 128 + 1
-        return self.tile.sums + OTHER_REGISTERS <= min(255, REGISTERS // (128 * warps) // 8 * 8)
+        return min(255, REGISTERS // (128 * warps) // 8 * 8)
 
     def __str__(self) -> str:
         return f"{self.tile}{', flat' if self.flat else ''}"
@@ -107,41 +128,70 @@ def shared_bytes(problem: Problem, boxes: Boxes) -> int:
 
 def _runs_lie_right(problem: Problem, boxes: Boxes) -> bool:
     """Whether the two runs of 8 pixels of each multiply lie in one piece, and always as far from each other."""
-    tile = boxes.tile
-    _, rows, cols = box_shape(problem, boxes)
+    return _runs_of_8(boxes.tile.shape, box_shape(problem, boxes))
+
+
+@lru_cache(maxsize=8192)
+def _runs_of_8(tile: tuple[int, int, int], box: tuple[int, int, int]) -> bool:
+    _, rows, cols = box
 
     def position(k: int) -> int:
-        area = tile.rows * tile.cols
-        return (k // area * rows + k // tile.cols % tile.rows) * cols + k % tile.cols
+        area = tile[1] * tile[2]
+        return (k // area * rows + k // tile[2] % tile[1]) * cols + k % tile[2]
 
     distance = position(8) - position(0)
     return all(
-        position(k) == position(k // 16 * 16) + k // 8 % 2 * distance + k % 8 for k in range(tile.pixels)
+        position(k) == position(k // 16 * 16) + k // 8 % 2 * distance + k % 8 for k in range(math.prod(tile))
     )
 
 
-@lru_cache(maxsize=64)
-def reached(problem: Problem, axis: int) -> frozenset[int]:
-    """Rows (columns) of the output that some pixel of the input reaches."""
-    g = problem.geometry
-    size, out, stride = (g.height, g.width)[axis], (g.out_height, g.out_width)[axis], g.stride[axis]
-    offsets = [k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis])]
-    return frozenset(q * stride + o for o in offsets for q in range(size) if 0 <= q * stride + o < out)
+def last_reached(geometry: Geometry, axis: int) -> int:
+    """The last row (column) of the output that some pixel of the input reaches; 0 where there is none."""
+    size, out = (geometry.height, geometry.out_height) if axis == 0 else (geometry.width, geometry.out_width)
+    stride, dilation, padding = geometry.stride[axis], geometry.dilation[axis], geometry.padding[axis]
+    last = 0
+    for k in range(geometry.kernel[axis]):
+        offset = k * dilation - padding
+        meeting = min(size - 1, (out - 1 - offset) // stride)
+        if meeting >= 0:
+            last = max(last, meeting * stride + offset)
+    return last
 
 
-@lru_cache(maxsize=256)
-def _meets_unreached(problem: Problem, axis: int, cut: int) -> bool:
-    """Whether pixels of tiles of ``cut`` rows (columns) beyond the input, which are zeros, would meet pixels of the
-    output that belong to no gradient: zero times infinity is not a number."""
-    g = problem.geometry
-    size, stride = (g.height, g.width)[axis], g.stride[axis]
-    beyond = range(size, round_up(size, cut))
-    if not beyond:
-        return False
-    real = reached(problem, axis)
-    last = max(real, default=-1)
-    met = {q * stride + k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis]) for q in beyond}
-    return any(0 <= at <= last and at not in real for at in met)
+def most_beyond(geometry: Geometry, axis: int) -> int:
+    """Rows (columns) of zeros beyond the input that a tile may have: further ones would meet pixels of the output that
+    belong to no gradient, and zero times infinity is not a number."""
+    g = geometry
+    size = (g.height, g.width)[axis]
+    # Larger maps end in the same way.
+    enough = g.kernel[axis] * g.dilation[axis] + g.padding[axis] + 1
+    return _most_beyond(
+        min(size, enough),
+        g.kernel[axis],
+        g.stride[axis],
+        g.padding[axis],
+        g.dilation[axis],
+        g.output_padding[axis],
+    )
+
+
+@lru_cache(maxsize=4096)
+def _most_beyond(
+    size: int, kernel: int, stride: int, padding: int, dilation: int, output_padding: int
+) -> int:
+    geometry = Geometry(
+        1, 1, 1, size, 1, (1, kernel), (1, stride), (0, padding), (0, output_padding), (1, dilation)
+    )
+    last = last_reached(geometry, 1)
+    offsets = [k * dilation - padding for k in range(kernel)]
+    real = {q * stride + offset for q in range(size) for offset in offsets}
+    beyond = 0
+    while (size + beyond) * stride + offsets[0] <= last:
+        met = {(size + beyond) * stride + offset for offset in offsets}
+        if any(0 <= at <= last and at not in real for at in met):
+            return beyond
+        beyond += 1
+    return INT32_LIMIT
 
 
 def has_gaps(problem: Problem) -> bool:
@@ -153,11 +203,12 @@ def has_gaps(problem: Problem) -> bool:
     )
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[Boxes]:
-    """All tiles that fit."""
+def candidates(problem: Problem, device: Device, sizes: Sequence[Geometry] | None = None) -> Iterator[Boxes]:
+    """All tiles that fit the maps of these sizes (None: of the problem's own)."""
+    maps = [problem.geometry] if sizes is None else sizes
     for taps, tap_step in _tap_choices(problem):
         shapes = list(_warpgroup_choices(problem, math.prod(taps)))
-        for pixels, flat in _pixel_choices(problem, taps, tap_step) if shapes else ():
+        for pixels, flat in _pixel_choices(problem, taps, tap_step, maps) if shapes else ():
             for warps, warp_n, warp_taps in shapes:
                 tile = Tile(warps, 16, warp_n, warp_taps, taps, tap_step, *pixels, LEAST_STAGES, 1, True)
                 fitted = _with_most_stages(problem, Boxes(tile, flat), device)
@@ -233,94 +284,188 @@ def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[tuple[tuple[int,
             yield (4 * groups_m, groups_n, groups_t, 1), warp_n, warp_taps
 
 
+def fits_map(boxes: Boxes, geometry: Geometry) -> bool:
+    """Whether tiles of these may be laid over a map: those beyond it meet nothing that they should not."""
+    tile = boxes.tile
+    return _fits_axis(geometry, 0, tile.rows) and _fits_axis(geometry, 1, tile.cols)
+
+
+def _fits_axis(geometry: Geometry, axis: int, cut: int) -> bool:
+    return -(geometry.height, geometry.width)[axis] % cut <= most_beyond(geometry, axis)
+
+
 def _pixel_choices(
-    problem: Problem, taps: Pair, tap_step: Pair
+    problem: Problem, taps: Pair, tap_step: Pair, maps: Sequence[Geometry]
 ) -> Iterator[tuple[tuple[int, int, int], bool]]:
     """Images, rows, columns of a tile of pixels, and whether its boxes are flat."""
-    g = problem.geometry
-    widths = {cols for cols in (8, 16, 32, 64) if cols < 2 * g.width} | (
-        {g.width} if g.width <= 64 else set()
-    )
-    heights = {rows for rows in (1, 2, 4, 8, 16) if rows < 2 * g.height} | (
-        {g.height} if g.height <= 32 else set()
-    )
-    for cols, rows, images in itertools.product(
-        sorted(widths), sorted(heights), (1, 2, 4, 8, 16, 32, 64, 128)
-    ):
-        if (
-            images >= 2 * g.batch
-            or _meets_unreached(problem, 0, rows)
-            or _meets_unreached(problem, 1, cols)
-            or not 32 <= images * rows * cols <= 256
-            or images * rows * cols % STEP_PIXELS
-        ):
-            continue
+    stride = problem.geometry.stride
+    for pixels in dict.fromkeys(pixels for g in maps for pixels in _pixels_of(g)):
         for flat in (False, True):
-            tile = Tile((4, 1, 1, 1), 16, 64, 1, taps, tap_step, images, rows, cols, LEAST_STAGES, 1, True)
+            tile = Tile((4, 1, 1, 1), 16, 64, 1, taps, tap_step, *pixels, LEAST_STAGES, 1, True)
             if flat and axis_of(problem, tile, 1).reach == 0:
                 continue
             boxes = Boxes(tile, flat)
             shape = box_shape(problem, boxes)
-            spans = shape[0], (shape[1] - 1) * g.stride[0] + 1, (shape[2] - 1) * g.stride[1] + 1
+            spans = shape[0], (shape[1] - 1) * stride[0] + 1, (shape[2] - 1) * stride[1] + 1
             if max(spans) <= BOX_SPAN and _runs_lie_right(problem, boxes):
-                yield (images, rows, cols), flat
+                yield pixels, flat
 
 
-def slice_bytes(problem: Problem, boxes: Boxes) -> int:
-    """Of one copy of the gradient, in float32 and whole tiles."""
+@lru_cache(maxsize=1024)
+def _pixels_of(geometry: Geometry) -> tuple[tuple[int, int, int], ...]:
+    g = geometry
+    widths = {cols for cols in (8, 16, 32, 64) if cols < 2 * g.width} | (
+        {g.width} if g.width <= MOST_WHOLE else set()
+    )
+    heights = {rows for rows in (1, 2, 4, 8, 16) if rows < 2 * g.height} | (
+        {g.height} if g.height <= MOST_WHOLE else set()
+    )
+    return tuple(
+        (images, rows, cols)
+        for cols, rows, images in itertools.product(
+            sorted(widths), sorted(heights), (1, 2, 4, 8, 16, 32, 64, 128)
+        )
+        if images < 2 * g.batch
+        and 32 <= images * rows * cols <= 256
+        and images * rows * cols % STEP_PIXELS == 0
+        and _fits_axis(g, 0, rows)
+        and _fits_axis(g, 1, cols)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Of a tile, whatever the sizes: clocks for one tile of pixels and bytes that it brings; blocks of one slice; bytes
+    of one copy of the gradient, in float32 and whole tiles; and output channels that come for each pixel of the input,
+    where the kernel leaves gaps (else 0: all of grad_output comes)."""
+
+    clocks: float
+    copied: int
+    blocks: int
+    slice_bytes: int
+    channels_met: int
+
+
+def work_of(problem: Problem, boxes: Boxes) -> Work:
+    """The slowest of what works side by side."""
     tile = boxes.tile
-    return weight_tiles(problem, tile) * tile.threads * tile.sums * 4
-
-
-def slice_choices(problem: Problem, boxes: Boxes, device: Device) -> list[int]:
-    """Parts that the pixels may be cut into, within the workspace's limit."""
-    blocks, room = weight_tiles(problem, boxes.tile), device.multiprocessors
-    most = min(max(1, WORKSPACE_LIMIT_BYTES // slice_bytes(problem, boxes)), pixel_tiles(problem, boxes.tile))
-    return sorted({min(most, max(1, waves * room // blocks)) for waves in (1, 2, 3)} | {1})
-
-
-def expected_clocks(problem: Problem, boxes: Boxes, device: Device) -> Iterator[tuple[float, int]]:
-    """Roughly, of the whole, with each choice of slices: the slowest of what works side by side, and what is outside
-    of that."""
-    tile, g = boxes.tile, problem.geometry
-    groups = tile.threads // 128
-    steps = groups * tile.warp_taps * tile.pixels / STEP_PIXELS
+    steps = tile.threads // 128 * tile.warp_taps * tile.pixels / STEP_PIXELS
     copied = stage_bytes(problem, boxes)
     multiplies = steps * tile.warp_n / 2
     shared = steps * (16 + tile.warp_n / 4) + copied / 128
-    clocks = max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS
-    moved = 2 * g.batch * (g.in_channels * g.height * g.width + g.out_channels * g.out_height * g.out_width)
+    met = 0
     if has_gaps(problem):
         # Every tap has pixels of its own: those are brought, and as many for a tap that a block has to spare.
         taps = math.prod(
             blocks * taken for blocks, taken in zip(tap_blocks(problem, tile), tile.taps, strict=True)
         )
-        moved = 2 * g.batch * g.height * g.width * (g.in_channels + taps * g.out_channels)
-    memory = moved / (device.multiprocessors * MEMORY_RATE)
-    gradient = slice_bytes(problem, boxes) / (device.multiprocessors * PARTIAL_RATE)
-    blocks, tiles = weight_tiles(problem, tile), pixel_tiles(problem, tile)
-    for slices in slice_choices(problem, boxes, device):
-        waves = ceil_div(blocks * slices, device.multiprocessors)
-        # Until the first stage is there nobody multiplies, and all begin at once.
-        block = ceil_div(tiles, slices) * clocks + copied / MEMORY_RATE + BLOCK_CLOCKS
+        met = taps * problem.geometry.out_channels
+    blocks = weight_tiles(problem, tile)
+    return Work(
+        max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS,
+        copied,
+        blocks,
+        blocks * tile.threads * tile.sums * 4,
+        met,
+    )
+
+
+def slice_choices(work: Work, tiles: int, device: Device) -> set[int]:
+    """Parts that so many tiles of pixels may be cut into, within the workspace's limit."""
+    blocks, room = work.blocks, device.multiprocessors
+    most = min(max(1, WORKSPACE_LIMIT_BYTES // work.slice_bytes), tiles)
+    return {min(most, max(1, waves * room // blocks)) for waves in (1, 2, 3)} | {1}
+
+
+def expected_clocks(work: Work, tiles: int, geometry: Geometry, device: Device) -> tuple[float, int]:
+    """Roughly, of the whole, and with how many slices; what is outside of what works side by side too."""
+    g, multiprocessors = geometry, device.multiprocessors
+    moved = g.in_channels + work.channels_met
+    pixels = g.height * g.width
+    moved *= pixels
+    if not work.channels_met:
+        moved += g.out_channels * g.out_height * g.out_width
+    memory = 2 * g.batch * moved / (multiprocessors * MEMORY_RATE)
+    gradient = work.slice_bytes / (multiprocessors * PARTIAL_RATE)
+    # Until the first stage is there nobody multiplies, and all begin at once.
+    start = work.copied / MEMORY_RATE + BLOCK_CLOCKS
+    best = math.inf, 1
+    for slices in sorted(slice_choices(work, tiles, device)):
+        waves = ceil_div(work.blocks * slices, multiprocessors)
+        block = ceil_div(tiles, slices) * work.clocks + start
         partial = gradient if slices == 1 else (2 * slices + 2) * gradient + REDUCTION_CLOCKS
-        yield max(waves * block, memory) + partial, slices
+        best = min(best, (max(waves * block, memory) + partial, slices))
+    return best
 
 
-#: How many are kept of a search, which takes a while: as many as anybody asks for.
-KEPT = 16
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What one kernel computes, of a layer."""
+
+    problem: Problem
+    boxes: Boxes
+    work: Work
+
+    def legal(self, geometry: Geometry) -> bool:
+        """Whether the kernel is right for this size."""
+        shape = self.boxes.tile.shape
+        return fits_map(self.boxes, geometry) and counts_in_32_bits(geometry, shape)
+
+    def clocks(self, geometry: Geometry, device: Device) -> tuple[float, int]:
+        """And with how many slices of the pixels."""
+        return expected_clocks(self.work, pixel_tiles(geometry, self.boxes.tile.shape), geometry, device)
 
 
-def best_boxes(problem: Problem, device: Device, count: int) -> tuple[tuple[Boxes, int], ...]:
-    """The ``count`` tiles that are expected to be the fastest, each with the slices of the pixels it does best with."""
-    return _ranked(problem, device)[:count]
+def schedule_of(problem: Problem, boxes: Boxes) -> Schedule:
+    return Schedule(problem, boxes, work_of(problem, boxes))
+
+
+def choose(problem: Problem, device: Device, count: int, most: int) -> list[tuple[Schedule, int]]:
+    """At most ``count`` schedules for this size, each with the slices of the pixels it does best with, the one expected
+    to be the fastest first: the first among the layer's kernels, at most ``most`` over all sizes, the others among all
+    that were thought of."""
+    geometry, layer = problem.geometry, of_any_size(problem)
+
+    def ranked(found: Iterable[Schedule]) -> list[tuple[tuple[float, int], Schedule]]:
+        timed = [(one.clocks(geometry, device), one) for one in found if one.legal(geometry)]
+        return sorted(timed, key=itemgetter(0))
+
+    best = ranked(schedules(layer, device, most))[:1]
+    if best and count > 1:
+        best += [one for one in ranked(pool(layer, device)) if one[1] is not best[0][1]][: count - 1]
+    return [(one, slices) for (_, slices), one in best]
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]:
+    """The kernels of a layer (``of_any_size``) that are chosen from."""
+    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
+    if has_pixels(layer.geometry):
+        most = 1 if layer.geometry.height == 1 else max(1, most - 1)
+    found = pool(layer, device)
+    clocks = [
+        [one.clocks(geometry, device)[0] if one.legal(geometry) else math.inf for geometry in maps]
+        for one in found
+    ]
+    weights = [weight_of(layer, geometry) for geometry in maps]
+    return tuple(found[index] for index in select(clocks, weights, most))
 
 
 @lru_cache(maxsize=256)
-def _ranked(problem: Problem, device: Device) -> tuple[tuple[Boxes, int], ...]:
-    found = [
-        (min(expected_clocks(problem, boxes, device), key=itemgetter(0)), boxes)
-        for boxes in candidates(problem, device)
-    ]
-    found.sort(key=lambda one: (one[0][0], one[1].tile.images))
-    return tuple((boxes, slices) for (_, slices), boxes in found[:KEPT])
+def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
+    """All schedules that are compared."""
+    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
+    found = sorted(candidates(layer, device, maps), key=_oddness)
+    return tuple(schedule_of(layer, boxes) for boxes in found)
+
+
+def _oddness(boxes: Boxes) -> tuple[int, bool]:
+    """Of tiles that do as well, one of few images is taken, and of rows and columns that cover most maps."""
+    _, *sides = boxes.tile.shape
+    return boxes.tile.images, any(side & (side - 1) for side in sides)
+
+
+def leaves_sizes(layer: Problem) -> bool:
+    """Whether there are sizes that no tile can be laid over."""
+    large = replace(layer.geometry, height=1 << 12, width=1 << 12)
+    return min(most_beyond(large, 0), most_beyond(large, 1)) < INT32_LIMIT

@@ -1,16 +1,29 @@
-"""The tiles of csrc/kernels/grad_weight_*.cu that fit, and the one that is expected to be the fastest."""
+"""The tiles of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu that fit; which few of them are a layer's kernels,
+and which of those computes one size."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from heapq import nsmallest
 
 from tconv_swap.cuda.integers import ceil_div, round_up
-from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks
+from tconv_swap.cuda.plans.grad_weight_classes import (
+    Size,
+    counts_in_32_bits,
+    has_pixels,
+    of_any_size,
+    pixel_tiles,
+    select,
+    sizes_of,
+    weight_of,
+)
+from tconv_swap.cuda.plans.grad_weight_cost import Work, expected_clocks, work_of
 from tconv_swap.cuda.plans.grad_weight_tile import (
+    COPY_BYTES,
     Tile,
     item_bytes,
     shared_bytes,
@@ -18,37 +31,15 @@ from tconv_swap.cuda.plans.grad_weight_tile import (
     windows,
 )
 from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.geometry import Pair
+from tconv_swap.geometry import Geometry, Pair
 
 #: Of one multiprocessor.
 REGISTERS = 65536
-#: Shapes of which all tiles of pixels are compared.
-SHAPES_TRIED = 12
+#: Shapes of which all tiles of pixels are compared: of each kind, those that do best at a size; and by what tiles.
+SHAPES_TRIED = 2
+USUAL_PIXELS = ((1, 8, 16), (1, 8, 8), (1, 4, 16), (1, 16, 16), (1, 4, 8))
 #: What a kernel's table holds of a piece's row and column, from the window's first (grad_weight_fill.cuh).
 MOST_ROWS, MOST_COLS = 1024, 2048
-
-
-@lru_cache(maxsize=256)
-def best_tile(problem: Problem, device: Device, wgmma: bool | None = None) -> Tile | None:
-    """The tile that is expected to be the fastest, among those of the shapes whose first tile is. None if none fits.
-
-    ``wgmma``: of those that multiply by wgmma alone, or by mma.sync alone.
-    """
-
-    def clocks(tile: Tile) -> float:
-        return expected_clocks(problem, tile, device)
-
-    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
-    swapped = item_bytes(problem) == 4 and problem.geometry.stride != (1, 1)
-    shapes = [
-        shape
-        for shape in _shapes(problem, device)
-        if (shape.wgmma == wgmma if wgmma is not None else not (shape.wgmma and swapped))
-    ]
-    firsts = [(tile, shape) for shape in shapes for tile in _first(problem, shape, device)]
-    firsts.sort(key=lambda one: clocks(one[0]))
-    tiles = (tile for _, shape in firsts[:SHAPES_TRIED] for tile in _tiles(problem, shape, device))
-    return min(tiles, key=clocks, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +55,128 @@ class Shape:
     wgmma: bool
 
 
-def candidates(problem: Problem, device: Device) -> Iterator[Tile]:
-    """All tiles that fit."""
-    for shape in _shapes(problem, device):
-        yield from _tiles(problem, shape, device)
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What one kernel computes, of a layer. ``copies``: elements of the input and of grad_output that are copied in one
+    piece."""
+
+    problem: Problem
+    tile: Tile
+    work: Work
+    copies: Pair
+
+    def legal(self, geometry: Geometry) -> bool:
+        """Whether the kernel is right for this size."""
+        if not self.problem.channels_last and (
+            geometry.width % self.copies[0] or geometry.out_width % self.copies[1]
+        ):
+            return False
+        return counts_in_32_bits(geometry, self.tile.shape)
+
+    def suits(self, geometry: Geometry) -> bool:
+        """Whether it is legal, and its tiles are meant for such maps: those of several images, or of rows of a few
+        pixels, for maps that are no larger."""
+        tile = self.tile
+        if tile.images > 1 and (tile.rows < geometry.height or tile.cols < geometry.width):
+            return False
+        return not tile.cols < min(8, geometry.width) and self.legal(geometry)
+
+    def clocks(self, geometry: Geometry | Size, device: Device) -> float:
+        return expected_clocks(self.work, self.tile, pixel_tiles(geometry, self.tile.shape), device)
+
+
+def schedule_of(problem: Problem, tile: Tile) -> Schedule:
+    """What the kernel of a layer computes with the tile."""
+    into, out = windows(problem, tile)
+    return Schedule(problem, tile, work_of(problem, tile), (into.copy, out.copy))
+
+
+def choose(problem: Problem, device: Device, count: int, most: int) -> list[Schedule]:
+    """At most ``count`` schedules for this size, the one expected to be the fastest first: the first among the layer's
+    kernels, at most ``most`` over all sizes, the others among all that were thought of."""
+    geometry = problem.geometry
+
+    def clocks(one: Schedule) -> float:
+        return one.clocks(geometry, device)
+
+    layer = of_any_size(problem)
+    found = schedules(layer, device, most)
+    suitable = [one for one in found if one.suits(geometry)] or [one for one in found if one.legal(geometry)]
+    if not suitable:
+        return []
+    best = min(suitable, key=clocks)
+    if count == 1:
+        return [best]
+    others = sorted(
+        (one for one in pool(layer, device) if one.suits(geometry) and one is not best), key=clocks
+    )
+    return [best, *others[: count - 1]]
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]:
+    """The kernels of a layer (``of_any_size``) that are chosen from."""
+    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
+    swapped = item_bytes(layer) == 4 and layer.geometry.stride != (1, 1)
+    if has_pixels(layer.geometry):
+        most = 1 if layer.geometry.height == 1 else max(1, most - 1)
+    found = [one for one in pool(layer, device) if not (one.tile.wgmma and swapped)]
+    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
+    clocks = [
+        [one.clocks(geometry, device) if one.suits(geometry) else math.inf for geometry in maps]
+        for one in found
+    ]
+    weights = [weight_of(layer, geometry) for geometry in maps]
+    return tuple(found[index] for index in select(clocks, weights, most))
+
+
+@lru_cache(maxsize=256)
+def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
+    """All schedules that are compared: every tile of pixels of the shapes that do best at some size."""
+    sizes = sizes_of(layer)
+    multiples = _multiples(layer)
+    firsts: dict[bool, list[tuple[Shape, Schedule]]] = {False: [], True: []}
+    for shape in _shapes(layer, device):
+        # Maps of one pixel are all alike.
+        alike = len(sizes) == 1
+        usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if alike else USUAL_PIXELS
+        tile = next(_tiles(layer, shape, usual, multiples[0], device), None)
+        if tile is not None:
+            firsts[shape.wgmma].append((shape, schedule_of(layer, tile)))
+    shapes: dict[Shape, None] = {}
+    for kind in firsts.values():
+        for size in sizes:
+            # As if tiles of this shape filled the map.
+            pixels = size.batch * size.height * size.width
+
+            def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
+                tile = one[1].tile
+                return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
+
+            shapes.update((shape, None) for shape, _ in nsmallest(SHAPES_TRIED, kind, key=clocks))
+    found = []
+    for shape in shapes:
+        choices = dict.fromkeys(
+            one for size in sizes for one in _pixel_choices(size, step_pixels(layer) * shape.warps[3])
+        )
+        for divided in multiples:
+            tiles = _tiles(layer, shape, list(choices), divided, device)
+            found += [schedule_of(layer, tile) for tile in tiles]
+    return tuple(found)
+
+
+def _multiples(layer: Problem) -> tuple[Pair, ...]:
+    """Powers of two that divide the columns of the input and of the output, of maps that differ by that; none in
+    channels_last."""
+    if layer.channels_last:
+        return ((1, 1),)
+    of_layer = (replace(layer.geometry, width=width) for width in (64, 62))
+    divided = [(_power_in(g.width), _power_in(g.out_width)) for g in of_layer]
+    return tuple(dict.fromkeys((*divided, (1, 1))))
+
+
+def _power_in(size: int) -> int:
+    return min(COPY_BYTES // 2, size & -size)
 
 
 def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
@@ -80,17 +189,18 @@ def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
                 yield Shape(taps, tap_step, *warps, wgmma)
 
 
-def _first(problem: Problem, shape: Shape, device: Device) -> list[Tile]:
-    """At most one."""
-    return list(itertools.islice(_tiles(problem, shape, device), 1))
-
-
-def _tiles(problem: Problem, shape: Shape, device: Device) -> Iterator[Tile]:
-    """Of one shape, those of about 128 pixels first."""
-    for pixels, blocks in itertools.product(
-        _pixel_choices(problem, step_pixels(problem) * shape.warps[3]), (1, 2)
-    ):
+def _tiles(
+    problem: Problem,
+    shape: Shape,
+    choices: Sequence[tuple[int, int, int]],
+    multiples: Pair,
+    device: Device,
+) -> Iterator[Tile]:
+    """Of one shape, with the pixels of the choices."""
+    for pixels, blocks in itertools.product(choices, (1, 2)):
         if math.prod(shape.warps) * blocks > 16 or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
+            continue
+        if math.prod(pixels) % (step_pixels(problem) * shape.warps[3]):
             continue
         for stages in (4, 3) if shape.wgmma else (3, 2):
             tile = Tile(
@@ -104,6 +214,7 @@ def _tiles(problem: Problem, shape: Shape, device: Device) -> Iterator[Tile]:
                 stages,
                 blocks,
                 shape.wgmma,
+                multiples,
             )
             if _fits(problem, tile, device):
                 yield tile
@@ -203,12 +314,14 @@ def _tap_choices(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
                 yield (rows, cols), (row_step, col_step)
 
 
-def _pixel_choices(problem: Problem, step: int) -> list[tuple[int, int, int]]:
+@lru_cache(maxsize=256)
+def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
     """Images, rows, columns of a tile of pixels: a multiple of ``step``, powers of two; near to 128 and to a square
     first."""
     found = []
-    g = problem.geometry
-    widest, tallest, deepest = (1 << max(0, size - 1).bit_length() for size in (g.width, g.height, g.batch))
+    widest, tallest, deepest = (
+        1 << max(0, count - 1).bit_length() for count in (size.width, size.height, size.batch)
+    )
     for cols, rows in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)):
         if cols > widest or rows > tallest or (cols < 8 and cols != widest):
             continue
@@ -216,7 +329,7 @@ def _pixel_choices(problem: Problem, step: int) -> list[tuple[int, int, int]]:
             images = [1]
         elif cols == widest and rows == tallest:
             # Small maps: whole images, many of them.
-            images = [size // (rows * cols) for size in (32, 64, 128) if size <= deepest * rows * cols]
+            images = [count // (rows * cols) for count in (32, 64, 128) if count <= deepest * rows * cols]
             images = images or [max(step, 32) // (rows * cols)]
         else:
             images = [1]

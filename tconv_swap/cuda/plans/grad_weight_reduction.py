@@ -5,24 +5,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tconv_swap.cuda.integers import ceil_div
-from tconv_swap.cuda.problem import Problem
-from tconv_swap.cuda.program import Argument, Constant, Kernel, Launch, output, workspace
+from tconv_swap.cuda.program import Argument, Constant, Kernel, Launch, output, struct, workspace
 
 #: Multiplies that follow one another into the same sums: the multiplier truncates, so more would add to the error.
 MOST_MULTIPLIES = 1024
 _THREADS = 256
 #: Threads that share the rows of a channel of the bias: each is a chain of loads.
 _BIAS_LANES = 32
+#: Threads that share a unit of the weight's, at most.
+_MOST_SHARERS = 8
+
+
+def flush_of(multiplies: int, tiles: int) -> int:
+    """Tiles of so many multiplies after which sums go to the workspace, or 0: there are not twice as many."""
+    flush = max(1, MOST_MULTIPLIES // multiplies)
+    return flush if tiles >= 2 * flush else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Partial sums in the workspace: ``copies`` of the weight's, of ``copy_bytes`` each (0: there are none), then the
-    bias's (0: none)."""
+    """Partial sums in the workspace: ``copies`` of the weight's, of ``copy_bytes`` each (0: there are none), then
+    ``bias_rows`` of the bias's, 4 bytes for each output channel."""
 
     copies: int
     copy_bytes: int
-    bias_bytes: int
+    bias_rows: int
 
     @property
     def weight_bytes(self) -> int:
@@ -31,30 +38,29 @@ class Sums:
     @property
     def bias(self) -> Argument:
         """Where the bias's begin."""
-        return workspace(self.weight_bytes if self.bias_bytes else 0)
+        return workspace(self.weight_bytes if self.bias_rows else 0)
 
-    @property
-    def bytes(self) -> int:
-        return self.weight_bytes + self.bias_bytes
+    def bytes(self, channels: int) -> int:
+        return self.weight_bytes + self.bias_rows * channels * 4
 
 
-def reduction(
-    problem: Problem, constants: tuple[tuple[str, Constant], ...], sums: Sums
-) -> tuple[Launch, ...]:
-    """Into the part's outputs, weight and bias; no launch where nothing is left to add up. ``constants``: of the launch
-    before it."""
-    sharers = min(8, 1 << sums.copies.bit_length() - 1)
-    units = _THREADS // sharers
-    blocks = ceil_div(sums.copy_bytes // 16, units)
-    if sums.bias_bytes:
-        blocks += ceil_div(problem.geometry.out_channels, _THREADS // _BIAS_LANES)
-    if blocks == 0:
-        return ()
-    kernel = Kernel(
+def reduction_kernel(constants: tuple[tuple[str, Constant], ...]) -> Kernel:
+    """``constants``: of the kernel that leaves the sums."""
+    return Kernel(
         "grad_weight_reduce.cu",
         "grad_weight_reduce",
-        (*constants, ("REDUCE_THREADS", _THREADS), ("SHARERS", sharers), ("BIAS_LANES", _BIAS_LANES)),
+        (*constants, ("REDUCE_THREADS", _THREADS), ("BIAS_LANES", _BIAS_LANES)),
     )
+
+
+def reduction(kernel: Kernel, channels: int, sums: Sums) -> tuple[Launch, ...]:
+    """Into the part's outputs, weight and bias; no launch where nothing is left to add up."""
+    sharers = min(_MOST_SHARERS, 1 << sums.copies.bit_length() - 1)
+    units = _THREADS // sharers
+    weight_blocks = ceil_div(sums.copy_bytes // 16, units)
+    blocks = weight_blocks + (ceil_div(channels, _THREADS // _BIAS_LANES) if sums.bias_rows else 0)
+    if blocks == 0:
+        return ()
     return (
         Launch(
             kernel,
@@ -64,8 +70,10 @@ def reduction(
                 workspace(0),
                 sums.bias,
                 output(0),
-                output(1) if sums.bias_bytes else workspace(0),
+                output(1) if sums.bias_rows else workspace(0),
+                struct(0),
             ),
             overlaps_previous=True,
+            structs=((sums.copies, sums.bias_rows, weight_blocks, units.bit_length() - 1),),
         ),
     )

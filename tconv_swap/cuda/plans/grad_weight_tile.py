@@ -19,7 +19,8 @@ COPY_BYTES = 16
 @dataclass(frozen=True, slots=True)
 class Tile:
     """Warps along input channels, output channels, taps and pixels; what one warp makes; the taps of a block; the
-    pixels that are loaded at a time."""
+    pixels that are loaded at a time. ``multiples``: powers of two that divide the columns of the input and of
+    grad_output, where these are in NCHW."""
 
     warps: tuple[int, int, int, int]
     warp_m: int
@@ -33,6 +34,7 @@ class Tile:
     stages: int
     blocks_per_multiprocessor: int
     wgmma: bool = False
+    multiples: Pair = (1, 1)
 
     @property
     def threads(self) -> int:
@@ -49,6 +51,11 @@ class Tile:
     @property
     def pixels(self) -> int:
         return self.images * self.rows * self.cols
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the tile of pixels."""
+        return self.images, self.rows, self.cols
 
     @property
     def sums(self) -> int:
@@ -90,11 +97,6 @@ def weight_tiles(problem: Problem, tile: Tile) -> int:
         * math.prod(tap_blocks(problem, tile))
         * g.groups
     )
-
-
-def pixel_tiles(problem: Problem, tile: Tile) -> int:
-    g = problem.geometry
-    return ceil_div(g.batch, tile.images) * ceil_div(g.height, tile.rows) * ceil_div(g.width, tile.cols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +164,7 @@ def _windows(
     tap_step: Pair,
     pixels: tuple[int, int, int],
     swapped: bool,
+    multiples: Pair,
 ) -> tuple[Window, Window]:
     """Of the input and of grad_output."""
     g = problem.geometry
@@ -173,7 +176,7 @@ def _windows(
     into = best(
         [
             _window(problem, pixels, block_m, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
-            for copy in _copies(problem, g.in_channels, g.in_channels_per_group, g.width, pixels[2])
+            for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiples[0], pixels[2])
             # Channels lie apart in quads.
             if copy == 1 or not (swapped and problem.channels_last)
         ]
@@ -190,7 +193,7 @@ def _windows(
     ]
     span = pixels[2] * g.stride[1]
     # Words of different phases go to different places, one by one.
-    copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, g.out_width, span)
+    copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiples[1], span)
     out = best(
         [
             _window(
@@ -224,11 +227,12 @@ def windows(problem: Problem, tile: Tile) -> tuple[Window, Window]:
         tile.tap_step,
         (tile.images, tile.rows, tile.cols),
         tile.wgmma and item_bytes(problem) == 4,
+        tile.multiples,
     )
 
 
-def _copies(problem: Problem, channels: int, group: int, width: int, span: int) -> list[int]:
+def _copies(problem: Problem, channels: int, group: int, multiple: int, span: int) -> list[int]:
     """Elements that may be copied in one piece, most first: every piece begins at a multiple of its size."""
     most = COPY_BYTES // item_bytes(problem)
-    aligned = math.gcd(channels, group) if problem.channels_last else math.gcd(width, span)
+    aligned = math.gcd(channels, group) if problem.channels_last else math.gcd(multiple, span)
     return [copy for copy in (8, 4, 2, 1) if copy <= most and aligned % copy == 0]

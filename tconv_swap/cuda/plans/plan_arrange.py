@@ -6,9 +6,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
-from tconv_swap.cuda.plans import plan_grad_input, plan_grad_input_boxes, plan_grad_weight_boxes
+from tconv_swap.cuda.plans import (
+    arrange_pays,
+    plan_grad_input,
+    plan_grad_input_boxes,
+    plan_grad_weight_boxes,
+)
 from tconv_swap.cuda.plans.arrangement import Matrices, activation, add_up_sums, arrange, sums_bytes
 from tconv_swap.cuda.plans.grad_input_layout import as_convolution
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, Room
@@ -26,10 +29,6 @@ from tconv_swap.cuda.program import (
     workspace,
 )
 
-#: Where the kernels for channels_last make up for arranging, as measured on an H200 in float16: channels of either side
-#: of a group, and multiply-adds for each element that is arranged.
-LEAST_CHANNELS = 128
-LEAST_MACS_PER_ELEMENT = 192
 #: Products that are summed up for an element of grad_input, from which the kernel by boxes makes up for storing NCHW.
 LEAST_SUMMED = 2304
 #: Of grad_input alone: multiply-adds for each element of grad_output and the weight.
@@ -70,19 +69,13 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
 
 def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> bool:
     """Whether arranging was measured to be the faster way (docs/kernels/arrange.md)."""
-    g = problem.geometry
-    if device.architecture != "sm_90a" or problem.channels_last or max(g.stride) == 1 or g.batch == 0:
-        return False
-    if problem.dtype not in (torch.float16, torch.bfloat16):
+    if not arrange_pays.enough_work(problem, device):
         return False
     if not output_mask[1] and not (output_mask[0] and _pays_alone(problem, device)):
         return False
     tensors = tensors_of(problem)
-    elements = sum(tensor.bytes for tensor in tensors[:WEIGHT]) // problem.dtype.itemsize
     return (
-        min(g.in_channels_per_group, g.out_channels_per_group) >= LEAST_CHANNELS
-        and g.macs >= LEAST_MACS_PER_ELEMENT * elements
-        and all(tensor.rows % tensor.piece == 0 for tensor in tensors)
+        all(tensor.rows % tensor.piece == 0 for tensor in tensors)
         and sum(tensor.bytes for tensor in tensors) <= MOST_ARRANGED_BYTES
     )
 
@@ -123,12 +116,12 @@ def arranged_grad_weight(problem: Problem, device: Device) -> Piece | None:
     arranged = (GRAD_OUTPUT, INPUT)
     made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
     posed = replace(problem, channels_last=True, weight_channels_last=True)
-    parts = plan_grad_weight_boxes.part_candidates(posed, device, False, 1)
-    if parts and len(parts[0].launches) == 1 and not problem.weight_channels_last:
-        return Piece(parts[0], made, arranged, tensors_of(problem)[WEIGHT].transposed)
-    posed = replace(posed, weight_channels_last=problem.weight_channels_last)
-    parts = plan_grad_weight_boxes.part_candidates(posed, device, False, 1)
-    return Piece(parts[0], made, arranged) if parts else None
+    part = plan_grad_weight_boxes.plan_arranged(posed, device, problem.weight_channels_last)
+    if part is None:
+        return None
+    if len(part.launches) == 1 and not problem.weight_channels_last:
+        return Piece(part, made, arranged, tensors_of(problem)[WEIGHT].transposed)
+    return Piece(part, made, arranged)
 
 
 def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:

@@ -13,25 +13,26 @@ import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans import (
+    arrange_pays,
     plan_grad_weight_boxes,
     plan_grad_weight_direct,
     plan_grad_weight_in_place,
     plan_grad_weight_rows,
     plan_grad_weight_strips,
 )
-from tconv_swap.cuda.plans.grad_weight_candidates import best_tile, candidates, registers
-from tconv_swap.cuda.plans.grad_weight_cost import expected_clocks, slice_bytes, slices_of
-from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
+from tconv_swap.cuda.plans.grad_weight_candidates import Schedule, choose, registers
+from tconv_swap.cuda.plans.grad_weight_classes import pixel_tiles
+from tconv_swap.cuda.plans.grad_weight_cost import slices_of
+from tconv_swap.cuda.plans.grad_weight_reduction import Sums, flush_of, reduction, reduction_kernel
 from tconv_swap.cuda.plans.grad_weight_tile import (
-    Tile,
     item_bytes,
-    pixel_tiles,
     shared_bytes,
     step_pixels,
     tap_blocks,
-    weight_tiles,
     windows,
 )
+from tconv_swap.cuda.plans.sizes import pixel_sizes
+from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -40,8 +41,8 @@ from tconv_swap.cuda.program import (
     Launch,
     Part,
     input_,
-    int64,
     output,
+    struct,
     workspace,
 )
 
@@ -57,6 +58,8 @@ LEAST_MULTIPLIES_OF_A_PIXEL = 200
 MOST_MULTIPLIES_OF_A_PIXEL = 4096
 #: At stride 1: channels on either side of a group, and work, from which strips were measured to be the faster.
 STRIPS_CHANNELS, STRIPS_MACS = 32, 1 << 35
+#: Kernels that a layer may have of those that plan_grad_weight_{direct,in_place,rows,strips} plan.
+OTHERS_SCHEDULES = 2
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
 
@@ -90,11 +93,11 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
         along_pixels = along_pixels[:count]
     if not along_pixels:
-        return _across_pixels(problem, device, with_bias, count)
+        return across_pixels(problem, device, with_bias, count)
     if count == 1:
         return along_pixels
     # Some of each kind for whoever measures.
-    others = _across_pixels(problem, device, with_bias, count // 2 if preferred else count - 1)
+    others = across_pixels(problem, device, with_bias, count // 2 if preferred else count - 1)
     if preferred:
         return along_pixels[: count - len(others)] + others
     return others + along_pixels[: count - len(others)]
@@ -110,31 +113,30 @@ def _down_strips(problem: Problem, device: Device, with_bias: bool, count: int) 
     strips = plan_grad_weight_strips.part_candidates(problem, device, count)
     if not strips or not plan_grad_weight_strips.preferred(problem, device):
         return []
-    return strips[: count - count // 2] + _across_pixels(problem, device, False, count // 2)
+    return strips[: count - count // 2] + across_pixels(problem, device, False, count // 2)
 
 
-def _across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """Those in whose tiles a pixel's channels lie together."""
+def across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """Those in whose tiles a pixel's channels lie together; over all sizes of a layer the first is one of
+    ``MOST_SCHEDULES``."""
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
     boxes = plan_grad_weight_boxes.part_candidates(problem, device, with_bias, (count + 1) // 2)
     if len(boxes) == count:
         return boxes
-    best = best_tile(problem, device)
-    if best is None:
-        return []
-    tiles = [best]
-    if count > 1:
-        tiles += _ranked(problem, device)
-    distinct = list(dict.fromkeys(tiles))[: count - len(boxes)]
-    return boxes + [plan_with_tile(problem, tile, device, with_bias) for tile in distinct]
+    found = choose(problem, device, count - len(boxes), most_schedules(problem, device))
+    return boxes + [plan_with_schedule(problem, one, device, with_bias) for one in found]
 
 
-@lru_cache(maxsize=4)
-def _ranked(problem: Problem, device: Device) -> tuple[Tile, ...]:
-    """All tiles, the one that is expected to be the fastest first. Whoever measures a layer asks more than once: with
-    the bias's gradient and without, for few and for many."""
-    return tuple(sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device)))
+def most_schedules(problem: Problem, device: Device) -> int:
+    """Kernels of this file that a layer has over all sizes: those that it has in all, less what others take."""
+    g = problem.geometry
+    if plan_grad_weight_boxes.claims(problem, device) or arrange_pays.at_some_size(problem, device):
+        return MOST_SCHEDULES - plan_grad_weight_boxes.most_schedules(problem, by_itself=False)
+    channels = min(g.in_channels_per_group, g.out_channels_per_group)
+    if problem.is_tf32 and channels >= STRIPS_CHANNELS and g.taps > 1:
+        return MOST_SCHEDULES - OTHERS_SCHEDULES
+    return MOST_SCHEDULES
 
 
 def _along_pixels(problem: Problem) -> bool:
@@ -198,36 +200,23 @@ def reads_all_of_grad_output(problem: Problem) -> bool:
     )
 
 
-def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
-    """The plan that computes the problem with this tile."""
+@lru_cache(maxsize=4096)
+def _kernels(schedule: Schedule, with_bias: bool, device: Device) -> tuple[Kernel, Kernel, int]:
+    """That which multiplies, that which adds up what it leaves, and rows of the bias that one slice writes."""
+    problem, tile = schedule.problem, schedule.tile
     g = problem.geometry
     into, out = windows(problem, tile)
-    slices = slices_of(problem, tile, device)
-    ieee = problem.is_ieee
-    precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if ieee else 0)
-    step = step_pixels(problem)
-    multiplies = tile.pixels // step // tile.warps[3]
-    flush = max(1, MOST_MULTIPLIES // multiplies)
-    if ceil_div(pixel_tiles(problem, tile), slices) < 2 * flush:
-        flush = 0
-    through_workspace = slices * tile.warps[3] > 1 or flush > 0
-    shared = shared_bytes(problem, tile)
+    precision = {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 3 if problem.is_ieee else 0)
     taken, available = registers(problem, tile)
     bias_writers = 1 if tile.wgmma and item_bytes(problem) == 2 else tile.warps[2] * tile.warps[3]
     if not tile.wgmma:  # all warps that read the same of grad_output take their turns
         bias_writers *= ceil_div(g.in_channels_per_group, tile.block_m) * tile.warps[0]
-    rows = math.prod(tap_blocks(problem, tile)) * bias_writers * slices
-    sums = Sums(
-        slices * tile.warps[3],
-        slice_bytes(problem, tile) if through_workspace else 0,
-        rows * g.out_channels * 4 if with_bias else 0,
-    )
     swapped = tile.wgmma and item_bytes(problem) == 4
     name = "grad_weight_wgmma_tf32" if swapped else "grad_weight_wgmma" if tile.wgmma else "grad_weight_mma"
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("PRECISION", precision),
-        *g.constants,
+        *g.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("WARPS_M", tile.warps[0]),
@@ -247,25 +236,36 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         ("INPUT_COPY", into.copy),
         ("OUTPUT_COPY", out.copy),
         ("STAGES", tile.stages),
-        ("SHARED_BYTES", shared),
-        ("SLICES", slices),
-        ("THROUGH_WORKSPACE", through_workspace),
+        ("SHARED_BYTES", shared_bytes(problem, tile)),
         ("BIAS_WRITERS", bias_writers),
         ("SWAPPED", swapped),
     )
-    main = Launch(
-        Kernel(
-            f"{name}.cu",
-            name,
-            (
-                *constants,
-                ("FLUSH", flush),
-                ("WITH_BIAS", with_bias),
-                ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
-            ),
-            spills=taken + SPARE_REGISTERS > available,
+    main = Kernel(
+        f"{name}.cu",
+        name,
+        (
+            *constants,
+            ("WITH_BIAS", with_bias),
+            ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
         ),
-        grid=weight_tiles(problem, tile) * slices,
+        spills=taken + SPARE_REGISTERS > available,
+    )
+    return main, reduction_kernel(constants), math.prod(tap_blocks(problem, tile)) * bias_writers
+
+
+def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, with_bias: bool) -> Part:
+    """The plan that computes the problem with this schedule of its layer."""
+    g, tile, work = problem.geometry, schedule.tile, schedule.work
+    main, reduce, bias_rows = _kernels(schedule, with_bias, device)
+    tiles = pixel_tiles(g, tile.shape)
+    slices = slices_of(work, tile, tiles, device)
+    flush = flush_of(tile.pixels // step_pixels(problem) // tile.warps[3], ceil_div(tiles, slices))
+    copies = slices * tile.warps[3]
+    through_workspace = copies > 1 or flush > 0
+    sums = Sums(copies, work.slice_bytes if through_workspace else 0, bias_rows * slices if with_bias else 0)
+    launch = Launch(
+        main,
+        grid=work.blocks * slices,
         block=tile.threads,
         arguments=(
             input_(1),
@@ -273,13 +273,14 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
             output(0),
             workspace(0),
             sums.bias,
-            int64(g.batch),
+            struct(0),
         ),
-        shared_bytes=shared,
+        shared_bytes=shared_bytes(schedule.problem, tile),
+        structs=(pixel_sizes(g, tile.shape, slices, flush, through_workspace),),
     )
     return Part(
         "weight tile",
         f"{'wgmma' if tile.wgmma else 'mma'}, {tile}, {slices} slices",
-        (main, *reduction(problem, constants, sums)),
-        sums.bytes,
+        (launch, *reduction(reduce, g.out_channels, sums)),
+        sums.bytes(g.out_channels),
     )

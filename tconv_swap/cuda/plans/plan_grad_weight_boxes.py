@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 
 import torch
 
@@ -14,15 +15,19 @@ from tconv_swap.cuda.plans.grad_weight_boxes import (
     BOX_STEP,
     STEP_PIXELS,
     Boxes,
-    best_boxes,
+    Schedule,
     box_shape,
+    choose,
     has_gaps,
-    reached,
+    last_reached,
+    leaves_sizes,
     shared_bytes,
-    slice_bytes,
 )
-from tconv_swap.cuda.plans.grad_weight_reduction import MOST_MULTIPLIES, Sums, reduction
-from tconv_swap.cuda.plans.grad_weight_tile import pixel_tiles, tap_blocks, weight_tiles
+from tconv_swap.cuda.plans.grad_weight_classes import of_any_size, pixel_tiles
+from tconv_swap.cuda.plans.grad_weight_reduction import Sums, flush_of, reduction, reduction_kernel
+from tconv_swap.cuda.plans.grad_weight_tile import tap_blocks
+from tconv_swap.cuda.plans.sizes import pixel_sizes
+from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -33,8 +38,8 @@ from tconv_swap.cuda.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
@@ -55,9 +60,26 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     if not claims(problem, device):
         return []
     return [
-        plan_with_boxes(problem, boxes, slices, with_bias)
-        for boxes, slices in best_boxes(problem, device, count)
+        plan_with_boxes(problem, schedule, slices, with_bias)
+        for schedule, slices in choose(problem, device, count, most_schedules(problem, by_itself=True))
     ]
+
+
+def plan_arranged(problem: Problem, device: Device, reduced_channels_last: bool) -> Part | None:
+    """The same of tensors that are brought to channels_last first. ``reduced_channels_last``: the gradient's layout
+    where another launch adds up slices; else it is in channels_last."""
+    if not claims(problem, device):
+        return None
+    found = choose(problem, device, 1, most_schedules(problem, by_itself=False))
+    for schedule, slices in found:
+        return plan_with_boxes(problem, schedule, slices, False, reduced_channels_last)
+    return None
+
+
+def most_schedules(problem: Problem, by_itself: bool) -> int:
+    """Kernels of this file that a layer has over all sizes: all of them but one, for sizes that others compute, where
+    there are such. ``by_itself``: of tensors that lie in channels_last."""
+    return MOST_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -77,7 +99,7 @@ def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
     g, tile = problem.geometry, boxes.tile
     kind = _KINDS[problem.dtype]
     # What no pixel of the input reaches, at the bottom and on the right, counts as outside.
-    height, width = (max(reached(problem, axis), default=0) + 1 for axis in (0, 1))
+    height, width = last_reached(g, 0) + 1, last_reached(g, 1) + 1
     images, rows, cols = box_shape(problem, boxes)
 
     def strides(channels: int, height: int, width: int) -> tuple[int, ...]:
@@ -105,62 +127,79 @@ def _maps(problem: Problem, boxes: Boxes) -> tuple[TensorMap, TensorMap]:
     )
 
 
-def plan_with_boxes(problem: Problem, boxes: Boxes, slices: int, with_bias: bool) -> Part:
-    """The plan that computes the problem with this tile."""
-    g, tile = problem.geometry, boxes.tile
-    flush = max(1, MOST_MULTIPLIES // (tile.pixels // STEP_PIXELS))
-    if ceil_div(pixel_tiles(problem, tile), slices) < 2 * flush:
-        flush = 0
+@lru_cache(maxsize=4096)
+def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -> tuple[Kernel, Kernel]:
+    """That which multiplies, and that which adds up what it leaves."""
+    problem, tile = schedule.problem, schedule.boxes.tile
+
+    def constants(weight_channels_last: bool) -> tuple[tuple[str, Constant], ...]:
+        return (
+            ("Element", ELEMENT_TYPES[problem.dtype]),
+            ("PRECISION", 1 if problem.dtype == torch.float16 else 2),
+            *problem.geometry.layer_constants,
+            ("CHANNELS_LAST", True),
+            ("WEIGHT_CHANNELS_LAST", weight_channels_last),
+            ("WARPS_M", tile.warps[0]),
+            ("WARPS_N", tile.warps[1]),
+            ("WARPS_T", tile.warps[2]),
+            ("WARPS_K", 1),
+            ("WARP_M", tile.warp_m),
+            ("WARP_N", tile.warp_n),
+            ("WARP_TAPS", tile.warp_taps),
+            ("TAP_ROWS", tile.taps[0]),
+            ("TAP_COLS", tile.taps[1]),
+            ("TAP_ROW_STEP", tile.tap_step[0]),
+            ("TAP_COL_STEP", tile.tap_step[1]),
+            ("TILE_N", tile.images),
+            ("TILE_H", tile.rows),
+            ("TILE_W", tile.cols),
+            ("INPUT_COPY", 8),
+            ("OUTPUT_COPY", 8),
+            ("STAGES", tile.stages),
+            ("SHARED_BYTES", shared_bytes(problem, schedule.boxes)),
+            ("BIAS_WRITERS", 1),
+            ("SWAPPED", False),
+        )
+
+    main = Kernel(
+        "grad_weight_boxes.cu",
+        "grad_weight_boxes",
+        (
+            *constants(problem.weight_channels_last),
+            ("FLAT", schedule.boxes.flat),
+            ("WITH_BIAS", with_bias),
+            ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
+        ),
+        spills=schedule.boxes.may_spill,
+    )
+    return main, reduction_kernel(constants(reduced_channels_last))
+
+
+def plan_with_boxes(
+    problem: Problem,
+    schedule: Schedule,
+    slices: int,
+    with_bias: bool,
+    reduced_channels_last: bool | None = None,
+) -> Part:
+    """The plan that computes the problem with this schedule of its layer. ``reduced_channels_last``: as that of
+    ``plan_arranged``; None for the layout of the problem."""
+    g, boxes, work = problem.geometry, schedule.boxes, schedule.work
+    tile = boxes.tile
+    if reduced_channels_last is None:
+        reduced_channels_last = problem.weight_channels_last
+    main, reduce = _kernels(schedule, with_bias, reduced_channels_last)
+    tiles = pixel_tiles(g, tile.shape)
+    flush = flush_of(tile.pixels // STEP_PIXELS, ceil_div(tiles, slices))
     through_workspace = slices > 1 or flush > 0
-    shared = shared_bytes(problem, boxes)
-    rows = math.prod(tap_blocks(problem, tile)) * slices
     sums = Sums(
         slices,
-        slice_bytes(problem, boxes) if through_workspace else 0,
-        rows * g.out_channels * 4 if with_bias else 0,
+        work.slice_bytes if through_workspace else 0,
+        math.prod(tap_blocks(problem, tile)) * slices if with_bias else 0,
     )
-    constants: tuple[tuple[str, Constant], ...] = (
-        ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("PRECISION", 1 if problem.dtype == torch.float16 else 2),
-        *g.constants,
-        ("CHANNELS_LAST", True),
-        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        ("WARPS_M", tile.warps[0]),
-        ("WARPS_N", tile.warps[1]),
-        ("WARPS_T", tile.warps[2]),
-        ("WARPS_K", 1),
-        ("WARP_M", tile.warp_m),
-        ("WARP_N", tile.warp_n),
-        ("WARP_TAPS", tile.warp_taps),
-        ("TAP_ROWS", tile.taps[0]),
-        ("TAP_COLS", tile.taps[1]),
-        ("TAP_ROW_STEP", tile.tap_step[0]),
-        ("TAP_COL_STEP", tile.tap_step[1]),
-        ("TILE_N", tile.images),
-        ("TILE_H", tile.rows),
-        ("TILE_W", tile.cols),
-        ("INPUT_COPY", 8),
-        ("OUTPUT_COPY", 8),
-        ("STAGES", tile.stages),
-        ("SHARED_BYTES", shared),
-        ("SLICES", slices),
-        ("THROUGH_WORKSPACE", through_workspace),
-        ("BIAS_WRITERS", 1),
-        ("SWAPPED", False),
-    )
-    main = Launch(
-        Kernel(
-            "grad_weight_boxes.cu",
-            "grad_weight_boxes",
-            (
-                *constants,
-                ("FLAT", boxes.flat),
-                ("FLUSH", flush),
-                ("WITH_BIAS", with_bias),
-                ("BIAS_THREADS", BIAS_THREADS if with_bias else 0),
-            ),
-        ),
-        grid=weight_tiles(problem, tile) * slices,
+    launch = Launch(
+        main,
+        grid=work.blocks * slices,
         block=tile.threads + ASKING_THREADS + (BIAS_THREADS if with_bias else 0),
         arguments=(
             tensor_map(0),
@@ -168,14 +207,15 @@ def plan_with_boxes(problem: Problem, boxes: Boxes, slices: int, with_bias: bool
             output(0),
             workspace(0),
             sums.bias,
-            int64(g.batch),
+            struct(0),
         ),
-        shared_bytes=shared,
+        shared_bytes=shared_bytes(problem, boxes),
         tensor_maps=_maps(problem, boxes),
+        structs=(pixel_sizes(g, tile.shape, slices, flush, through_workspace),),
     )
     return Part(
         "weight boxes",
         f"{boxes}, {slices} slices",
-        (main, *reduction(problem, constants, sums)),
-        sums.bytes,
+        (launch, *reduction(reduce, g.out_channels, sums)),
+        sums.bytes(g.out_channels),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
+from tconv_swap.geometry import Geometry
 
 Words = tuple[int, ...]
 
@@ -25,6 +26,24 @@ def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     if problem.flat:
         return 1, 1, ceil_div(batch * cells_h * cells_w, tile.cols)
     return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
+
+
+def pixel_sizes(
+    geometry: Geometry, tile: tuple[int, int, int], slices: int, flush: int, through_workspace: bool
+) -> Words:
+    """``PixelSizes``, of the kernels that sum up the weight's gradient over tiles of so many images, rows and columns.
+    ``flush``: 0 for never before the end."""
+    images, rows, cols = (
+        ceil_div(size, cut)
+        for size, cut in zip((geometry.batch, geometry.height, geometry.width), tile, strict=True)
+    )
+    slice_tiles, longer = divmod(images * rows * cols, slices)
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(slices, slice_tiles, longer, flush or INT32_LIMIT - 1, int(through_workspace)),
+        *divisor(rows * cols),
+        *divisor(cols),
+    )
 
 
 def tile_sizes(problem: TileProblem, tile: Tile) -> Words:

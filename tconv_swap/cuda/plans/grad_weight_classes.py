@@ -1,0 +1,127 @@
+"""Which sizes stand for all sizes of a layer, and which few schedules do for those. Pure functions of data.
+
+A schedule is all of a kernel that sums up the weight's gradient but its sizes. Every candidate is judged at every size
+that stands for others; the few that together come nearest to the best one at each are the layer's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.problem import Problem
+from tconv_swap.geometry import Geometry
+
+#: Images, rows and columns: from the innermost maps of encoders to photographs.
+MAPS = (
+    (128, 4, 4),
+    (32, 8, 6),
+    (128, 8, 8),
+    (64, 14, 14),
+    (128, 16, 16),
+    (4, 32, 32),
+    (8, 37, 37),
+    (1, 64, 64),
+    (8, 64, 64),
+    (8, 128, 128),
+    (1, 256, 256),
+    (4, 512, 512),
+)
+#: Of layers of one dimension, whose maps have one row.
+ROWS = ((8, 1, 32), (1, 1, 101), (4, 1, 512), (8, 1, 4096), (8, 64, 64))
+#: Of layers that make an image of each pixel.
+PIXELS = (128, 1, 1)
+#: Input channels times columns of the maps that networks have: layers of many channels see smaller maps; and what other
+#: sizes count for.
+CHANNEL_COLUMNS = (1 << 11, 1 << 16)
+UNUSUAL = 0.25
+#: How much slower, on all sizes together, what comes first may be than the best; how much another one has to gain.
+SLACK, LEAST_GAIN = 0.003, 0.006
+#: What a size that no schedule computes counts for.
+UNCOVERED = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """What of a geometry a call may change."""
+
+    batch: int
+    height: int
+    width: int
+
+    def of(self, geometry: Geometry) -> Geometry:
+        return replace(geometry, batch=self.batch, height=self.height, width=self.width)
+
+
+def sizes_of(problem: Problem) -> list[Size]:
+    """Those that stand for all sizes of a layer."""
+    g = problem.geometry
+    if g.height == g.width == 1:
+        return [Size(*PIXELS)]
+    one_row = g.kernel[0] == g.stride[0] == 1
+    found = [Size(*size) for size in (ROWS if one_row else MAPS)]
+    return [size for size in found if min(size.of(g).out_height, size.of(g).out_width) > 0]
+
+
+def weight_of(problem: Problem, geometry: Geometry) -> float:
+    """What a size counts for among those of a layer."""
+    least, most = CHANNEL_COLUMNS
+    columns = problem.geometry.in_channels * geometry.width
+    return 1.0 if least <= columns <= most else UNUSUAL
+
+
+def has_pixels(geometry: Geometry) -> bool:
+    """Whether maps of one pixel have a kernel of their own."""
+    return max(geometry.stride) == 1 < max(geometry.kernel) and max(geometry.padding) == 0
+
+
+def of_any_size(problem: Problem) -> Problem:
+    """The same for all sizes of a layer, with the output padding by which outputs of rows of 64 pixels are multiples of
+    the largest power of two; maps of one pixel apart, if they have a kernel of their own."""
+    g = problem.geometry
+    if g.height == g.width == 1 and has_pixels(g):
+        return replace(problem, geometry=replace(g, batch=1, output_padding=(0, 0)))
+    at = replace(g, batch=1, height=64, width=64, output_padding=(0, 0))
+    most = max(g.stride[1], g.dilation[1])
+    if most > 1:
+        width = at.out_width
+        padding = max(range(most), key=lambda extra: (width + extra) & -(width + extra))
+        at = replace(at, output_padding=(0, padding))
+    return replace(problem, geometry=at)
+
+
+def pixel_tiles(size: Geometry | Size, tile: tuple[int, int, int]) -> int:
+    """Tiles of so many images, rows and columns."""
+    return ceil_div(size.batch, tile[0]) * ceil_div(size.height, tile[1]) * ceil_div(size.width, tile[2])
+
+
+def counts_in_32_bits(geometry: Geometry, tile: tuple[int, int, int]) -> bool:
+    """Whether a tile's images, and the tiles, are few enough for a kernel's offsets."""
+    g = geometry
+    image = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
+    return tile[0] * image < INT32_LIMIT and pixel_tiles(g, tile) < INT32_LIMIT
+
+
+def select(clocks: Sequence[Sequence[float]], weights: Sequence[float], most: int) -> list[int]:
+    """Indices of at most ``most`` candidates, the one that is worth most first; of those as good the first. ``clocks``:
+    of each candidate at each size, infinite where it is not for that; ``weights``: of the sizes."""
+    best = [min(of_size) for of_size in zip(*clocks, strict=True)]
+    coverable = [j for j, least in enumerate(best) if math.isfinite(least)]
+    losses = [
+        [weights[j] * math.log(row[j] / best[j]) if math.isfinite(row[j]) else UNCOVERED for j in coverable]
+        for row in clocks
+    ]
+    all_weights = sum(weights[j] for j in coverable)
+    chosen: list[int] = []
+    now = [UNCOVERED] * len(coverable)
+    while len(chosen) < most and losses:
+        totals = [sum(map(min, now, row)) for row in losses]
+        least = min(totals)
+        if sum(now) - least < LEAST_GAIN * all_weights:
+            break
+        index = next(i for i, total in enumerate(totals) if total <= least + SLACK * all_weights)
+        chosen.append(index)
+        now = list(map(min, now, losses[index]))
+    return chosen
