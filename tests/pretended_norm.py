@@ -137,7 +137,9 @@ class Pretended:
             with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
                 chosen = slice(image, image + 1) if norm.per_image else slice(None)
                 part, given = x.detach()[chosen], grad.detach()[chosen].double()
-                of = [one.detach().double().requires_grad_() for one in (part, weight, bias) if one is not None]
+                of = [
+                    one.detach().double().requires_grad_() for one in (part, weight, bias) if one is not None
+                ]
                 statistics = saved.view(2, images, norm.channels)[:, image].double()
                 output = by_pytorch(*(of if len(of) == 3 else (of[0], None, None)), statistics, form)
                 found = torch.autograd.grad(output, of, given)
