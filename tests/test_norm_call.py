@@ -1,5 +1,6 @@
-"""A call of a norm and its activation, as csrc/norm.h makes it: Python is asked once for each kind of call, and what the
-node saves, hands on and leaves to PyTorch. On a pretended GPU."""
+"""A call of a norm and its activation, as csrc/norm.h makes it: who is asked, and what the node saves and hands on.
+
+On a pretended GPU."""
 
 from __future__ import annotations
 

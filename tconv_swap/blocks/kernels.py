@@ -22,8 +22,8 @@ from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-# None: nothing was done, PyTorch's modules have to compute it. On CUDA alone, and for eager calls alone: a compiler's graph
-# has the modules.
+# None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a compiler's graph has the
+# modules.
 _library.define(
     "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
     " Tensor(c!)? num_batches_tracked, int[] form) -> Tensor?"
@@ -224,7 +224,7 @@ def gradients_by_pytorch(
     form: Sequence[int],
     mask: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients that ``mask`` asks for, of ``x``, weight and bias, by PyTorch's operators: of every order, and under
+    """The gradients that ``mask`` asks for, of ``x``, weight and bias, by PyTorch's operators: of every order, for
     every transform and mode."""
     created = torch.is_grad_enabled()
     of = (x, weight, bias)
