@@ -67,7 +67,7 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
     ):
         return None
     form = form_words(
-        type(norm),
+        type(norm),  # type: ignore[arg-type]  # mypy compares the hash of the instances
         given.num_features,
         norm.training or running_mean is None,
         updates,

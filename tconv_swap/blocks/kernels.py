@@ -22,8 +22,7 @@ from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-# None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a compiler's graph has the
-# modules.
+# None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a graph has the modules.
 _library.define(
     "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
     " Tensor(c!)? num_batches_tracked, int[] form) -> Tensor?"
