@@ -120,6 +120,8 @@ inline Maybe norm_activation(c10::DispatchKeySet keys, const Tensor& input, cons
     if (answer->is_pytorchs) return std::nullopt;
     if (form[AVERAGES]) batches->add_(1);
     found = run(answer->steps.at(0), tensors);
+    // As PyTorch's module, which counts by an operator of its own.
+    if (batches && !batches->is_inference()) batches->unsafeGetTensorImpl()->bump_version();
   }
   if (differentiates) hang_node(found.at(0), {input, w, b, found.at(1)}, form);
   return std::move(found.at(0));

@@ -145,6 +145,26 @@ def test_what_the_kernels_do_not_take_changes_nothing(gpu: Pretended) -> None:
     assert gpu.forwards == 0
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_versions_of_buffers_are_those_of_pytorchs_module(gpu: Pretended, momentum: float | None) -> None:
+    versions = []
+    for compute in (ours, lambda norm, x: norm(x)):
+        made = norm(momentum=momentum)
+        for training in (True, True, False):
+            compute(made.train(training), image())
+        versions.append([one._version for one in made.buffers()])
+        assert int(made.num_batches_tracked) == 2
+    assert versions[0] == versions[1]
+    with torch.inference_mode():
+        ours(norm(), image())
+
+
+def test_without_a_compiler_the_modules_compute(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_available", lambda: False)
+    assert call.computed(norm(), None, image()) is None
+    assert gpu.asked == gpu.forwards == 0
+
+
 # The node
 
 
