@@ -31,7 +31,8 @@ struct Step {
   int64_t handle;
   std::shared_ptr<const Program> program;  // null for PyTorch's operator
   Mask mask;
-  std::array<std::optional<at::MemoryFormat>, 3> formats;  // what a tensor is copied into; none: it is read as it lies
+  std::array<std::optional<at::MemoryFormat>, 3> formats;  // of the first tensors: what one is copied into; none: it is
+                                                           // read as it lies, as all others are
 };
 struct Answer {
   std::vector<Step> steps;
@@ -41,8 +42,8 @@ struct Answer {
 
 using Key = c10::SmallVector<int64_t, 64>;
 
-constexpr int64_t FORWARD_STAGE = 8;  // gradients: their mask, 1 to 7
-constexpr int64_t CAST_STAGE = 16;     // with the dtype above it
+constexpr int64_t FORWARD_STAGE = 8;  // gradients: their mask, 1 to 7; norm.h's stages are 16 to 21
+constexpr int64_t CAST_STAGE = 32;     // with the dtype above it
 inline int64_t stage_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * mask[2]; }
 
 constexpr uintptr_t ALIGNMENT = 16;  // call.ALIGNMENT

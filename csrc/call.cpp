@@ -4,6 +4,8 @@
 // Where a subclass, a mode, a transform or a tracer wants to see the call, PyTorch's dispatcher goes on from here.
 #include "cast.h"
 #include "node.h"
+#include "norm.h"
+#include "plain.h"
 
 #include <torch/library.h>
 
@@ -18,22 +20,6 @@ namespace tconv_swap {
 namespace {
 
 constexpr const char *OUTPUT = "tconv_swap::conv_transpose2d_output", *GRADIENTS = "tconv_swap::conv_transpose2d_gradients";
-
-uint64_t functionality(at::DispatchKeySet keys) { return keys.raw_repr() & ~c10::full_backend_mask; }
-
-/// No subclass, vmap, functionalization, tracer, dispatch mode, lazy negation or zero.
-bool is_plain(at::DispatchKeySet keys) {
-  static const uint64_t PLAIN = functionality(
-      at::DispatchKeySet({at::DispatchKey::Dense, at::DispatchKey::ADInplaceOrView, at::DispatchKey::BackendSelect}) |
-      c10::autograd_dispatch_keyset | c10::autocast_dispatch_keyset);
-  return (functionality(keys | c10::impl::tls_local_dispatch_key_set().included_) & ~PLAIN) == 0 &&
-         !torch::autograd::ForwardADLevel::try_get_by_idx(0);
-}
-
-bool is_plain(const Tensor& first, const Tensor& second, const std::optional<Tensor>& third) {
-  const auto keys = first.key_set() | second.key_set();
-  return is_plain(third ? keys | third->key_set() : keys);
-}
 
 /// In forward mode, too: PyTorch's formulation knows how.
 bool wants_derivative(const Tensor& first, const Tensor& second, const std::optional<Tensor>& third) {
@@ -217,11 +203,13 @@ TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
   library.impl("launch", &tconv_swap::launch_program);
   library.impl("conv_transpose2d_output", &tconv_swap::output_of);
   library.impl("conv_transpose2d_gradients", &tconv_swap::plain_gradients_of);
+  library.impl("norm_activation", &tconv_swap::norm_activation);
 }
 
 TORCH_LIBRARY_IMPL(tconv_swap, AutogradCUDA, library) {
   library.impl("conv_transpose2d_output", &tconv_swap::output_autograd);
   library.impl("conv_transpose2d_gradients", &tconv_swap::gradients_autograd);
+  library.impl("norm_activation", &tconv_swap::norm_activation);
 }
 
 TORCH_LIBRARY_IMPL(tconv_swap, AutocastCUDA, library) {

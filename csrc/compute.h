@@ -70,19 +70,25 @@ inline std::shared_ptr<const Answer> read_answer(const std::vector<int64_t>& wor
   return answer;
 }
 
-/// How a call with such tensors is computed. Python is asked where that is not known, and raises where they do not fit.
-inline std::shared_ptr<const Answer> answer_to(int64_t stage, Tensors tensors, at::IntArrayRef geometry,
-                                               std::string_view backend) {
+/// How a call of this kind is computed: known, or what `ask` returns, in words.
+template <class Ask>
+std::shared_ptr<const Answer> known_or_asked(const Key& key, const Ask& ask) {
   Answers& answers = Answers::instance();
-  const Key key = key_of(stage, tensors, geometry, backend);
   if (auto known = answers.find(key)) return known;
   const uint64_t epoch = answers.epoch();
   const at::AutoDispatchBelowAutograd below_autograd;
-  const Mask mask{(stage & 1) != 0, (stage & 2) != 0, (stage & 4) != 0};
-  auto asked = read_answer(by_python("tconv_swap::answer", {as_list(tensors), geometry, as_list(mask), std::string(backend)})
-                               .toIntVector());
+  auto asked = read_answer(ask());
   answers.keep(key, asked, epoch);
   return asked;
+}
+
+/// How a call with such tensors is computed. Python is asked where that is not known, and raises where they do not fit.
+inline std::shared_ptr<const Answer> answer_to(int64_t stage, Tensors tensors, at::IntArrayRef geometry,
+                                               std::string_view backend) {
+  return known_or_asked(key_of(stage, tensors, geometry, backend), [&] {
+    const Mask mask{(stage & 1) != 0, (stage & 2) != 0, (stage & 4) != 0};
+    return by_python("tconv_swap::answer", {as_list(tensors), geometry, as_list(mask), std::string(backend)}).toIntVector();
+  });
 }
 
 inline Tensor empty(const Output& output, const at::Device& device) {
@@ -122,11 +128,12 @@ inline Tensor copy_of(const Tensor& tensor, at::MemoryFormat format) {
 
 inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
   c10::SmallVector<Tensor, 3> copies;  // kept until the kernels are launched
-  c10::SmallVector<const Tensor*, 3> laid_out;
+  c10::SmallVector<const Tensor*, 6> laid_out;
   copies.reserve(3);
   size_t index = 0;
   for (const Tensor* tensor : tensors) {
-    const auto format = step.formats[index++];
+    const auto format = index < step.formats.size() ? step.formats[index] : std::nullopt;
+    ++index;
     if (tensor && format) {
       copies.push_back(copy_of(*tensor, *format));
       tensor = &copies.back();
@@ -139,7 +146,7 @@ inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
     for (const Tensor* tensor : laid_out) list.push_back(tensor ? std::optional(*tensor) : std::nullopt);
     return by_python("tconv_swap::launch", {step.handle, list}).toTensorVector();
   }
-  c10::SmallVector<void*, 3> pointers;
+  c10::SmallVector<void*, 6> pointers;
   // Const is lost here alone: a program's inputs are read only.
   for (const Tensor* tensor : laid_out) pointers.push_back(tensor ? const_cast<void*>(tensor->const_data_ptr()) : nullptr);
   return launch(*step.program, pointers);

@@ -1,80 +1,109 @@
-"""Kernels of normalisation that a CPU computes: what is around them can be tested without a GPU."""
+"""A GPU whose kernels of normalisation a CPU computes: what is around them can be tested without one.
+
+What finds, lays out and differentiates a call (csrc/norm.h, blocks/kernels.py) is the real thing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from pretended_gpu import H200
 from torch import Tensor
 
 from tconv_swap.blocks import call, kernels
 from tconv_swap.blocks.form import Form, activate, by_pytorch
-from tconv_swap.blocks.kernels import Call, Running
+from tconv_swap.cuda import host, launch
+from tconv_swap.cuda.call import forget
+from tconv_swap.cuda.program import Plan
+from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Norm
+
+_CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+_AUTOGRAD = _CUDA | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
 
 
 class Pretended:
-    """Stands in the place of ``blocks.kernels``' launches. ``forwards``, ``backwards``: how often each was asked for.
+    """Computes what plans of norms say.
 
-    ``spoil``: changes what a kernel writes, for tests of what notices it.
+    Attributes:
+        forwards, backwards: how often each was launched.
+        asked: how often Python was asked how a call is computed.
+        spoil: changes what a kernel writes, for tests of what notices it.
+        grad_outputs: the strides of each that a backward pass was given.
     """
 
     def __init__(self) -> None:
-        self.forwards = self.backwards = 0
+        self.forwards = self.backwards = self.asked = 0
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
-        self._running: list[Running | None] = []
+        self.grad_outputs: list[tuple[int, ...]] = []
+        self._made: list[tuple[Plan, Norm, dict[str, Any]]] = []
+        self._planned: list[tuple[Plan, Norm, dict[str, Any]]] = []
 
-    def prepare(
+    def planning(self, function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
+        def planned(norm: Norm, **arguments: Any) -> Plan | None:
+            made = function(norm, **arguments)
+            if made is not None:
+                self._made.append((made, norm, arguments))
+            return made
+
+        return planned
+
+    def add_plan(self, made: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
+        self._planned.append(next(one for one in reversed(self._made) if one[0] is made))
+        return len(self._planned) - 1 + (1 << 41)
+
+    def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:
+        made, norm, arguments = self._planned[handle - (1 << 41)]
+        work = self._backward if "wants" in arguments else self._forward
+        found = work(norm, *tensors, **arguments)
+        for output, one in zip(made.outputs, found, strict=True):
+            assert (output.shape, output.dtype or norm.dtype) == (tuple(one.shape), one.dtype)
+        return found
+
+    def _forward(
         self,
+        norm: Norm,
         x: Tensor,
-        parameters: torch.dtype,
-        form: Form,
-        running: Running | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        batches: Tensor | None,
+        *,
+        trains: bool,
+        updates: bool,
+        momentum: float | None,
         saves: bool,
-        channels_last: bool,
-    ) -> Call:
-        norm = Norm(
-            tuple(x.shape),
-            channels_last,
-            x.dtype,
-            parameters,
-            form.per_image,
-            form.eps,
-            form.activation,
-            form.slope,
-        )
-        self._running.append(running)
-        return Call(len(self._running) - 1, norm, form, x.device, saves)
-
-    def forward(self, call: Call, x: Tensor, *tensors: Tensor | None) -> list[Tensor]:
+        **_: object,
+    ) -> list[Tensor]:
         self.forwards += 1
-        weight, bias, running_mean, running_var, batches = tensors
-        form, running = call.form, self._running[call.handle]
-        of = (2, *range(3, x.dim())) if form.per_image else (0, *range(2, x.dim()))
+        of = (2, *range(3, x.dim())) if norm.per_image else (0, *range(2, x.dim()))
+        view = (-1, *[1] * (x.dim() - 2))
         wide = x.double()
         mean, variance = wide.mean(of, keepdim=True), wide.var(of, unbiased=False, keepdim=True)
-        if not form.trains:
+        if not trains:
             assert running_mean is not None
             assert running_var is not None
-            view = (-1, *[1] * (x.dim() - 2))
             mean, variance = running_mean.double().view(view), running_var.double().view(view)
         mean, variance = self.spoil("mean", mean), self.spoil("variance", variance)
-        inverse = (variance + form.eps).rsqrt()
-        view = (-1, *[1] * (x.dim() - 2))
+        inverse = (variance + norm.eps).rsqrt()
         y = (wide - mean) * inverse
         y = y if weight is None or bias is None else y * weight.view(view) + bias.view(view)
-        slope = float(self.spoil("slope", torch.tensor(form.slope)))
-        z = torch.empty_like(x).copy_(activate(y, form.activation, slope))
-        if running is not None:
+        slope = float(self.spoil("slope", torch.tensor(norm.slope)))
+        z = torch.empty_like(x).copy_(activate(y, norm.activation, slope))
+        if updates:
             assert running_mean is not None
             assert running_var is not None
             assert batches is not None
-            if running.momentum is None:
+            if momentum is None:
                 part = 1 / float(batches)
             else:
-                part = float(self.spoil("momentum", torch.tensor(running.momentum)))
+                part = float(self.spoil("momentum", torch.tensor(momentum)))
                 batches += 1
             count = x.numel() // x.shape[1]
             running_mean.mul_(1 - part).add_(part * mean.flatten().to(running_mean.dtype))
@@ -82,37 +111,72 @@ class Pretended:
                 part * count / (count - 1) * variance.flatten().to(running_var.dtype)
             )
         saved = torch.stack([mean.flatten(), inverse.flatten()]).float()
-        return [z, saved] if call.saves else [z]
+        return [z, saved] if saves else [z]
 
-    def backward(
+    def _backward(
         self,
-        call: Call,
+        norm: Norm,
         grad: Tensor,
         x: Tensor,
         saved: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        *,
+        trains: bool,
         wants: tuple[bool, bool],
-    ) -> list[Tensor | None]:
+        **_: object,
+    ) -> list[Tensor]:
         self.backwards += 1
-        with torch.enable_grad():
-            of = [one.detach().double().requires_grad_() for one in (x, weight, bias) if one is not None]
-            output = by_pytorch(*(of if len(of) == 3 else (of[0], None, None)), saved.double(), call.form)
-            found = torch.autograd.grad(output, of, grad.double())
-        cast = [
-            self.spoil("gradient", one).to(to.dtype)
-            for one, to in zip(found, (x, weight, bias), strict=False)
-        ]
-        return [*cast, None, None][:3] if wants[1] else [cast[0], None, None]
+        self.grad_outputs.append(grad.stride())
+        form = Form(norm.per_image, trains, norm.eps, norm.activation, norm.slope)
+        # A kernel leaves the gradients of parameters apart for every image that has statistics of its own.
+        images = norm.batch if norm.per_image else 1
+        found_x, of_parameters = [], []
+        for image in range(images):
+            # A launch is below autograd, which is asked here for what a kernel writes.
+            with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
+                chosen = slice(image, image + 1) if norm.per_image else slice(None)
+                part, given = x.detach()[chosen], grad.detach()[chosen].double()
+                of = [
+                    one.detach().double().requires_grad_() for one in (part, weight, bias) if one is not None
+                ]
+                statistics = saved.view(2, images, norm.channels)[:, image].double()
+                output = by_pytorch(*(of if len(of) == 3 else (of[0], None, None)), statistics, form)
+                found = torch.autograd.grad(output, of, given)
+            found_x.append(found[0])
+            of_parameters.append(found[1:])
+        computed = [self.spoil("gradient", torch.cat(found_x)).to(norm.dtype)] if wants[0] else []
+        if wants[1]:
+            dtype = torch.float32 if norm.per_image else norm.parameters
+            computed += [
+                self.spoil("gradient", torch.cat(one)).to(dtype) for one in zip(*of_parameters, strict=True)
+            ]
+        return computed
 
 
 @contextmanager
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
-    """Blocks on the CPU go by pretended kernels meanwhile."""
-    kernels_of_the_cpu = Pretended()
-    with monkeypatch.context() as patch:
+    """Blocks on the CPU go by pretended kernels meanwhile, as on CUDA by what is below the dispatcher."""
+    assert host.is_available()
+    gpu = Pretended()
+    answer, op = kernels.answer, kernels.norm_activation
+
+    def asked(*question: Any) -> list[int]:
+        gpu.asked += 1
+        return answer(*question)
+
+    with monkeypatch.context() as patch, torch.library._scoped_library("tconv_swap", "IMPL") as ops:
+        ops.impl("launch", gpu.launch, "CPU")
         patch.setattr(call, "is_on_gpu", lambda x: type(x) is Tensor)
-        patch.setattr(call, "_calls", {})
-        for name in ("prepare", "forward", "backward"):
-            patch.setattr(kernels, name, getattr(kernels_of_the_cpu, name))
-        yield kernels_of_the_cpu
+        patch.setattr(call, "norm_activation", lambda *given: op.redispatch(_AUTOGRAD, *given))
+        patch.setattr(kernels, "answer", asked)
+        patch.setattr(kernels, "device_facts", lambda index: H200)
+        patch.setattr(launch, "add_plan", gpu.add_plan)
+        patch.setattr(plan, "DTYPES", (*plan.DTYPES, torch.float64))
+        for name in ("plan_forward", "plan_backward"):
+            patch.setattr(plan, name, gpu.planning(getattr(plan, name)))
+        forget()
+        try:
+            yield gpu
+        finally:
+            forget()

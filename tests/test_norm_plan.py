@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -79,15 +80,17 @@ def test_every_source_is_planned() -> None:
     assert used == {path.name for path in (csrc_directory() / "kernels" / "norm").glob("*.cu")}
 
 
-def test_sizes_are_not_compiled_in() -> None:
-    kernels = {
-        launch.kernel
-        for batch in (3, 64)
-        for side in (48, 64)
-        for made in plans(norm((batch, 64, side, side)), DEVICES[1])
-        for launch in made.launches
-    }
-    assert len(kernels) <= 10  # one launch or two, small blocks or large
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize("per_image", [False, True])
+def test_sizes_are_not_compiled_in(channels_last: bool, per_image: bool) -> None:
+    kernels, sizes = set(), list(product((1, 3, 16, 61), (8, 24, 64, 104, 256), (8, 24, 128, 256)))
+    for batch, side, channels in sizes:
+        shape = (batch, channels, side, side + 8)
+        for made in plans(norm(shape, channels_last=channels_last, per_image=per_image), HOPPER):
+            kernels |= {launch.kernel for launch in made.launches}
+    # Forward and backward: one launch of two block sizes and four cluster sizes; or one that reduces, in a cluster or
+    # not, and one that applies.
+    assert len(kernels) <= 2 * (2 * 4 + 2 + 1) < len(sizes)
 
 
 @pytest.mark.parametrize("per_image", [False, True])

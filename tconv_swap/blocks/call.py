@@ -5,20 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn import Parameter
 from torch.nn.modules.module import _has_any_global_hook
 
-from tconv_swap.blocks import kernels
-from tconv_swap.blocks.form import NORMS, Form, activation_of, by_pytorch
-from tconv_swap.blocks.kernels import Call, Running
-from tconv_swap.cuda.call import ALIGNMENT
+from tconv_swap.blocks.form import activation_of
+from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
+from tconv_swap.cuda import host
 from tconv_swap.dispatch import is_eager
 
-_is_batched = torch._C._functorch.is_legacy_batchedtensor
-_calls: dict[tuple[Any, ...], Call | None] = {}
-#: Called with a block's modules, input, output and earlier buffers; for the verification.
+#: What is called with a block's modules, input, output and the buffers from before; for verification.
 Observer = Callable[[nn.Module, nn.Module | None, Tensor, Tensor, dict[str, Tensor]], None]
 observers: list[Observer] = []
 
@@ -49,7 +44,7 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
     any effect, if the modules have to compute it. ``takes(x)`` has been asked, and the modules are not watched.
 
     Raises:
-        BuildError, CompileError, RuntimeError: the kernels cannot be built, or CUDA fails.
+        CompileError, RuntimeError: the kernels cannot be compiled, or CUDA fails.
     """
     parameters, buffers = norm._parameters, norm._buffers
     try:
@@ -57,129 +52,32 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
     except KeyError:  # they are computed, and kept elsewhere
         return None
-    given: Any = norm
-    training, tracks = norm.training, given.track_running_stats
-    trains = training or running_mean is None
-    updates = training and tracks and running_mean is not None
-    needed = torch.is_grad_enabled() and (
-        x.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    )
     applied = activation_of(activation)
-    if applied is None:
+    if applied is None or not host.is_available():
         return None
+    given: Any = norm
+    updates = norm.training and given.track_running_stats and running_mean is not None
     batches = buffers.get("num_batches_tracked") if updates else None
-    tensors = (weight, bias, running_mean, running_var, batches)
-    key = (
-        type(norm),
-        x.shape,
-        x.stride(),
-        x.dtype,
-        x.get_device(),
-        x.data_ptr() % ALIGNMENT,
-        trains,
+    if not (
+        is_plain(weight)
+        and is_plain(bias)
+        and is_plain(running_mean)
+        and is_plain(running_var)
+        and is_plain(batches)
+    ):
+        return None
+    form = form_words(
+        type(norm),  # type: ignore[arg-type]  # mypy compares the hash of the instances
+        given.num_features,
+        norm.training or running_mean is None,
         updates,
-        needed,
         given.eps,
         given.momentum,
-        applied,
-        *[None if one is None else (one.dtype, one.shape, one.get_device(), type(one)) for one in tensors],
+        *applied,
     )
-    if key in _calls:
-        call = _calls[key]
-    else:
-        call = _calls[key] = _make(norm, x, tensors, trains, updates, needed, applied)
-    if call is None:
-        return None
-    if updates and given.momentum is None and batches is not None:
-        batches.add_(1)
     before = {name: one.clone() for name, one in buffers.items() if one is not None} if observers else {}
-    if needed:
-        output: Tensor = _apply(x, weight, bias, (call, tensors))
-    else:
-        output = kernels.forward(call, x, *tensors)[0]
-    for observe in observers:
-        observe(norm, activation, x, output, before)
+    output: Tensor | None = norm_activation(x, weight, bias, running_mean, running_var, batches, form)
+    if output is not None:
+        for observe in observers:
+            observe(norm, activation, x, output, before)
     return output
-
-
-def _make(
-    norm: nn.Module,
-    x: Tensor,
-    tensors: tuple[Tensor | None, ...],
-    trains: bool,
-    updates: bool,
-    needed: bool,
-    applied: tuple[Any, float],
-) -> Call | None:
-    given: Any = norm
-    dimensions, per_image = next(how for cls, how in NORMS.items() if isinstance(norm, cls))
-    _, _, running_mean, running_var, batches = tensors
-    if per_image and running_mean is not None:
-        return None  # PyTorch averages the statistics over the images
-    channels_last = kernels.lies(x)
-    count = x.numel() // max(1, x.shape[1]) // (x.shape[0] if per_image and x.shape[0] else 1)
-    # PyTorch raises for a wrong number of dimensions or channels, and for statistics of a single value.
-    if x.dim() not in dimensions or x.shape[1] != given.num_features or channels_last is None:
-        return None
-    if (trains and count < 2) or (running_mean is None) is not (running_var is None):
-        return None
-    floats = [one for one in tensors[:4] if one is not None]
-    dtypes = {one.dtype for one in floats} or {torch.float32}
-    if len(dtypes) > 1 or any(not _is_plain(one, x) for one in (*floats, batches) if one is not None):
-        return None
-    if updates and batches is None:
-        return None
-    running = Running(given.momentum) if updates else None
-    form = Form(per_image, trains, given.eps, *applied)
-    return kernels.prepare(x, dtypes.pop(), form, running, needed, channels_last)
-
-
-def _is_plain(tensor: Tensor, x: Tensor) -> bool:
-    return type(tensor) in (Parameter, Tensor) and tensor.device == x.device and tensor.is_contiguous()
-
-
-_How = tuple[Call, tuple[Tensor | None, ...]]
-
-
-class NormActivation(torch.autograd.Function):
-    """Normalisation and activation. PyTorch's operators compute gradients of gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: _How) -> Tensor:
-        call, tensors = how
-        output, saved = kernels.forward(call, x, *tensors)
-        ctx.save_for_backward(x, weight, bias, saved)
-        ctx.call = call
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, saved = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:3]
-        plain = type(grad) is Tensor and is_eager() and not _is_batched(grad)
-        if torch.is_grad_enabled() or not plain:
-            return (*_by_pytorch(ctx.call.form, grad, (x, weight, bias), saved, needs), None)
-        wants = needs[0], needs[1] or needs[2]
-        found = kernels.backward(ctx.call, grad, x, saved, weight, bias, wants)
-        return (*[one if wanted else None for one, wanted in zip(found, needs, strict=True)], None)
-
-
-def _by_pytorch(
-    form: Form,
-    grad: Tensor,
-    of: tuple[Tensor, Tensor | None, Tensor | None],
-    saved: Tensor,
-    needs: tuple[bool, ...],
-) -> list[Tensor | None]:
-    created = torch.is_grad_enabled()
-    with torch.enable_grad():
-        wanted = [one for one, needed in zip(of, needs, strict=True) if needed and one is not None]
-        output = by_pytorch(*of, saved, form)
-        found = iter(torch.autograd.grad(output, wanted, grad, create_graph=created))
-    return [next(found) if needed else None for needed in needs]
-
-
-# What Function.apply does before it comes to this is for functorch, which is_eager has ruled out.
-_apply: Callable[..., Any] = super(torch.autograd.Function, NormActivation).apply

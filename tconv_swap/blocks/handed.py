@@ -130,13 +130,13 @@ def handing_class(cls: type[nn.Module]) -> type[nn.Module]:
     Raises:
         Exception: whatever a class raises that cannot be subclassed.
     """
-    return types.new_class(
-        cls.__name__,
-        (Handing, cls),
-        exec_body=lambda namespace: namespace.update(
-            {"__module__": __name__, "__doc__": cls.__doc__, OWN_FORWARD: cls.forward}
-        ),
-    )
+
+    @functools.wraps(cls.forward)  # whoever exports a network goes by the names of its arguments
+    def forward(self: Handing, *args: Any, **kwargs: Any) -> Any:
+        return Handing.forward(self, *args, **kwargs)
+
+    namespace = {"__module__": __name__, "__doc__": cls.__doc__, "forward": forward, OWN_FORWARD: cls.forward}
+    return types.new_class(cls.__name__, (Handing, cls), exec_body=lambda made: made.update(namespace))
 
 
 def before_handing(cls: type[nn.Module]) -> type[nn.Module] | None:

@@ -1,66 +1,191 @@
-"""Plans and launches the kernels that compute a block, and remembers the plans."""
+"""Norms and activations on CUDA: what computes a call that csrc/norm.h does not know yet.
+
+A call goes by the op ``norm_activation``, which remembers the answers of ``answer`` by everything that they depend on.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import Parameter
 
-from tconv_swap.blocks.form import Form
+from tconv_swap.blocks.form import NORMS, Form, by_pytorch
 from tconv_swap.cuda import launch
-from tconv_swap.cuda.call import ALIGNMENT, device_facts
+from tconv_swap.cuda.call import ALIGNMENT, FORMAT_WORDS, device_facts, reads_as_it_lies
 from tconv_swap.cuda.program import Plan
 from tconv_swap.kernels.norm import plan
-from tconv_swap.kernels.norm.shape import Norm
+from tconv_swap.kernels.norm.shape import Activation, Norm
+
+_library = torch.library.Library("tconv_swap", "FRAGMENT")
+# None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a graph has the modules.
+_library.define(
+    "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
+    " Tensor(c!)? num_batches_tracked, int[] form) -> Tensor?"
+)
+_library.define("norm_answer(Tensor?[] tensors, int[] form, int stage) -> int[]")
+_library.define(
+    "norm_gradients_by_pytorch(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias,"
+    " int[] form, bool[3] mask) -> Tensor[]"
+)
+norm_activation = torch.ops.tconv_swap.norm_activation.default
+
+#: What is asked: a forward pass; one that saves what its backward pass begins from; a backward pass, 1 more for the
+#: gradient of the input, 2 for those of weight and bias. As csrc/norm.h numbers them.
+FORWARD, FORWARD_THAT_SAVES, BACKWARD = 16, 17, 18
+#: In place of an answer: the modules compute it.
+_DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]
+_NO_MASK = (0, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class Running:
-    """How running statistics follow the batch's. ``momentum`` None: the average of all batches, which
-    num_batches_tracked counts already."""
+class _Posed(NamedTuple):
+    """A norm and an activation, tensors apart, as the op's ``form`` writes them.
 
-    momentum: float | None
+    Attributes:
+        averages: running statistics follow the average of all batches, which num_batches_tracked counts.
+        kind: index of the norm's class in ``NORMS``.
+        features: channels that the norm is made for.
+        updates: the running statistics are brought up to date.
+    """
 
+    averages: int
+    kind: int
+    features: int
+    trains: int
+    updates: int
+    activation: int
+    eps: float
+    momentum: float
+    slope: float
 
-@dataclass(frozen=True, slots=True, eq=False)  # looked up by identity, not by value
-class Call:
-    """One block on tensors of one kind, ready to run. ``saves``: for a backward pass."""
+    @classmethod
+    def read(cls, words: Sequence[int]) -> _Posed:
+        return cls(*words[:6], *struct.unpack("<3d", struct.pack("<3q", *words[6:])))
 
-    handle: int
-    norm: Norm
-    form: Form
-    device: torch.device
-    saves: bool
-
-
-_backwards: dict[tuple[Call, tuple[bool, bool]], int] = {}
-
-
-def lies(x: Tensor) -> bool | None:
-    """Returns whether ``x`` is channels_last; None if the kernels would have to copy ``x`` first."""
-    if x.data_ptr() % ALIGNMENT:
-        return None
-    if x.is_contiguous():
-        return False
-    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
-        return True
-    return None
+    @property
+    def form(self) -> Form:
+        _, per_image = list(NORMS.values())[self.kind]
+        return Form(per_image, bool(self.trains), self.eps, Activation(self.activation), self.slope)
 
 
-def prepare(
-    x: Tensor, parameters: torch.dtype, form: Form, running: Running | None, saves: bool, channels_last: bool
-) -> Call | None:
-    """Returns the call for tensors such as ``x``; None if PyTorch's operators have to compute it.
+# A network asks with the same numbers again and again.
+@lru_cache(maxsize=4096)
+def form_words(
+    cls: type[nn.Module],
+    features: int,
+    trains: bool,
+    updates: bool,
+    eps: float,
+    momentum: float | None,
+    activation: Activation,
+    slope: float,
+) -> list[int]:
+    """The op's ``form``.
 
     Args:
-        parameters: the dtype of weight, bias and running statistics.
-        running: None: they are not updated.
+        cls: of the norm.
+        features: channels that it is made for.
+        trains: by the batch's statistics, else by the running ones.
+        updates: bring the running ones up to date.
+        momentum: of that; None: the average of all batches.
+    """
+    kind = next(index for index, norm in enumerate(NORMS) if issubclass(cls, norm))
+    floats = struct.unpack("<3q", struct.pack("<3d", eps, momentum or 0.0, slope))
+    averages = updates and momentum is None
+    return [*map(int, (averages, kind, features, trains, updates, activation)), *floats]
+
+
+def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) -> list[int]:
+    """How a call is computed, in the words that csrc/compute.h reads.
+
+    Args:
+        tensors: input, weight, bias, running_mean, running_var, num_batches_tracked; of a backward pass grad_output,
+            input, statistics, weight, bias.
+        form: as ``form_words`` writes it.
+        stage: which pass.
 
     Raises:
         BuildError, CompileError, RuntimeError: as ``launch.add_plan``.
     """
-    norm = Norm(
+    posed = _Posed.read(form)
+    if stage < BACKWARD:
+        return _forward(posed, tensors, stage == FORWARD_THAT_SAVES)
+    return _backward(posed, tensors, (bool(stage - BACKWARD & 1), bool(stage - BACKWARD & 2)))
+
+
+def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> list[int]:
+    x, _, _, running_mean, running_var, batches = tensors
+    assert x is not None
+    if not _fits(posed, x, running_mean, running_var, batches):
+        return _DECLINED
+    given = [one for one in tensors[1:] if one is not None]
+    dtypes = {one.dtype for one in given if one is not batches} or {torch.float32}
+    channels_last = _lies(x)
+    if (
+        channels_last is None
+        or len(dtypes) > 1
+        or any(one.device != x.device or not one.is_contiguous() for one in given)
+    ):
+        return _DECLINED
+    made = plan.plan_forward(
+        _norm(posed, x, dtypes.pop(), channels_last),
+        trains=bool(posed.trains),
+        updates=bool(posed.updates),
+        momentum=None if posed.averages else posed.momentum,
+        saves=saves,
+        device=device_facts(x.get_device()),
+    )
+    return _DECLINED if made is None else _words(made, x, (None, None, None))
+
+
+def _fits(
+    posed: _Posed,
+    x: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    batches: Tensor | None,
+) -> bool:
+    """Whether the kernels may compute it. A wrong number of dimensions or channels, or one value to take the statistics
+    of: PyTorch's error."""
+    dimensions, per_image = list(NORMS.values())[posed.kind]
+    if x.dim() not in dimensions or x.shape[1] != posed.features:
+        return False
+    if per_image and running_mean is not None:
+        return False  # the average over images of their statistics is left to PyTorch
+    count = x.numel() // max(1, x.shape[1]) // (x.shape[0] if per_image and x.shape[0] else 1)
+    if (posed.trains and count < 2) or (running_mean is None) is not (running_var is None):
+        return False
+    return not posed.updates or (batches is not None and batches.dtype == torch.int64)
+
+
+def _backward(posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool, bool]) -> list[int]:
+    grad, x, saved, weight, bias = tensors
+    assert grad is not None
+    assert x is not None
+    assert saved is not None
+    channels_last = _lies(x)
+    parameter = bias if weight is None else weight
+    parameters = torch.float32 if parameter is None else parameter.dtype
+    made = plan.plan_backward(
+        _norm(posed, x, parameters, bool(channels_last)),
+        trains=bool(posed.trains),
+        wants=wants,
+        device=device_facts(x.get_device()),
+    )
+    assert made is not None  # what is claimed forward is claimed backward
+    form = torch.channels_last if channels_last else torch.contiguous_format
+    # What was saved may have been handed back otherwise by a hook of somebody's.
+    wanted = zip((grad, x, saved), (form, form, torch.contiguous_format), strict=True)
+    return _words(made, x, tuple(None if reads_as_it_lies(one, lies) else lies for one, lies in wanted))
+
+
+def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool) -> Norm:
+    form = posed.form
+    return Norm(
         tuple(x.shape),
         channels_last,
         x.dtype,
@@ -70,64 +195,53 @@ def prepare(
         form.activation,
         form.slope,
     )
-    made = plan.plan_forward(
-        norm,
-        trains=form.trains,
-        updates=running is not None,
-        momentum=None if running is None else running.momentum,
-        saves=saves,
-        device=device_facts(x.get_device()),
-    )
-    if made is None:
+
+
+def _lies(x: Tensor) -> bool | None:
+    """Whether the channels lie together; None where the kernels would have to move ``x`` first."""
+    if x.data_ptr() % ALIGNMENT:
         return None
-    return Call(_add(made, norm, x.device), norm, form, x.device, saves)
+    if x.is_contiguous():
+        return False
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return True
+    return None
 
 
-def forward(
-    call: Call,
+def _words(made: Plan, x: Tensor, formats: tuple[torch.memory_format | None, ...]) -> list[int]:
+    handle = launch.add_plan(made, x.dtype, x.device, device_facts(x.get_device()).architecture)
+    lies = FORMAT_WORDS[torch.channels_last if made.outputs[0].channels_last else torch.contiguous_format]
+    return [lies, 0, handle, *_NO_MASK, *(FORMAT_WORDS[form] for form in formats)]
+
+
+def gradients_by_pytorch(
+    grad_output: Tensor,
     x: Tensor,
+    statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    batches: Tensor | None,
+    form: Sequence[int],
+    mask: Sequence[bool],
 ) -> list[Tensor]:
-    """Returns the output and, if the call saves for a backward pass, ``[2, groups]``: means and ``1 /
-    sqrt(variance + eps)``."""
-    tensors = [x, weight, bias, running_mean, running_var, batches]
-    return torch.ops.tconv_swap.launch.default(call.handle, tensors)  # type: ignore[no-any-return]
+    """The gradients that ``mask`` asks for, of ``x``, weight and bias, by PyTorch's operators: of every order, for
+    every transform and mode."""
+    created = torch.is_grad_enabled()
+    of = (x, weight, bias)
+    with torch.enable_grad():
+        wanted = [one for one, asked in zip(of, mask, strict=True) if asked and one is not None]
+        output = by_pytorch(*of, statistics, _Posed.read(form).form)
+        return list(torch.autograd.grad(output, wanted, grad_output, create_graph=created))
 
 
-def backward(
-    call: Call,
-    grad: Tensor,
-    x: Tensor,
-    saved: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    wants: tuple[bool, bool],
-) -> list[Tensor | None]:
-    """Returns the gradients of ``x``, weight and bias; None for those that ``wants`` (``x``; weight and bias) does
-    not ask for."""
-    handle = _backwards.get((call, wants))
-    if handle is None:
-        facts = device_facts(call.device.index)
-        made = plan.plan_backward(call.norm, trains=call.form.trains, wants=wants, device=facts)
-        assert made is not None  # what is claimed forward is claimed backward
-        handle = _backwards[call, wants] = _add(made, call.norm, call.device)
-    form = torch.channels_last if call.norm.channels_last else torch.contiguous_format
-    if not grad.is_contiguous(memory_format=form) or grad.data_ptr() % ALIGNMENT:
-        grad = grad.clone(memory_format=form)
-    found = torch.ops.tconv_swap.launch.default(handle, [grad, x, saved, weight, bias])
-    grad_x = found[0] if wants[0] else None
-    if not wants[1]:
-        return [grad_x, None, None]
-    of_weight, of_bias = found[-2:]
-    if call.norm.per_image:
-        each = (call.norm.batch, call.norm.channels)
-        of_weight, of_bias = (one.view(each).sum(0).to(call.norm.parameters) for one in (of_weight, of_bias))
-    return [grad_x, of_weight, of_bias]
+def is_plain(tensor: Tensor | None) -> bool:
+    """Whether it is of no subclass that wants to see the call."""
+    return type(tensor) in _PLAIN
 
 
-def _add(made: Plan, norm: Norm, device: torch.device) -> int:
-    return launch.add_plan(made, norm.dtype, device, device_facts(device.index).architecture)
+_PLAIN = frozenset((Tensor, Parameter, type(None)))
+
+# Called through the module, whose function a test may replace.
+_library.impl("norm_answer", lambda *question: answer(*question), "CompositeExplicitAutograd")
+# In autograd.grad(is_grads_batched=True), too.
+for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode", "Batched"):
+    _library.impl("norm_gradients_by_pytorch", gradients_by_pytorch, _key)

@@ -26,7 +26,8 @@ ALIGNMENT = 16
 #: The formats that a step wants its tensors copied into; None: it reads the tensor as it lies.
 Formats = tuple[torch.memory_format | None, ...]
 _AS_THEY_LIE: Formats = (None, None, None)
-_FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
+#: A memory format, or none, in the words of an answer.
+FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 #: Stands for PyTorch's operator, in place of a program's handle.
 _PYTORCH = -1
 
@@ -108,7 +109,7 @@ def answer(
     if backend != choice.NATIVE:
         for observe in list(observers):
             observe(posed)
-    words = [_FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
+    words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
     for step in steps:
         words += _step_words(step, input, formats)
     return words
@@ -129,7 +130,7 @@ def cast_answer(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[in
     ]
     made = plan_cast(copies, first.dtype) if len(copies) == len(given) else None
     step = Step(choice.FORWARD, made, "")
-    return [_FORMAT_WORDS[torch.contiguous_format], 0, *_step_words(step, first, _AS_THEY_LIE)]
+    return [FORMAT_WORDS[torch.contiguous_format], 0, *_step_words(step, first, _AS_THEY_LIE)]
 
 
 # Called through the module, whose function a test may replace.
@@ -223,4 +224,4 @@ def _step_words(step: Step, input: Tensor, formats: Formats) -> list[int]:
         architecture = device_facts(input.get_device()).architecture
         handle = launch.add_plan(step.plan, input.dtype, input.device, architecture)
     mask = step.mask or (False, False, False)
-    return [handle, *map(int, mask), *(_FORMAT_WORDS[form] for form in formats)]
+    return [handle, *map(int, mask), *(FORMAT_WORDS[form] for form in formats)]

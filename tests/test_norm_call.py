@@ -1,0 +1,289 @@
+"""A call of a norm and its activation, as csrc/norm.h makes it: who is asked, and what the node saves and hands on.
+
+On a pretended GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+import torch
+from pretended_norm import Pretended, pretended
+from torch import Tensor, nn
+
+from tconv_swap.blocks import call, kernels
+from tconv_swap.cuda import host, launch
+
+CHANNELS_LAST = torch.channels_last
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    with pretended(monkeypatch) as made:
+        yield made
+
+
+def norm(cls: type[nn.Module] = nn.BatchNorm2d, **arguments: object) -> nn.Module:
+    torch.manual_seed(0)
+    made = cls(4, affine=True, **arguments)
+    nn.init.uniform_(made.weight, 0.5, 1.5)
+    nn.init.normal_(made.bias)
+    return made
+
+
+def image(*shape: int) -> Tensor:
+    return torch.randn(shape or (3, 4, 5, 6), generator=torch.Generator().manual_seed(1))
+
+
+def ours(norm: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Tensor:
+    output = call.computed(norm, activation, x)
+    assert output is not None
+    return output
+
+
+def misaligned(tensor: Tensor) -> Tensor:
+    """The same numbers, one element past an aligned address."""
+    return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
+
+
+def gradients(output: Tensor, of: list[Tensor], grad: Tensor | None = None) -> tuple[Tensor, ...]:
+    if grad is None:
+        grad = torch.linspace(-1, 1, output.numel()).view_as(output)
+    return torch.autograd.grad(output, of, grad)
+
+
+# Who computes
+
+
+def test_no_kernel_of_pythons_is_on_the_way() -> None:
+    assert host.is_available()
+    lines = torch._C._dispatch_dump_table("tconv_swap::norm_activation").splitlines()
+    for key in ("AutogradCUDA", "CUDA"):
+        (line,) = (line for line in lines if line.startswith(f"{key}:"))
+        assert "call.cpp" in line
+
+
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_python_is_asked_once_for_each_kind_of_call(gpu: Pretended, cls: type[nn.Module]) -> None:
+    made = norm(cls)
+    images = [image(), image(2, 4, 3, 3), image().to(memory_format=CHANNELS_LAST), image().half()]
+    for repeated in range(3):
+        for x in images:
+            x = x.clone(memory_format=torch.preserve_format).requires_grad_()
+            ours(made, x, nn.ReLU()).sum().backward()
+        assert gpu.asked == 2 * len(images), repeated
+    assert gpu.forwards == gpu.backwards == 3 * len(images)
+
+
+def test_no_kind_is_taken_for_another(gpu: Pretended) -> None:
+    """Each constant of a block is a part of what a call is known by."""
+    x, seen = image(), []
+    for arguments, activation, training in product(
+        ({}, {"eps": 0.3}, {"momentum": 0.5}, {"momentum": None}),
+        (None, nn.ReLU(), nn.LeakyReLU(0.2), nn.LeakyReLU(0.3)),
+        (True, False),
+    ):
+        found = []
+        for compute in (ours, lambda norm, x, after: norm(x) if after is None else after(norm(x))):
+            made = norm(**arguments).train(training)
+            with torch.no_grad():
+                made.running_mean.fill_(0.1)
+                found.append([compute(made, x, activation), made.running_var])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+        seen.append(gpu.asked)
+    assert seen == list(range(1, len(seen) + 1))
+
+
+def test_what_is_forgotten_is_asked_again(gpu: Pretended) -> None:
+    made, x = norm(), image()
+    ours(made, x)
+    ours(made, x)
+    known = launch.known_answers()
+    assert gpu.asked == known == 1
+    launch.forget_answers()
+    ours(made, x)
+    assert gpu.asked == 2
+
+
+def test_the_cache_is_bounded(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    declined = [0, 1]
+    monkeypatch.setattr(kernels, "answer", lambda *question: declined)
+    made, most = norm(), 2 * 2048
+    for channels in range(1, most + 500):
+        assert call.computed(made, None, image(1, channels, 1, 2)) is None
+        assert launch.known_answers() <= most
+    assert launch.known_answers() > most // 4
+
+
+# What is left to PyTorch's modules
+
+
+class Subclass(nn.Parameter):
+    pass
+
+
+def test_what_the_kernels_do_not_take_changes_nothing(gpu: Pretended) -> None:
+    made = norm(momentum=None)
+    before = {name: one.clone() for name, one in made.named_buffers()}
+    for x in (
+        misaligned(image()),
+        image().transpose(2, 3),
+        image(3, 5, 4, 4),
+        image(4, 5, 6),
+        image(1, 4, 1, 1),
+        image(0, 4, 3, 3),
+        image().int(),
+        torch.view_as_complex(image(3, 4, 5, 2)).conj().imag,
+    ):
+        assert call.computed(made, None, x) is None
+    made.weight = Subclass(made.weight.detach())
+    assert call.computed(made, None, image()) is None
+    for name, one in made.named_buffers():
+        torch.testing.assert_close(one, before[name], rtol=0, atol=0)
+    assert gpu.forwards == 0
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_versions_of_buffers_are_those_of_pytorchs_module(gpu: Pretended, momentum: float | None) -> None:
+    versions = []
+    for compute in (ours, lambda norm, x: norm(x)):
+        made = norm(momentum=momentum)
+        for training in (True, True, False):
+            compute(made.train(training), image())
+        versions.append([one._version for one in made.buffers()])
+        assert int(made.num_batches_tracked) == 2
+    assert versions[0] == versions[1]
+    with torch.inference_mode():
+        ours(norm(), image())
+
+
+def test_without_a_compiler_the_modules_compute(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_available", lambda: False)
+    assert call.computed(norm(), None, image()) is None
+    assert gpu.asked == gpu.forwards == 0
+
+
+# The node
+
+
+@pytest.mark.parametrize("needs", [one for one in product([False, True], repeat=3) if any(one)], ids=str)
+@pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_gradients_that_are_wanted(gpu: Pretended, needs: tuple[bool, ...], cls: type[nn.Module]) -> None:
+    made = norm(cls)
+    leaves = [image(), made.weight, made.bias]
+    for one, wanted in zip(leaves, needs, strict=True):
+        one.requires_grad_(wanted)
+    of = [one for one, wanted in zip(leaves, needs, strict=True) if wanted]
+    found, expected = (gradients(output, of) for output in (ours(made, leaves[0]), made(leaves[0])))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert gpu.backwards == 1
+
+
+def test_a_gradient_that_lies_otherwise_is_copied(gpu: Pretended) -> None:
+    made = norm()
+    for x in (image(), image().to(memory_format=CHANNELS_LAST)):
+        x = x.requires_grad_()
+        lies = x.stride()
+        grad = image()
+        for given in (
+            grad,
+            grad.to(memory_format=CHANNELS_LAST),
+            misaligned(grad),
+            grad[:1, :, :1].expand_as(grad),
+        ):
+            found, expected = (
+                gradients(output, [x, made.weight], given) for output in (ours(made, x), made(x))
+            )
+            assert found[0].stride() == lies
+            for one, other in zip(found, expected, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+        assert set(gpu.grad_outputs) == {lies}
+        gpu.grad_outputs.clear()
+
+
+def test_nothing_is_differentiated_that_need_not_be(gpu: Pretended) -> None:
+    made, x = norm(), image()
+    with torch.no_grad():
+        assert ours(made, x).grad_fn is None
+    assert ours(made.requires_grad_(False), x).grad_fn is None
+    node = ours(made, x.clone().requires_grad_()).grad_fn
+    assert node is not None
+    assert node.name() == "NormActivationBackward"
+
+
+def test_what_was_saved_is_watched(gpu: Pretended) -> None:
+    made, x = norm(), image().requires_grad_()
+    output = ours(made, x)
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="a second time"):
+        output.sum().backward()
+    for changed in (made.weight, made.bias, x):
+        output = ours(made, x)
+        with torch.no_grad():
+            changed.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+    packed: list[tuple[int, ...]] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: (packed.append(tuple(tensor.shape)), tensor)[1], lambda tensor: tensor
+    ):
+        ours(made, x)
+    assert packed == [x.shape, (4,), (4,), (2, 4)]
+
+
+def test_what_was_saved_may_come_back_otherwise(gpu: Pretended) -> None:
+    """As hooks do that keep it elsewhere meanwhile."""
+    made, x = norm(), image().to(memory_format=CHANNELS_LAST).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: tensor.tolist(), lambda saved: misaligned(torch.tensor(saved))
+    ):
+        output = ours(made, x)
+    found = gradients(output, [x, made.weight, made.bias])
+    for one, other in zip(found, gradients(made(x), [x, made.weight, made.bias]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert gpu.backwards == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_in_batches_and_of_gradients_are_pytorchs(gpu: Pretended, training: bool) -> None:
+    made, x = norm().train(training), image().requires_grad_()
+    after = nn.Tanh()
+    of = [x, made.weight, made.bias]
+    grads = torch.stack([image(), 2 * image()])
+    found, expected = (
+        torch.autograd.grad(output, of, grads, is_grads_batched=True)
+        for output in (ours(made, x, after), after(made(x)))
+    )
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
+    assert gpu.backwards == 0
+    second = []
+    for output in (ours(made, x, after), after(made(x))):
+        first = torch.autograd.grad(output.pow(3).sum(), of, create_graph=True)
+        second.append(torch.autograd.grad(sum(one.pow(2).sum() for one in first), of))
+    for one, other in zip(*second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+    assert gpu.backwards == 1  # from the output on, the second derivatives' way is a first derivative's
+
+
+def test_a_mode_around_the_backward_pass_sees_pytorchs_operators(gpu: Pretended) -> None:
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    made, x = norm(), image().requires_grad_()
+    output = ours(made, x)
+    with Mode():
+        (found,) = gradients(output, [x])
+    torch.testing.assert_close(found, gradients(made(x), [x])[0], rtol=1e-4, atol=1e-5)
+    assert any("batch_norm" in name for name in seen)
+    assert not any("tconv_swap" in name for name in seen)
+    assert gpu.backwards == 0
