@@ -18,8 +18,9 @@ from tconv_swap.dispatch import is_eager
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _calls: dict[tuple[Any, ...], Call | None] = {}
-#: What is called with a block's modules, input, output and the buffers from before; for verification.
-Observer = Callable[[nn.Module, nn.Module | None, Tensor, Tensor, dict[str, Tensor]], None]
+#: What is called with a block's modules, input, output, the buffers from before and, where there is one, the tensor
+#: added before the activation; for verification.
+Observer = Callable[..., None]
 observers: list[Observer] = []
 
 
