@@ -124,6 +124,13 @@ def test_torchvisions_networks(kernels: PretendedSums) -> None:
         assert [type(m) for m in swapped.modules()] == [type(m) for m in original.modules()]
 
 
+def test_one_value_a_channel_raises_as_pytorch(kernels: PretendedSums) -> None:
+    swapped = tconv_swap.swap_layers(Other(), fuse="all")
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        swapped(torch.randn(1, 4, 1, 1))
+    assert kernels.forwards == 0
+
+
 def test_gradients_of_gradients(kernels: PretendedSums) -> None:
     original = Other(activation=nn.Tanh())
     swapped = swapped_of(original)
