@@ -68,10 +68,8 @@ def compare(rank: int, size: int, device: torch.device) -> int:
     ]
     states = [model.state_dict() for model in found]
     for name, value in states[0].items():
-        torch.testing.assert_close(
-            states[1][name], value, rtol=1e-3, atol=1e-5, msg=lambda text, n=name: f"{n}: {text}"
-        )
-    # Of all processes the same, statistics too: those of the first are sent to the others before each step.
+        said = f"{name}: {{}}".format
+        torch.testing.assert_close(states[1][name], value, rtol=1e-3, atol=1e-5, msg=said)
     for name, value in found[1].named_parameters():
         others = [torch.empty_like(value) for _ in range(size)]
         dist.all_gather(others, value.detach())

@@ -218,10 +218,19 @@ def _block(
     if why_alone:
         return plan(fuse == "all", why_alone)
     if place.after is norm or activation_of(place.after) is None:
-        return plan(True)
+        return plan(True, _why_without(place.after, name_of))
     if is_watched(place.after):
         return plan(True, f"without {name_of(place.after)}, which has a hook or a forward of its own")
     return plan(True, activation=place.after)
+
+
+def _why_without(following: nn.Module, name_of: Callable[[nn.Module], str]) -> str:
+    """Why a norm is computed without what follows it, if that is an activation that ours are not."""
+    kind = type(following)
+    if kind.__module__ != nn.ReLU.__module__ or kind is nn.MultiheadAttention:
+        return ""
+    known = ", ".join(cls.__name__ for cls in ACTIVATION_CLASSES)
+    return f"without {name_of(following)}: {kind.__name__} is none of {known}"
 
 
 def _why_left(name: str, left: Collection[str]) -> str:
