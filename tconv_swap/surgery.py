@@ -149,8 +149,8 @@ def plan_swap(
         fuse: what is computed by one kernel on CUDA. ``"blocks"``: a norm behind a swapped layer (``nn.BatchNorm2d``,
             ``nn.InstanceNorm2d``, the 1-D ones) and the activation behind the norm (ReLU, LeakyReLU, ReLU6, Tanh,
             Sigmoid, SiLU, GELU), in an ``nn.Sequential`` or in a ``forward`` that proves what reads the norm's output.
-            ``"all"``: these norms anywhere, with the activation behind them where that is known. None: nothing.
-            ``include``, ``exclude`` and ``filter_fn`` are about the layers.
+            ``"all"``: these norms anywhere, with the activation, or a sum and then ReLU, Tanh or Sigmoid, behind them
+            where that is known. None: nothing. ``include``, ``exclude`` and ``filter_fn`` are about the layers.
         leave_blocks: dotted names of norms that ``fuse`` leaves as they are; a mapping gives the reason that the
             plan then has.
 

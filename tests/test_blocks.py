@@ -239,6 +239,15 @@ def test_each_candidate_has_its_reason() -> None:
         assert before == [type(m) for m in network.modules() if not isinstance(m, nn.ConvTranspose2d)]
 
 
+def test_an_activation_of_no_kernel_has_its_reason() -> None:
+    (plan,) = tconv_swap.plan_swap(nn.Sequential(up(), nn.BatchNorm2d(4), nn.PReLU()), fuse="blocks").blocks
+    assert (plan.swap, plan.activation) == (True, "")
+    assert plan.reason.startswith("without 2: PReLU is none of ReLU, LeakyReLU")
+    for following in (nn.Conv2d(4, 4, 1), nn.InstanceNorm2d(4)):
+        model = nn.Sequential(up(), nn.BatchNorm2d(4), following)
+        assert not tconv_swap.plan_swap(model, fuse="blocks").blocks[0].reason
+
+
 class Branching(InForward):
     """The norm's output goes elsewhere too."""
 

@@ -15,7 +15,7 @@ from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import Plan
 from tconv_swap.kernels.norm import plan
-from tconv_swap.kernels.norm.shape import Activation, Norm, Tiling
+from tconv_swap.kernels.norm.shape import FROM_OUTPUT, Activation, Norm, Tiling
 
 HOPPER = Device("sm_90a", 132, 227 << 10)
 DEVICES = (HOPPER, Device("sm_80", 108, 163 << 10), Device("sm_75", 40, 64 << 10))
@@ -45,14 +45,15 @@ def plans(one: Norm, device: Device) -> list[Plan]:
     return [one for one in made if one is not None]
 
 
+@pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: device.architecture)
 @pytest.mark.parametrize("name", SHAPES)
-def test_kernels_compile_without_spills(name: str, device: Device, channels_last: bool) -> None:
+def test_kernels_compile_without_spills(name: str, device: Device, channels_last: bool, adds: bool) -> None:
     shape = SHAPES[name]
     channels_last &= len(shape) == 4
     for dtype in (torch.float16, torch.float32) if device is HOPPER else (torch.float32,):
-        one = norm(shape, dtype, channels_last=channels_last, activation=Activation.RELU)
+        one = norm(shape, dtype, channels_last=channels_last, activation=Activation.RELU, adds=adds)
         for made in plans(one, device):
             for launch in made.launches:
                 _, log = jit.compile_with_log(launch.kernel, device.architecture)
@@ -139,8 +140,21 @@ def test_what_is_not_claimed() -> None:
     )
     mixed = norm((2, 3, 4, 4), torch.float32, parameters=torch.float16)
     assert plan.plan_backward(mixed, trains=True, wants=(True, True), device=HOPPER) is None
+    unkept = norm((2, 3, 4, 4), activation=Activation.SILU, adds=True)
+    assert plan.plan_backward(unkept, trains=True, wants=(True, True), device=HOPPER) is None
     empty = norm((0, 3, 4, 4))
     assert plan.plan_backward(empty, trains=True, wants=(True, True), device=HOPPER) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("activation", sorted(FROM_OUTPUT))
+def test_every_sum_compiles(activation: Activation, dtype: torch.dtype) -> None:
+    for channels_last in (False, True):
+        one = norm(SHAPES["even"], dtype, channels_last=channels_last, activation=activation, adds=True)
+        for device in (HOPPER, DEVICES[-1]):
+            for made in plans(one, device):
+                for launch in made.launches:
+                    jit.compile_kernel(launch.kernel, device.architecture)
 
 
 @pytest.mark.parametrize("divisor", [1, 2, 3, 7, 12, 49, 1000, 65535, 2**29 + 1])

@@ -37,11 +37,19 @@ struct Raw {
       words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     }
   }
-  /// The nearest to `values`, written at once (NVRTC 13.0 takes other vector stores apart here).
-  __device__ __forceinline__ static void store(Element* to, const float* values) {
-    unsigned words[WORDS] = {};
+  /// The nearest to `values`.
+  __device__ __forceinline__ static Raw of(const float* values) {
+    Raw made;
 #pragma unroll
-    for (int i = 0; i < N; ++i) words[i * sizeof(Element) / 4] |= bits_of(store_as<Element>(values[i])) << 8 * sizeof(Element) * i % 32;
+    for (int i = 0; i < WORDS; ++i) made.words[i] = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      made.words[i * sizeof(Element) / 4] |= bits_of(store_as<Element>(values[i])) << 8 * sizeof(Element) * i % 32;
+    return made;
+  }
+  /// The nearest to `values`, written at once (NVRTC 13.0 takes other vector stores apart here).
+  __device__ __forceinline__ static void store(Element* to, const float* values) { of(values).write(to); }
+  __device__ __forceinline__ void write(Element* to) const {
     if constexpr (BYTES == 2)
       *reinterpret_cast<unsigned short*>(to) = (unsigned short)words[0];
     else if constexpr (BYTES == 4)

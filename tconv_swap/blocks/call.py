@@ -13,8 +13,9 @@ from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
 from tconv_swap.cuda import host
 from tconv_swap.dispatch import is_eager
 
-#: What is called with a block's modules, input, output and the buffers from before; for verification.
-Observer = Callable[[nn.Module, nn.Module | None, Tensor, Tensor, dict[str, Tensor]], None]
+#: Called with a block's modules, input, output, the earlier buffers and, where there is one, the tensor added before the
+#: activation; for the verification.
+Observer = Callable[..., None]
 observers: list[Observer] = []
 
 

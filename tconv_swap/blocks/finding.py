@@ -23,6 +23,7 @@ from tconv_swap.blocks.modules import (
     original_class,
 )
 from tconv_swap.blocks.proof import Pair, pairs_of
+from tconv_swap.blocks.summed import takes
 from tconv_swap.kernels.norm.plan import DTYPES
 
 
@@ -32,7 +33,8 @@ class BlockPlan:
 
     Attributes:
         name: its (first) dotted name.
-        kind: the names of its class and of the activation's that is computed with it: ``"BatchNorm2d + ReLU"``.
+        kind: the names of its class and of the activation's that is computed with it: ``"BatchNorm2d + ReLU"``, or
+            ``"BatchNorm2d + sum + ReLU"`` where the activation gets the sum of the norm's output and something else.
         activation: the dotted name of that activation; ``""`` where there is none.
         behind: the dotted name of the transposed convolution that it follows; ``""`` where it follows none.
         swap: whether our kernels compute it after the swap.
@@ -198,7 +200,8 @@ def _block(
             return None
 
     def plan(swap: bool, reason: str = "", activation: nn.Module | None = None) -> BlockPlan:
-        whole = kind if activation is None else f"{kind} + {_original(activation).__name__}"
+        between = " + sum" if pair is not None and pair.sums else ""
+        whole = kind if activation is None else f"{kind}{between} + {_original(activation).__name__}"
         return BlockPlan(
             name, whole, name_of(activation) if activation is not None else "", behind, swap, reason
         )
@@ -206,17 +209,29 @@ def _block(
     if reason := _why_left(name, left) or _why_unfit(norm):
         return plan(False, reason)
     if pair is not None and (fuse == "all" or behind) and not is_watched(pair.activation):
-        return plan(True, activation=pair.activation)
+        if not pair.sums or takes(pair.activation):
+            return plan(True, activation=pair.activation)
+        why = "no kernel for a sum and then " + _original(pair.activation).__name__
+        return plan(fuse == "all", why)
     why_alone = "not in an nn.Sequential, and not proven that an activation alone reads its output"
     if container is not None:
         why_alone = _why_no_container(container, fuse)
     if why_alone:
         return plan(fuse == "all", why_alone)
     if place.after is norm or activation_of(place.after) is None:
-        return plan(True)
+        return plan(True, _why_without(place.after, name_of))
     if is_watched(place.after):
         return plan(True, f"without {name_of(place.after)}, which has a hook or a forward of its own")
     return plan(True, activation=place.after)
+
+
+def _why_without(following: nn.Module, name_of: Callable[[nn.Module], str]) -> str:
+    """Why a norm is computed without what follows it, if that is an activation that ours are not."""
+    kind = type(following)
+    if kind.__module__ != nn.ReLU.__module__ or kind is nn.MultiheadAttention:
+        return ""
+    known = ", ".join(cls.__name__ for cls in ACTIVATION_CLASSES)
+    return f"without {name_of(following)}: {kind.__name__} is none of {known}"
 
 
 def _why_left(name: str, left: Collection[str]) -> str:

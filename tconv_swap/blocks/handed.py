@@ -2,6 +2,8 @@
 
 While a module runs whose ``forward`` gives a norm's output to one activation and to nothing else (``proof``), the norm
 computes both, and the activation hands on what the norm has just computed for it. Anywhere else both compute their own.
+Where a sum stands between the two, the norm computes nothing yet: what it is added to may not be there. It returns a
+``Postponed``, which the sum completes and the activation computes.
 """
 
 from __future__ import annotations
@@ -14,18 +16,19 @@ from typing import Any
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call
-from tconv_swap.blocks.proof import OWN_FORWARD, Proofs
+from tconv_swap.blocks.postponed import Postponed
+from tconv_swap.blocks.proof import OWN_FORWARD, Pair, Proofs
 from tconv_swap.dispatch import is_eager
 from tconv_swap.leaf import Leaf
 
 
 class _Running(threading.local):
-    """Of the module that runs in this thread. ``pending``: by ``id``, what was activated for an activation that has not
-    come yet."""
+    """Of the module that runs in this thread. ``pending``: by ``id``, what was activated or postponed for an activation
+    that has not come yet."""
 
     def __init__(self) -> None:
-        self.activations: dict[int, nn.Module] = {}
-        self.pending: dict[int, tuple[Tensor, nn.Module]] = {}
+        self.pairs: dict[int, Pair] = {}
+        self.pending: dict[int, tuple[Tensor | Postponed, nn.Module]] = {}
 
 
 _running = _Running()
@@ -48,8 +51,8 @@ class Handing(nn.Module):
         # A replica of nn.DataParallel is another module at every call.
         if len(args) != 1 or kwargs or "_is_replica" in vars(self) or not call.takes(args[0]):
             return super().forward(*args, **kwargs)
-        before = _running.activations, _running.pending
-        _running.activations, _running.pending = _proofs.activations(self), {}
+        before = _running.pairs, _running.pending
+        _running.pairs, _running.pending = _proofs.pairs(self), {}
         try:
             output = super().forward(*args)
             if _running.pending:
@@ -59,20 +62,20 @@ class Handing(nn.Module):
                 )
             return output
         finally:
-            _running.activations, _running.pending = before
+            _running.pairs, _running.pending = before
 
 
-def activation_behind(norm: nn.Module) -> nn.Module | None:
-    """Returns the only module that gets the output of the norm that is being called; None if that is not known, or
-    if a hook intercepts one of them."""
-    activation = _running.activations.get(id(norm))
-    if activation is None or call.is_watched(norm) or call.is_watched(activation):
+def pair_of(norm: nn.Module) -> Pair | None:
+    """Returns what alone gets the output of the norm that is being called; None if that is not known, or if a hook
+    intercepts one of them."""
+    pair = _running.pairs.get(id(norm))
+    if pair is None or call.is_watched(norm) or call.is_watched(pair.activation):
         return None
-    return activation if isinstance(activation, _Activation) else None
+    return pair if isinstance(pair.activation, _Activation) else None
 
 
-def hand_over(output: Tensor, activation: nn.Module) -> None:
-    """Records that ``output`` is activated already when ``activation`` gets it."""
+def hand_over(output: Tensor | Postponed, activation: nn.Module) -> None:
+    """Records that ``output`` is activated already when ``activation`` gets it, or postponed till then."""
     _running.pending[id(output)] = output, activation
 
 
@@ -86,7 +89,7 @@ class _Activation(Leaf):
             entry = _running.pending.get(id(input))
             if entry is not None and entry[1] is self:
                 del _running.pending[id(input)]
-                return input
+                return entry[0].computed() if isinstance(entry[0], Postponed) else input
         return super().forward(input)  # type: ignore[no-any-return]
 
 

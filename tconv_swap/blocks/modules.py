@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call, handed
+from tconv_swap.blocks import call, handed, summed
 from tconv_swap.blocks.form import NORMS, activation_of
+from tconv_swap.blocks.postponed import Postponed
 from tconv_swap.layer import SWAPPED
 from tconv_swap.leaf import Leaf
 
@@ -81,14 +82,26 @@ class _Norm(Leaf):
         Raises:
             RuntimeError, ValueError: as PyTorch's module.
         """
-        if call.takes(input):
-            activation = handed.activation_behind(self)
-            output = call.computed(self, activation, input)
-            if output is not None:
-                if activation is not None:
-                    handed.hand_over(output, activation)
-                return output
-        return super().forward(input)  # type: ignore[no-any-return]
+        if not call.takes(input):
+            return super().forward(input)  # type: ignore[no-any-return]
+        pair = handed.pair_of(self)
+        if pair is not None and pair.sums:
+            if not summed.takes(pair.activation):
+                return self._alone(input)
+            later = Postponed(self, pair.activation, input, self._alone)
+            handed.hand_over(later, pair.activation)
+            return cast(Tensor, later)
+        if pair is None:
+            return self._alone(input)
+        output = call.computed(self, pair.activation, input)
+        if output is None:
+            return super().forward(input)  # type: ignore[no-any-return]
+        handed.hand_over(output, pair.activation)
+        return output
+
+    def _alone(self, input: Tensor) -> Tensor:
+        output = call.computed(self, None, input)
+        return super().forward(input) if output is None else output
 
 
 class BatchNorm1d(_Norm, nn.BatchNorm1d):

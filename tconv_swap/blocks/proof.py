@@ -1,4 +1,5 @@
-"""Proves from a module's own ``forward`` which norms are followed by one activation and by nothing else.
+"""Proves from a module's own ``forward`` which norms are followed by an activation, or by a sum and an activation, and
+by nothing else.
 
 ``torch.fx`` records what ``forward`` calls. That holds for other calls too where ``forward`` is plain: one argument, no
 state but what the module itself holds, nothing kept. Its byte code says so; ``Proofs`` sees when that state changes.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import operator
 import types
 import weakref
 from typing import Any, NamedTuple
@@ -19,11 +21,17 @@ from tconv_swap.blocks.form import NORMS, activation_of
 
 
 class Pair(NamedTuple):
-    """A norm and its activation. ``source``: the module that computes the norm's input, or None."""
+    """``source``: the module that computes the norm's input, or None. ``sums``: something is added to the norm's output,
+    and the activation gets the sum."""
 
     source: nn.Module | None
     norm: nn.Module
     activation: nn.Module
+    sums: bool = False
+
+
+#: What they return is new, so that nothing but who is given it can change it.
+_FRESH = (nn.modules.conv._ConvNd, nn.Linear)
 
 
 #: The attribute in which a class that a swap has made keeps the user's ``forward``.
@@ -50,24 +58,52 @@ def pairs_of(parent: nn.Module) -> tuple[Pair, ...]:
         return ()
     called = [modules[str(node.target)] for node in nodes if node.op == "call_module"]
     found = []
+    taken: set[fx.Node] = set()
     for node in nodes:
         norm = modules[str(node.target)] if node.op == "call_module" else None
         # One that stands elsewhere too may be called there while the parent runs.
         alone = called.count(norm) == 1 == list(modules.values()).count(norm) if norm is not None else False
         if norm is None or not isinstance(norm, tuple(NORMS)) or not alone:
             continue
-        following = next(iter(node.users), None)
-        if len(node.users) != 1 or following is None or following.op != "call_module":
-            continue
-        activation = modules[str(following.target)]
-        if activation_of(activation) is None or following.args != (node,) or following.kwargs:
-            continue
         before = node.args[0] if len(node.args) == 1 and not node.kwargs else None
         source: nn.Module | None = None
         if isinstance(before, fx.Node) and before.op == "call_module":
             source = modules[str(before.target)]
-        found.append(Pair(source, modules[str(node.target)], activation))
+        last = node
+        sums = isinstance(source, _FRESH) and len(before.users) == 1 and _is_in_a_sum(parent, node)  # type: ignore[union-attr]
+        if sums:
+            last = next(iter(node.users))
+            if last in taken:  # a sum of two norms: the first waits for the second
+                continue
+            taken.add(last)
+        following = next(iter(last.users), None)
+        if len(last.users) != 1 or following is None or following.op != "call_module":
+            continue
+        activation = modules[str(following.target)]
+        if activation_of(activation) is None or following.args != (last,) or following.kwargs:
+            continue
+        found.append(Pair(source, modules[str(node.target)], activation, sums))
     return tuple(found)
+
+
+def _is_in_a_sum(parent: nn.Module, node: fx.Node) -> bool:
+    """Whether one sum alone reads it, of it and something else that a node computes, and is not written to that."""
+    users = list(node.users)
+    if len(users) != 1 or users[0].target not in (operator.add, operator.iadd) or users[0].kwargs:
+        return False
+    first, second = users[0].args
+    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node) or first is second:
+        return False
+    # A trace has ``a + b`` for ``a += b``.
+    return first is node or not _has_sum_in_place(parent)
+
+
+def _has_sum_in_place(parent: nn.Module) -> bool:
+    forward = inspect.unwrap(_plain_forward(type(parent)))
+    return any(
+        "INPLACE" in instruction.opname or instruction.argrepr == "+="
+        for instruction in dis.get_instructions(forward)
+    )
 
 
 #: What would keep something, or ask for something that is not the module's.
@@ -129,13 +165,11 @@ class Proofs:
     """The results of ``pairs_of`` for a module in each state in which it was called."""
 
     def __init__(self) -> None:
-        self._found: weakref.WeakKeyDictionary[
-            nn.Module, dict[tuple[int, ...], tuple[Any, dict[int, nn.Module]]]
-        ]
+        self._found: weakref.WeakKeyDictionary[nn.Module, dict[tuple[int, ...], tuple[Any, dict[int, Pair]]]]
         self._found = weakref.WeakKeyDictionary()
 
-    def activations(self, parent: nn.Module) -> dict[int, nn.Module]:
-        """Returns, by the ``id`` of a norm, the activation that alone gets its output."""
+    def pairs(self, parent: nn.Module) -> dict[int, Pair]:
+        """Returns, by the ``id`` of a norm, what alone gets its output."""
         held = (*vars(parent).values(), *parent._modules.values())
         key = tuple(map(id, held))
         known = self._found.get(parent)
@@ -145,5 +179,5 @@ class Proofs:
             if len(known) > 8:  # the module has another state at every call
                 known.clear()
             # The values are kept, so that no other object can get their ids.
-            known[key] = held, {id(pair.norm): pair.activation for pair in pairs_of(parent)}
+            known[key] = held, {id(pair.norm): pair for pair in pairs_of(parent)}
         return known[key][1]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call
+from tconv_swap.blocks import call, summed
 from tconv_swap.blocks.modules import AllBlocks
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.bench import Comparison
@@ -42,10 +42,11 @@ class BlockTimes:
 
 @dataclass
 class _Alike:
-    """Blocks that are called alike: their names, of norm and activation, and the input of the first."""
+    """Blocks that are called alike: their names, of norm and activation, the input of the first, and what is added."""
 
     names: list[tuple[str, str]]
     x: Tensor
+    added: Tensor | None
 
 
 def time_blocks(
@@ -90,8 +91,8 @@ def time_blocks(
                 try:
                     times = time_interleaved(
                         {
-                            "original": _variant(_block(nn.Sequential, original, group), group.x, training),
-                            "swapped": _variant(_block(AllBlocks, swapped, group), group.x, training),
+                            "original": _variant(_block(original, group, ours=False), group, training),
+                            "swapped": _variant(_block(swapped, group, ours=True), group, training),
                         },
                         device=group.x.device,
                         **settings,  # type: ignore[arg-type]
@@ -115,15 +116,21 @@ def _seen(swapped: nn.Module, inputs: Inputs, training: bool) -> list[_Alike]:
     seen: set[str] = set()
 
     def observe(
-        norm: nn.Module, activation: nn.Module | None, x: Tensor, output: Tensor, before: dict[str, Tensor]
+        norm: nn.Module,
+        activation: nn.Module | None,
+        x: Tensor,
+        output: Tensor,
+        before: dict[str, Tensor],
+        added: Tensor | None = None,
     ) -> None:
         name = names.get(id(norm))
         if name is None or name in seen:
             return
         seen.add(name)
-        key = (str(norm), norm.training, str(activation), x.shape, x.stride(), x.dtype)
-        group = groups.setdefault(key, _Alike([], x.detach()))
-        group.names.append((name, names.get(id(activation), "")))
+        key = (str(norm), norm.training, str(activation), x.shape, x.stride(), x.dtype, added is None)
+        if key not in groups:
+            groups[key] = _Alike([], x.detach(), None if added is None else added.detach())
+        groups[key].names.append((name, names.get(id(activation), "")))
 
     call.observers.append(observe)
     try:
@@ -134,30 +141,46 @@ def _seen(swapped: nn.Module, inputs: Inputs, training: bool) -> list[_Alike]:
     return list(groups.values())
 
 
-def _block(container: type[nn.Sequential], model: nn.Module, group: _Alike) -> nn.Sequential:
-    return container(*(model.get_submodule(name) for name in group.names[0] if name))
+class _Sum(nn.Module):
+    """A norm and an activation, with a sum between them."""
+
+    def __init__(self, norm: nn.Module, activation: nn.Module, ours: bool) -> None:
+        super().__init__()
+        self.norm, self.activation, self.ours = norm, activation, ours
+
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+        output = summed.computed(self.norm, self.activation, x, added) if self.ours else None
+        return self.activation(self.norm(x) + added) if output is None else output
 
 
-def _variant(block: nn.Sequential, x: Tensor, training: bool) -> Variant:
+def _block(model: nn.Module, group: _Alike, *, ours: bool) -> nn.Module:
+    modules = [model.get_submodule(name) for name in group.names[0] if name]
+    if group.added is not None:
+        return _Sum(modules[0], modules[1], ours)
+    return (AllBlocks if ours else nn.Sequential)(*modules)
+
+
+def _variant(block: nn.Module, group: _Alike, training: bool) -> Variant:
+    given = [one for one in (group.x, group.added) if one is not None]
     if not training:
 
         def evaluate(_: object) -> Tensor:
             with torch.no_grad():
-                output: Tensor = block(x)
+                output: Tensor = block(*given)
             return output
 
         return Variant(evaluate)
     gradient: list[Tensor] = []
 
-    def step(given: Tensor) -> object:
+    def step(leaves: list[Tensor]) -> object:
         with torch.enable_grad():
-            output = block(given)
+            output = block(*leaves)
         if not gradient:
             gradient.append(torch.randn_like(output))
-        wanted = [given, *(p for p in block.parameters() if p.requires_grad)]
+        wanted = [*leaves, *(p for p in block.parameters() if p.requires_grad)]
         return torch.autograd.grad(output, wanted, gradient)
 
-    return Variant(step, lambda: x.detach().requires_grad_())
+    return Variant(step, lambda: [one.detach().requires_grad_() for one in given])
 
 
 def _reason(error: Exception) -> str:

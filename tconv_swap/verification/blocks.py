@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call
+from tconv_swap.blocks import call, summed
 from tconv_swap.blocks.form import activate, activation_of
 from tconv_swap.blocks.modules import original_class
 from tconv_swap.verification import compare
@@ -43,25 +43,33 @@ class _Call:
     norm: nn.Module
     activation: nn.Module | None
     x: Tensor
+    added: Tensor | None
 
-    def by_pytorch(self, dtype: torch.dtype | None = None) -> tuple[Tensor, nn.Module, Tensor]:
-        """Input, module and output of PyTorch's own computation, which can be differentiated."""
+    def by_pytorch(self, dtype: torch.dtype | None = None) -> tuple[list[Tensor], nn.Module, Tensor]:
+        """Inputs (what is added is the second), module and output of PyTorch's own computation, which can be
+        differentiated."""
         norm = copy.deepcopy(self.norm)
-        x = self.x.detach()
         if dtype is not None:
-            norm, x = norm.to(dtype), x.to(dtype)
-        x = x.requires_grad_()
+            norm = norm.to(dtype)
+        inputs = self._leaves(dtype)
         applied = activation_of(self.activation)
         assert applied is not None
         with torch.enable_grad():
             cls = original_class(type(norm)) or type(norm)
-            return x, norm, activate(cls.forward(norm, x), *applied)
+            normed = cls.forward(norm, inputs[0])
+            return inputs, norm, activate(normed + inputs[1] if len(inputs) > 1 else normed, *applied)
 
-    def by_ours(self) -> tuple[Tensor, nn.Module, Tensor | None]:
+    def by_ours(self) -> tuple[list[Tensor], nn.Module, Tensor | None]:
         """The same by our kernels."""
-        norm, x = copy.deepcopy(self.norm), self.x.detach().requires_grad_()
+        norm, inputs = copy.deepcopy(self.norm), self._leaves()
         with torch.enable_grad():
-            return x, norm, call.computed(norm, self.activation, x)
+            if self.activation is not None and len(inputs) > 1:
+                return inputs, norm, summed.computed(norm, self.activation, inputs[0], inputs[1])
+            return inputs, norm, call.computed(norm, self.activation, inputs[0])
+
+    def _leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        given = [one.detach() for one in (self.x, self.added) if one is not None]
+        return [(one if dtype is None else one.to(dtype)).requires_grad_() for one in given]
 
 
 @dataclass
@@ -86,6 +94,7 @@ class BlockChecks:
             x: Tensor,
             output: Tensor,
             before: dict[str, Tensor],
+            added: Tensor | None = None,
         ) -> None:
             name = names.get(id(norm))
             if name is None or seen.get(name, 0) >= MAX_CALLS:
@@ -93,7 +102,11 @@ class BlockChecks:
             seen[name] = seen.get(name, 0) + 1
             buffers = {name: one for name, one in norm.named_buffers() if one is not None}
             kept = _as_it_was(norm, before)
-            made = _Call(name, mode, kept, activation, x.detach().clone(memory_format=torch.preserve_format))
+            inputs = [
+                None if one is None else one.detach().clone(memory_format=torch.preserve_format)
+                for one in (x, added)
+            ]
+            made = _Call(name, mode, kept, activation, *inputs)  # type: ignore[arg-type]
             with _unobserved():
                 self._guarded(made, lambda: self._compare(made, output.detach(), buffers))
             if self.backward and output.requires_grad:
@@ -130,12 +143,13 @@ class BlockChecks:
 
     def _compare_gradients(self, made: _Call, grad: Tensor) -> None:
         found = []
-        for x, norm, output in (made.by_ours(), made.by_pytorch(), made.by_pytorch(torch.float64)):
+        for inputs, norm, output in (made.by_ours(), made.by_pytorch(), made.by_pytorch(torch.float64)):
             if output is None:
                 raise RuntimeError("our kernels do not take the same call again")
-            wanted = [x, *(one for one in norm.parameters() if one.requires_grad)]
+            wanted = [*inputs, *(one for one in norm.parameters() if one.requires_grad)]
             found.append(torch.autograd.grad(output, wanted, grad.to(output.dtype)))
-        for kind, ours, theirs, exact in zip(_GRADIENTS, *found, strict=False):
+        kinds = (_GRADIENTS[0],) * (2 if made.added is not None else 1) + _GRADIENTS[1:]
+        for kind, ours, theirs, exact in zip(kinds, *found, strict=False):
             self._judge(made, kind, made.name, ours, theirs, exact, _terms(made))
 
     def _judge(

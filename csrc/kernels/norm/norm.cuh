@@ -8,7 +8,7 @@
 // An item is what one thread takes at a time: VALUES neighbours in memory, at most 16 bytes.
 //
 // Constants: Element, Parameter (of weight, bias and running statistics), VALUES, THREADS, CHANNELS_LAST, ACTIVATION,
-// CLUSTER (blocks of a cluster, which share a tile; 1: none), STAGE.
+// CLUSTER (blocks of a cluster, which share a tile; 1: none), STAGE, ADDS (a tensor is added before the activation).
 #pragma once
 #include "mma.cuh"
 #include "raw.cuh"
@@ -177,5 +177,14 @@ __device__ __forceinline__ float passed_back(float gradient, float u, float slop
     const float slope_of_t = (1.f - t * t) * SQRT_TWO_OVER_PI * (1.f + 3.f * GELU_CUBE * u * u);
     return gradient * (0.5f * (1.f + t) + 0.5f * u * slope_of_t);
   }
+  return gradient;
+}
+
+/// The same from what the activation gave, for those of which that tells it.
+__device__ __forceinline__ float passed_back_from(float z, float gradient) {
+  static_assert(!ADDS || ACTIVATION == RELU || ACTIVATION == TANH || ACTIVATION == SIGMOID);
+  if constexpr (ACTIVATION == RELU) return z <= 0.f ? 0.f : gradient;
+  if constexpr (ACTIVATION == TANH) return gradient * (1.f - z * z);
+  if constexpr (ACTIVATION == SIGMOID) return gradient * (z * (1.f - z));
   return gradient;
 }

@@ -4,6 +4,9 @@
 //   grad_x = weight * inverse * (d - grad_bias / n - (x - mean) * inverse * grad_weight / n)
 // Where the statistics were not the batch's (Shape::trains), grad_x is weight * inverse * d.
 //
+// With ADDS d comes from z, is the gradient of what was added, too, and is written as such by whoever reads grad_z: what comes
+// after that reads it there.
+//
 // STAGE as there; partial sums are [partials][groups][2]. APPLY without partials: nobody wants the sums.
 // `saved`: [2][groups], means and 1 / sqrt(variance + eps). Gradient: the type of grad_weight and grad_bias, [groups].
 #include "norm_reduce.cuh"
@@ -19,7 +22,17 @@ struct Constants {
 __device__ __forceinline__ float before_activation(const Given& given, int v, const Constants& of, float slope, float& off) {
   const int j = CHANNELS_LAST ? v : 0;
   off = given.x[v] - of.mean[j];
+  if constexpr (ADDS) return given.gradient[v];
   return passed_back(given.gradient[v], off * of.scale[j] + of.shift[j], slope);
+}
+
+/// With ADDS: makes the gradient of z that of what the activation was given, and writes it.
+__device__ __forceinline__ void settle(Given& given, const Item& z, Element* grad_added) {
+  float values[VALUES];
+#pragma unroll
+  for (int v = 0; v < VALUES; ++v) values[v] = passed_back_from(z[v], given.gradient[v]);
+  given.gradient = Item::of(values);
+  given.gradient.write(grad_added);
 }
 
 template <int COUNT>
@@ -43,7 +56,8 @@ __device__ __forceinline__ void take(const Given (&given)[COUNT], Sums (&mine)[S
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
     norm_backward(const Element* __restrict__ grad_z, const Element* __restrict__ x, const float* __restrict__ saved,
                   const Parameter* __restrict__ weight, const Parameter* __restrict__ bias, Element* __restrict__ grad_x,
-                  Gradient* grad_weight, Gradient* grad_bias, float* partial, const Shape s) {
+                  Gradient* grad_weight, Gradient* grad_bias, float* partial, const Element* __restrict__ z,
+                  Element* grad_added, const Shape s) {
   __shared__ Reduction<Sums> reduction;
   __shared__ float firsts[WIDTH], seconds[WIDTH];
   const Tile tile(s, STAGE == APPLY ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -65,11 +79,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
     int i = tile.first, k = 0;
     for (; i + (UNROLL - 1) * tile.step < tile.end; i += UNROLL * tile.step, k += UNROLL) {
       Given given[UNROLL];
+      Item outputs[ADDS ? UNROLL : 1];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const long long at = tile.offset(s, i + u * tile.step);
         given[u].x.ask(x + at, true), given[u].gradient.ask(grad_z + at, true);
+        if constexpr (ADDS) outputs[u].ask(z + at, true);
       }
+      if constexpr (ADDS)
+#pragma unroll
+        for (int u = 0; u < UNROLL; ++u) settle(given[u], outputs[u], grad_added + tile.offset(s, i + u * tile.step));
       if constexpr (STAGE == TOGETHER)
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
@@ -80,6 +99,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
       Given given[1];
       const long long at = tile.offset(s, i);
       given[0].x.ask(x + at, true), given[0].gradient.ask(grad_z + at, true);
+      if constexpr (ADDS) {
+        Item output;
+        output.ask(z + at, true);
+        settle(given[0], output, grad_added + at);
+      }
       if (STAGE == TOGETHER && k < s.cached) keep(2 * k, given[0].x), keep(2 * k + 1, given[0].gradient);
       take(given, mine, of, s.slope);
     }
@@ -118,8 +142,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
       const int at = CHANNELS_LAST ? tile.lane * VALUES + j : 0;
       first[j] = firsts[at], second[j] = seconds[at];
     }
+    // Without sums nobody has read grad_z yet.
+    const bool settled = ADDS && (STAGE == TOGETHER || s.partials);
     for (int i = tile.first, k = 0; i < tile.end; i += UNROLL * tile.step, k += UNROLL) {
       Given given[UNROLL];
+      Item outputs[ADDS ? UNROLL : 1];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const int one = i + u * tile.step;
@@ -127,13 +154,21 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
           if (one < tile.end) recall(2 * (k + u), given[u].x), recall(2 * (k + u) + 1, given[u].gradient);
         } else {
           const long long at = one < tile.end ? tile.offset(s, one) : 0;
-          given[u].x.ask(x + at, one < tile.end), given[u].gradient.ask(grad_z + at, one < tile.end);
+          given[u].x.ask(x + at, one < tile.end);
+          if (settled)
+            given[u].gradient.ask(grad_added + at, one < tile.end);
+          else
+            given[u].gradient.ask(grad_z + at, one < tile.end);
+          if constexpr (ADDS)
+            if (!settled) outputs[u].ask(z + at, one < tile.end);
         }
       }
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const int one = i + u * tile.step;
         if (one >= tile.end) break;
+        if constexpr (ADDS)
+          if (!settled) settle(given[u], outputs[u], grad_added + tile.offset(s, one));
         float values[VALUES];
 #pragma unroll
         for (int v = 0; v < VALUES; ++v) {

@@ -1,5 +1,5 @@
 // Normalisation and the activation behind it:
-//   z = activation((x - mean) / sqrt(variance + eps) * weight + bias)
+//   z = activation((x - mean) / sqrt(variance + eps) * weight + bias [+ added, with ADDS])
 // of each channel (BatchNorm) or of each channel of an image (InstanceNorm), by the batch's statistics or the running ones,
 // which are brought up to date. norm.cuh says what lies where.
 //
@@ -38,7 +38,7 @@ __device__ __forceinline__ void take(const Item (&items)[COUNT], Moments (&mine)
 extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
     norm_forward(const Element* __restrict__ x, Element* __restrict__ z, const Parameter* __restrict__ weight,
                  const Parameter* __restrict__ bias, Parameter* running_mean, Parameter* running_variance,
-                 long long* batches, float* saved, float* partial, const Shape s) {
+                 long long* batches, float* saved, float* partial, const Element* __restrict__ added, const Shape s) {
   __shared__ Reduction<Moments> reduction;
   __shared__ float means[WIDTH], scales[WIDTH];
   const Tile tile(s, STAGE == APPLY ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
@@ -112,10 +112,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
       mean[j] = means[at], scale[j] = scales[at], shift[j] = bias ? load_as(bias[tile.parameter + j]) : 0.f;
     }
     for (int i = tile.first, k = 0; i < tile.end; i += UNROLL * tile.step, k += UNROLL) {
-      Item items[UNROLL];
+      Item items[UNROLL], others[ADDS ? UNROLL : 1];
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const int one = i + u * tile.step;
+        if constexpr (ADDS) others[u].ask(added + (one < tile.end ? tile.offset(s, one) : 0), one < tile.end);
         if (STAGE == TOGETHER && k + u < s.cached) {
           if (one < tile.end) recall(k + u, items[u]);
         } else {
@@ -130,7 +131,9 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
 #pragma unroll
         for (int v = 0; v < VALUES; ++v) {
           const int j = CHANNELS_LAST ? v : 0;
-          values[v] = activated((items[u][v] - mean[j]) * scale[j] + shift[j], s.slope);
+          float before = (items[u][v] - mean[j]) * scale[j] + shift[j];
+          if constexpr (ADDS) before += others[u][v];
+          values[v] = activated(before, s.slope);
         }
         Item::store(z + tile.offset(s, one), values);
       }

@@ -26,7 +26,7 @@ from tconv_swap.cuda.program import (
     struct,
     workspace,
 )
-from tconv_swap.kernels.norm.shape import ACCESS_BYTES, MOST_ITEMS, Norm, Tiling
+from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MOST_ITEMS, Norm, Tiling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -75,7 +75,8 @@ class _Together:
 def plan_forward(
     norm: Norm, *, trains: bool, updates: bool, momentum: float | None, saves: bool, device: Device
 ) -> Plan | None:
-    """Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, all but the first or None.
+    """Inputs: the tensor, weight, bias, running_mean, running_var, num_batches_tracked, all but the first or None; with
+    ``norm.adds`` what is added, which lies as the tensor does.
     Outputs: the tensor normalised and activated; with ``saves`` also ``[2, groups]`` float32, means and
     ``1 / sqrt(variance + eps)``, which the backward pass starts from. None where the kernels do not claim it.
 
@@ -104,6 +105,7 @@ def plan_forward(
             *((input_(3), input_(4), input_(5)) if updates or not trains else (int64(0),) * 3),
             output(1) if saves and stage != _REDUCE else int64(0),
             workspace(0) if stage != _TOGETHER else int64(0),
+            input_(6) if norm.adds else int64(0),
         )
         constants = _constants(tiling, threads, stage, cluster)
         return _launch(_FORWARD, constants, blocks, threads, arguments, words, shared, stage)
@@ -117,9 +119,10 @@ def plan_forward(
 
 
 def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device: Device) -> Plan | None:
-    """Inputs: the gradient of the output, the tensor that was normalised, what the forward pass saved, weight, bias.
-    Outputs: the gradients that ``wants`` asks for: the tensor's; ``[groups]`` of the weight and as many of the bias,
-    float32 for every image where statistics are per image, else as the parameters. None as above.
+    """Inputs: the gradient of the output, the tensor that was normalised, what the forward pass saved, weight, bias;
+    with ``norm.adds`` the output. Outputs: the gradients that ``wants`` asks for: the tensor's; ``[groups]`` of the
+    weight and as many of the bias, float32 for every image where statistics are per image, else as the parameters; with
+    ``norm.adds``, where the tensor's is always wanted, that of what was added. None as above.
 
     Args:
         trains: the forward pass went by the batch's statistics.
@@ -128,10 +131,13 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
         return None
     tiling = Tiling.of(norm)
     wants_input, wants_parameters = wants
+    assert wants_input or not norm.adds
     of_parameters = torch.float32 if norm.per_image else norm.parameters
     outputs = [Output(norm.shape, norm.channels_last)] if wants_input else []
     if wants_parameters:
         outputs += [Output((norm.groups,), dtype=of_parameters)] * 2
+    if norm.adds:
+        outputs.append(Output(norm.shape, norm.channels_last))
     first: Argument = output(0) if wants_input else int64(0)
     others = (output(wants_input), output(wants_input + 1)) if wants_parameters else (int64(0), int64(0))
 
@@ -143,6 +149,7 @@ def plan_backward(norm: Norm, *, trains: bool, wants: tuple[bool, bool], device:
             first,
             *((int64(0), int64(0)) if stage == _REDUCE else others),
             workspace(0) if stage != _TOGETHER else int64(0),
+            *((input_(5), output(len(outputs) - 1)) if norm.adds else (int64(0), int64(0))),
         )
         constants = (*_constants(tiling, threads, stage, cluster), ("Gradient", ELEMENT_TYPES[of_parameters]))
         return _launch(_BACKWARD, constants, blocks, threads, arguments, words, shared, stage)
@@ -169,6 +176,7 @@ def _is_claimed(norm: Norm) -> bool:
         and norm.bytes > 0
         and Tiling.of(norm).items < MOST_ITEMS
         and norm.groups < MOST_ITEMS // _MOST_PARTIALS
+        and (norm.activation in FROM_OUTPUT or not norm.adds)
     )
 
 
@@ -183,6 +191,7 @@ def _constants(tiling: Tiling, threads: int, stage: int, cluster: int) -> tuple[
         ("ACTIVATION", int(norm.activation)),
         ("CLUSTER", cluster),
         ("STAGE", stage),
+        ("ADDS", norm.adds),
     )
 
 

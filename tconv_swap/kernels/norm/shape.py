@@ -30,6 +30,10 @@ class Activation(IntEnum):
     GELU_TANH = 8
 
 
+#: Activations whose output tells their derivative, and is what PyTorch keeps of them for the backward pass.
+FROM_OUTPUT = frozenset({Activation.RELU, Activation.TANH, Activation.SIGMOID})
+
+
 @dataclass(frozen=True, slots=True)
 class Norm:
     """One normalisation to compute, and the activation behind it.
@@ -41,6 +45,7 @@ class Norm:
         parameters: the dtype of weight, bias and running statistics: ``dtype`` or float32.
         per_image: every image has statistics of its own (InstanceNorm).
         slope: of a leaky ReLU.
+        adds: a tensor is added before the activation, which is one of ``FROM_OUTPUT``.
     """
 
     shape: tuple[int, ...]
@@ -51,6 +56,7 @@ class Norm:
     eps: float
     activation: Activation = Activation.IDENTITY
     slope: float = 0.0
+    adds: bool = False
 
     @property
     def batch(self) -> int:

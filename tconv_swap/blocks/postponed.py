@@ -1,0 +1,58 @@
+"""The output of a norm that waits for what is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.blocks import summed
+from tconv_swap.blocks.form import activate, activation_of
+
+
+class Postponed:
+    """Stands for ``norm(input)`` until something is added to it and ``computed`` is called: by ``proof``, nothing else
+    is done with it, nobody changes ``input``, and the norm is called once."""
+
+    def __init__(
+        self, norm: nn.Module, activation: nn.Module, input: Tensor, alone: Callable[[Tensor], Tensor]
+    ) -> None:
+        """``alone``: computes the norm by itself."""
+        self._norm, self._activation, self._input, self._alone = norm, activation, input, alone
+        self._created = torch.is_grad_enabled()
+        self._added: Any = None
+        self._writes = False
+
+    def __add__(self, other: object) -> Postponed:
+        self._added = other
+        return self
+
+    __radd__ = __add__
+
+    def __iadd__(self, other: object) -> Postponed:
+        self._writes = True
+        return self + other
+
+    def computed(self) -> Tensor:
+        """The activation of the sum.
+
+        Raises:
+            Exception: whatever the modules or the sum raise.
+        """
+        norm, activation, added = self._norm, self._activation, self._added
+        if isinstance(added, Tensor) and torch.is_grad_enabled() is self._created:
+            output = summed.computed(norm, activation, self._input, added)
+            if output is not None:
+                return output
+        with torch.set_grad_enabled(self._created):
+            normed = self._alone(self._input)
+        # As ``forward`` has it: a sum in place keeps the dtype.
+        if self._writes:
+            normed += added
+        else:
+            normed = normed + added
+        applied = activation_of(activation)
+        assert applied is not None  # else it had not been postponed
+        return activate(normed, *applied)
