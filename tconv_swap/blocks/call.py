@@ -13,7 +13,7 @@ from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
 from tconv_swap.cuda import host
 from tconv_swap.dispatch import is_eager
 
-#: Called with a block's modules, input, output, the earlier buffers and, where there is one, the tensor added before the
+#: Called with a block's modules, input, output, the earlier buffers and, if there is one, the tensor added before the
 #: activation; for the verification.
 Observer = Callable[..., None]
 observers: list[Observer] = []

@@ -21,8 +21,8 @@ from tconv_swap.blocks.form import NORMS, activation_of
 
 
 class Pair(NamedTuple):
-    """``source``: the module that computes the norm's input, or None. ``sums``: something is added to the norm's output,
-    and the activation gets the sum."""
+    """``source``: the module that computes the norm's input, or None. ``sums``: the activation gets the sum of the
+    norm's output and something else."""
 
     source: nn.Module | None
     norm: nn.Module
