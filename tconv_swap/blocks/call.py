@@ -1,4 +1,4 @@
-"""Computes one call of a block by our kernels, or tells the caller to let PyTorch's modules compute it."""
+"""One call of a block: by our kernels where they take it, else the caller is told to go PyTorch's way."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from tconv_swap.dispatch import is_eager
 
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
 _calls: dict[tuple[Any, ...], Call | None] = {}
-#: Called with a block's modules, input, output and earlier buffers; for the verification.
+#: What is called with a block's modules, input, output and the buffers from before; for verification.
 Observer = Callable[[nn.Module, nn.Module | None, Tensor, Tensor, dict[str, Tensor]], None]
 observers: list[Observer] = []
 
 
 def is_on_gpu(x: object) -> bool:
-    """Returns whether ``x`` is a plain tensor on CUDA."""
+    """Whether ``x`` is a plain tensor on CUDA."""
     return type(x) is Tensor and x.is_cuda
 
 
 def takes(x: object) -> bool:
-    """Returns whether our kernels may compute a call with ``x`` at all: nothing but its caller intercepts it."""
+    """Whether a call with ``x`` may go by our kernels at all: nobody but the caller wants to see it."""
     return is_on_gpu(x) and is_eager() and not _has_any_global_hook()
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Returns whether a hook, or a ``forward`` of the instance, intercepts the calls of this module."""
+    """Whether a hook, or a ``forward`` of the instance, wants to see a call of this very module."""
     return bool(
         module._forward_hooks
         or module._forward_pre_hooks
@@ -45,8 +45,8 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor | None:
-    """Returns ``activation(norm(x))`` and updates the running statistics; returns None, without
-    any effect, if the modules have to compute it. ``takes(x)`` has been asked, and the modules are not watched.
+    """What ``activation(norm(x))`` gives, running statistics brought up to date; None, and nothing done, where the
+    modules have to compute it. ``takes(x)`` has been asked, and the modules are not watched.
 
     Raises:
         BuildError, CompileError, RuntimeError: the kernels cannot be built, or CUDA fails.
@@ -55,7 +55,7 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
     try:
         weight, bias = parameters["weight"], parameters["bias"]
         running_mean, running_var = buffers["running_mean"], buffers["running_var"]
-    except KeyError:  # they are computed, and kept elsewhere
+    except KeyError:  # somebody keeps them elsewhere, computed
         return None
     given: Any = norm
     training, tracks = norm.training, given.track_running_stats
@@ -117,10 +117,10 @@ def _make(
     dimensions, per_image = next(how for cls, how in NORMS.items() if isinstance(norm, cls))
     _, _, running_mean, running_var, batches = tensors
     if per_image and running_mean is not None:
-        return None  # PyTorch averages the statistics over the images
+        return None  # the average over images of their statistics is left to PyTorch
     channels_last = kernels.lies(x)
     count = x.numel() // max(1, x.shape[1]) // (x.shape[0] if per_image and x.shape[0] else 1)
-    # PyTorch raises for a wrong number of dimensions or channels, and for statistics of a single value.
+    # A wrong number of dimensions or channels, or one value to take the statistics of: PyTorch's error.
     if x.dim() not in dimensions or x.shape[1] != given.num_features or channels_last is None:
         return None
     if (trains and count < 2) or (running_mean is None) is not (running_var is None):
@@ -144,7 +144,7 @@ _How = tuple[Call, tuple[Tensor | None, ...]]
 
 
 class NormActivation(torch.autograd.Function):
-    """Normalisation and activation. PyTorch's operators compute gradients of gradients."""
+    """Normalisation and activation; gradients of gradients by PyTorch's operators."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, how: _How) -> Tensor:

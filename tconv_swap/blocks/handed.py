@@ -1,4 +1,4 @@
-"""Computes a norm and an activation as one inside a user's own ``forward``, which is not changed.
+"""Norm and activation as one inside of somebody's own ``forward``, which runs as it is.
 
 While a module runs whose ``forward`` gives a norm's output to one activation and to nothing else (``proof``), the norm
 computes both, and the activation hands on what the norm has just computed for it. Anywhere else both compute their own.
@@ -63,8 +63,7 @@ class Handing(nn.Module):
 
 
 def activation_behind(norm: nn.Module) -> nn.Module | None:
-    """Returns the only module that gets the output of the norm that is being called; None if that is not known, or
-    if a hook intercepts one of them."""
+    """What alone gets the output of a norm that is called now; None where that is not known, or a hook wants to see."""
     activation = _running.activations.get(id(norm))
     if activation is None or call.is_watched(norm) or call.is_watched(activation):
         return None
@@ -72,7 +71,7 @@ def activation_behind(norm: nn.Module) -> nn.Module | None:
 
 
 def hand_over(output: Tensor, activation: nn.Module) -> None:
-    """Records that ``output`` is activated already when ``activation`` gets it."""
+    """``output`` is activated already when ``activation`` gets it."""
     _running.pending[id(output)] = output, activation
 
 
@@ -80,8 +79,7 @@ class _Activation(Leaf):
     """Base of the activations of ours, in front of the one of PyTorch's that each stands for."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Returns the activation of ``input``, or ``input`` itself if the norm before it has applied the
-        activation."""
+        """The activation of ``input``; ``input`` itself where the norm before it has been activated already."""
         if _running.pending and is_eager():
             entry = _running.pending.get(id(input))
             if entry is not None and entry[1] is self:
@@ -125,7 +123,7 @@ ACTIVATION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 @functools.cache
 def handing_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns ``cls`` with ``Handing`` before it.
+    """``cls`` with ``Handing`` before it.
 
     Raises:
         Exception: whatever a class raises that cannot be subclassed.
@@ -140,7 +138,7 @@ def handing_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def before_handing(cls: type[nn.Module]) -> type[nn.Module] | None:
-    """Returns the inverse of ``handing_class`` and ``ACTIVATION_CLASSES``; None for a class that neither gives."""
+    """The inverse of ``handing_class`` and ``ACTIVATION_CLASSES``; None for a class that neither gives."""
     for original, ours in ACTIVATION_CLASSES.items():
         if cls is ours:
             return original
@@ -149,6 +147,6 @@ def before_handing(cls: type[nn.Module]) -> type[nn.Module] | None:
 
 
 def _new_handing(cls: type[nn.Module]) -> nn.Module:
-    """Returns a module without state, which the unpickler fills. Pickles name this function: it must stay here."""
+    """A module without state, for the unpickler to fill. Pickles name this function: it must stay here."""
     made = handing_class(cls)  # type: ignore[arg-type]  # mypy compares the hash of the instances
     return made.__new__(made)

@@ -1,4 +1,4 @@
-"""Plans and launches the kernels that compute a block, and remembers the plans."""
+"""From the tensors of a block to the launches that compute it, remembered."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Running:
     momentum: float | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)  # looked up by identity, not by value
+@dataclass(frozen=True, slots=True, eq=False)  # looked up by what it is, not by what it says
 class Call:
     """One block on tensors of one kind, ready to run. ``saves``: for a backward pass."""
 
@@ -38,7 +38,7 @@ _backwards: dict[tuple[Call, tuple[bool, bool]], int] = {}
 
 
 def lies(x: Tensor) -> bool | None:
-    """Returns whether ``x`` is channels_last; None if the kernels would have to copy ``x`` first."""
+    """Whether the channels lie together; None where the kernels would have to move ``x`` first."""
     if x.data_ptr() % ALIGNMENT:
         return None
     if x.is_contiguous():
@@ -51,11 +51,11 @@ def lies(x: Tensor) -> bool | None:
 def prepare(
     x: Tensor, parameters: torch.dtype, form: Form, running: Running | None, saves: bool, channels_last: bool
 ) -> Call | None:
-    """Returns the call for tensors such as ``x``; None if PyTorch's operators have to compute it.
+    """The call for tensors such as ``x``; None where PyTorch's operators have to compute it.
 
     Args:
         parameters: the dtype of weight, bias and running statistics.
-        running: None: they are not updated.
+        running: None: they are not brought up to date.
 
     Raises:
         BuildError, CompileError, RuntimeError: as ``launch.add_plan``.
@@ -92,8 +92,7 @@ def forward(
     running_var: Tensor | None,
     batches: Tensor | None,
 ) -> list[Tensor]:
-    """Returns the output and, if the call saves for a backward pass, ``[2, groups]``: means and ``1 /
-    sqrt(variance + eps)``."""
+    """The output, and, where the call saves, ``[2, groups]``: means and ``1 / sqrt(variance + eps)``."""
     tensors = [x, weight, bias, running_mean, running_var, batches]
     return torch.ops.tconv_swap.launch.default(call.handle, tensors)  # type: ignore[no-any-return]
 
@@ -107,8 +106,7 @@ def backward(
     bias: Tensor | None,
     wants: tuple[bool, bool],
 ) -> list[Tensor | None]:
-    """Returns the gradients of ``x``, weight and bias; None for those that ``wants`` (``x``; weight and bias) does
-    not ask for."""
+    """The gradients of ``x``, weight and bias; None what ``wants`` (``x``; weight and bias) does not ask for."""
     handle = _backwards.get((call, wants))
     if handle is None:
         facts = device_facts(call.device.index)

@@ -1,4 +1,4 @@
-"""Proves from a module's own ``forward`` which norms are followed by one activation and by nothing else.
+"""Which norms of a module are followed by an activation and by nothing else, proven from the module's own ``forward``.
 
 ``torch.fx`` records what ``forward`` calls. That holds for other calls too where ``forward`` is plain: one argument, no
 state but what the module itself holds, nothing kept. Its byte code says so; ``Proofs`` sees when that state changes.
@@ -19,14 +19,14 @@ from tconv_swap.blocks.form import NORMS, activation_of
 
 
 class Pair(NamedTuple):
-    """A norm and its activation. ``source``: the module that computes the norm's input, or None."""
+    """``source``: the module that computes what the norm is given; None: something else does."""
 
     source: nn.Module | None
     norm: nn.Module
     activation: nn.Module
 
 
-#: The attribute in which a class that a swap has made keeps the user's ``forward``.
+#: Where a class that a swap has made keeps the user's ``forward``.
 OWN_FORWARD = "_tconv_own_forward"
 
 
@@ -46,7 +46,7 @@ def pairs_of(parent: nn.Module) -> tuple[Pair, ...]:
         # What a swap has put before it is not what is proven.
         tracer.traced_func_name = OWN_FORWARD if hasattr(type(parent), OWN_FORWARD) else "forward"
         nodes = list(tracer.trace(parent).nodes)
-    except Exception:  # a foreign forward may raise anything for a value that is not a tensor
+    except Exception:  # a foreign forward may raise anything for what is no tensor
         return ()
     called = [modules[str(node.target)] for node in nodes if node.op == "call_module"]
     found = []
@@ -103,7 +103,7 @@ def _is_plain(parent: nn.Module) -> bool:
 
 
 def _plain_forward(cls: type[nn.Module]) -> Any:
-    """Returns the ``forward`` that the user wrote, below the class that a swap has put before it."""
+    """The ``forward`` that somebody wrote, below what a swap has put before it."""
     for base in cls.__mro__:
         found = vars(base).get("forward")
         if found is not None and not base.__module__.startswith("tconv_swap.blocks"):
@@ -117,7 +117,7 @@ def _is_torchs(value: object) -> bool:
 
 
 def _is_known(parent: nn.Module, name: str) -> bool:
-    """Returns whether a name is state of the module, or a function of PyTorch or of tensors."""
+    """Whether it is state of the module, or a function of PyTorch's or of tensors."""
     if name in vars(parent) or any(
         name in held for held in (parent._modules, parent._parameters, parent._buffers)
     ):
@@ -126,7 +126,7 @@ def _is_known(parent: nn.Module, name: str) -> bool:
 
 
 class Proofs:
-    """The results of ``pairs_of`` for a module in each state in which it was called."""
+    """What ``pairs_of`` found for a module in each state that it was called in."""
 
     def __init__(self) -> None:
         self._found: weakref.WeakKeyDictionary[
@@ -135,15 +135,15 @@ class Proofs:
         self._found = weakref.WeakKeyDictionary()
 
     def activations(self, parent: nn.Module) -> dict[int, nn.Module]:
-        """Returns, by the ``id`` of a norm, the activation that alone gets its output."""
+        """By the ``id`` of a norm, the activation that alone gets its output."""
         held = (*vars(parent).values(), *parent._modules.values())
         key = tuple(map(id, held))
         known = self._found.get(parent)
         if known is None:
             known = self._found[parent] = {}
         if key not in known:
-            if len(known) > 8:  # the module has another state at every call
+            if len(known) > 8:  # a module whose state is new at every call
                 known.clear()
-            # The values are kept, so that no other object can get their ids.
+            # The values are kept, so that no other can have their ids.
             known[key] = held, {id(pair.norm): pair.activation for pair in pairs_of(parent)}
         return known[key][1]

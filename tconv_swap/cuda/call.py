@@ -1,6 +1,6 @@
-"""Transposed convolution on CUDA: decides what computes a call that csrc/call.cpp does not know yet.
+"""Transposed convolution on CUDA: what computes a call that csrc/call.cpp does not know yet.
 
-Every call goes through csrc/call.cpp, which remembers each result of ``answer`` with everything that it depends on.
+A call goes by csrc/call.cpp, which remembers the answers of ``answer`` by everything that they depend on.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from tconv_swap.cuda import choice, launch, nvrtc, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
 from tconv_swap.geometry import Arguments, from_list
 
-#: In bytes: kernels copy pieces of this size. PyTorch's allocations are aligned to it; a slice may not be.
+#: Bytes: kernels copy in pieces of so many. PyTorch allocates so; a slice may begin elsewhere.
 ALIGNMENT = 16
 
-#: The formats that a step wants its tensors copied into; None: it reads the tensor as it lies.
+#: What a step wants its tensors copied into; None: it reads the tensor as it lies.
 Formats = tuple[torch.memory_format | None, ...]
 _AS_THEY_LIE: Formats = (None, None, None)
 _FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
-#: Stands for PyTorch's operator, in place of a program's handle.
+#: In place of a program's handle: PyTorch's operator.
 _PYTORCH = -1
 
 
 class Posed(NamedTuple):
-    """What a call asks for: one stage of a problem on a GPU. An empty ``mask`` means the forward pass."""
+    """What a call asked for: one stage of a problem on a GPU. An empty ``mask``: the forward pass."""
 
     problem: plan.Problem
     mask: Mask
@@ -38,8 +38,8 @@ class Posed(NamedTuple):
     device: int
 
 
-#: Each is called with every question that csrc/call.cpp asks, except for the backend ``"native"``. It is called in
-#: the thread that asks, which may be one of autograd's.
+#: Each is called with every question that Python is asked, but those that a backend of ``"native"`` answers; from the
+#: thread that asks, which may be one of autograd's.
 observers: list[Callable[[Posed], object]] = []
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
@@ -48,7 +48,7 @@ _library.define("answer(Tensor?[] tensors, int[] geometry, bool[3] mask, str bac
 
 @contextmanager
 def recording() -> Iterator[list[Posed]]:
-    """Collects every question that is asked inside: after ``forget``, one for each kind of call that is computed."""
+    """Collects everything that is asked meanwhile: after ``forget``, everything that is computed."""
     posed: list[Posed] = []
     observers.append(posed.append)
     try:
@@ -60,7 +60,7 @@ def recording() -> Iterator[list[Posed]]:
 def answer(
     tensors: Sequence[Tensor | None], geometry: Sequence[int], mask: Sequence[bool], backend: str
 ) -> list[int]:
-    """Returns how a call is computed, in the words that csrc/compute.h reads.
+    """How a call is computed, in the words that csrc/compute.h reads.
 
     Args:
         tensors: input, weight and bias of a forward pass; grad_output, input and weight of gradients.
@@ -117,18 +117,18 @@ _library.impl("answer", lambda *question: answer(*question), "CompositeExplicitA
 
 
 def forget() -> None:
-    """Makes the next call of each kind ask ``answer`` again."""
+    """Has each call be chosen anew."""
     launch.forget_answers()
 
 
 def precision() -> str:
-    """Returns ``"tf32"`` if PyTorch's switches currently allow TF32 for a float32 convolution, else another word."""
-    # The same value as torch.backends.cudnn.conv.fp32_precision, without its descriptor, which takes 1 us.
+    """``"tf32"`` where PyTorch's switches allow it for a float32 convolution just now, else another word."""
+    # What torch.backends.cudnn.conv.fp32_precision reads, without the 1 us of its descriptor.
     return torch._C._get_fp32_precision_getter("cuda", "conv")
 
 
 def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:
-    """Returns the problem that a forward call with these tensors poses.
+    """What a forward call with these tensors asks to compute.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
@@ -139,7 +139,7 @@ def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Ar
         dtype=input.dtype,
         precision="tf32" if precision() == "tf32" and input.dtype == torch.float32 else "ieee",
         channels_last=output_memory_format(input, weight) == torch.channels_last,
-        # The weight's layout does not depend on the activations', and the weight is read as it lies.
+        # A weight lies as its owner left it, whatever the activations do, and is read as it lies.
         weight_channels_last=not weight.is_contiguous()
         and weight.is_contiguous(memory_format=torch.channels_last),
     )
@@ -148,7 +148,7 @@ def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Ar
 def step_for(
     input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments, backend: str = "auto"
 ) -> Step:
-    """Returns the step that computes a forward call.
+    """What computes a forward call.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
@@ -162,7 +162,7 @@ def step_for(
 
 @lru_cache(maxsize=64)
 def device_facts(index: int) -> plan.Device:
-    """Returns what planning must know about a GPU."""
+    """What planning must know of a GPU."""
     properties = torch.cuda.get_device_properties(index)
     return plan.Device(
         architecture=nvrtc.architecture_for(properties.major, properties.minor),
@@ -172,7 +172,7 @@ def device_facts(index: int) -> plan.Device:
 
 
 def reads_as_it_lies(tensor: Tensor, wanted: torch.memory_format) -> bool:
-    """Returns whether kernels that want a tensor in this format can read this one without a copy."""
+    """Whether kernels that want a tensor in this format read this one without a copy."""
     return tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
 
 
@@ -188,7 +188,7 @@ def _formats(tensors: Sequence[Tensor | None], wanted: Sequence[torch.memory_for
 
 
 def _gradient_steps(problem: plan.Problem, mask: Mask, device: int, backend: str) -> tuple[Step, ...]:
-    # PyTorch gives every gradient, also the weight's, the format of the output.
+    # PyTorch gives every gradient the format of the output, the weight's too.
     problem = plan.with_weight_layout(problem, problem.channels_last)
     return choice.choose_backward(problem, mask, device_facts(device), backend, tuned.winners(device))
 
