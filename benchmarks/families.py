@@ -64,6 +64,7 @@ _HELPERS = frozenset(
         "pack_cells",
         "pack_strips",
         "pack_weights",
+        "pad_rows",
         "part_phases",
         "reduce_slices",
     )
