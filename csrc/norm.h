@@ -56,7 +56,8 @@ inline Gradients norm_gradients(const Tensor& grad_output, const Kept& kept, at:
 }
 
 /// PyTorch's own formulation, which autograd, functorch and modes know.
-inline Gradients norm_gradients_by_pytorch(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form, const Mask& mask) {
+inline Gradients norm_gradients_by_pytorch(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form,
+                                           const Mask& mask) {
   const auto found = by_python("tconv_swap::norm_gradients_by_pytorch",
                                {grad_output, kept.input, kept.statistics, as_maybe(kept.weight), as_maybe(kept.bias), form,
                                 as_list(mask)})
@@ -107,15 +108,19 @@ inline void hang_node(const Tensor& output, const Kept& kept, at::IntArrayRef fo
 
 // ---- the kernel of the op ---------------------------------------------------------------------------------------
 
-inline Maybe norm_activation(c10::DispatchKeySet keys, const Tensor& input, const Maybe& weight, const Maybe& bias,
-                      const Maybe& running_mean, const Maybe& running_var, const Maybe& batches, at::IntArrayRef form) {
+inline Maybe norm_activation(const Tensor& input, const Maybe& weight, const Maybe& bias, const Maybe& running_mean,
+                             const Maybe& running_var, const Maybe& batches, at::IntArrayRef form) {
+  auto keys = input.key_set();
+  for (const Maybe* one : {&weight, &bias, &running_mean, &running_var, &batches})
+    if (*one) keys = keys | (*one)->key_set();
   if (!is_plain(keys)) return std::nullopt;
   const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
   const bool differentiates = torch::autograd::compute_requires_grad(input, w, b);
   std::vector<Tensor> found;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const Tensors tensors = {&input, if_there(w), if_there(b), if_there(running_mean), if_there(running_var), if_there(batches)};
+    const Tensors tensors = {&input,                if_there(w),           if_there(b),
+                             if_there(running_mean), if_there(running_var), if_there(batches)};
     const auto answer = norm_answer_to(differentiates ? NORM_FORWARD_THAT_SAVES : NORM_FORWARD, tensors, form);
     if (answer->is_pytorchs) return std::nullopt;
     if (form[AVERAGES]) batches->add_(1);

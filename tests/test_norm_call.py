@@ -135,7 +135,7 @@ def test_what_the_kernels_do_not_take_changes_nothing(gpu: Pretended) -> None:
         image(1, 4, 1, 1),
         image(0, 4, 3, 3),
         image().int(),
-        torch.view_as_complex(image(3, 4, 5, 2)).conj().imag,
+        torch._neg_view(image()),
     ):
         assert call.computed(made, None, x) is None
     made.weight = Subclass(made.weight.detach())
