@@ -200,15 +200,27 @@ def test_tensors_that_kernels_do_not_take(kernels: PretendedSums) -> None:
             y: Tensor = self.relu(self.bn2(self.conv2(x)) + x.double())
             return y
 
-    for cls in (Broadcasts, Mixes):
+    class Keeps(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            out = self.bn2(self.conv2(x))
+            out += x.double()
+            return self.relu(out)  # type: ignore[no-any-return]
+
+    class LiesOtherwise(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.relu(self.bn2(self.conv2(x)) + x.contiguous(memory_format=torch.channels_last))
+            return y
+
+    for cls in (Broadcasts, Mixes, LiesOtherwise):
         original = cls()
         compare(original, swapped_of(original), images())
-    original = Promotes().float()
-    swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
-    x = images(torch.float32)
-    assert swapped(x).dtype is original(x).dtype is torch.float64
+    for cls, dtype in ((Promotes, torch.float64), (Keeps, torch.float32)):
+        original = cls().float()
+        swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
+        x = images(torch.float32)
+        assert swapped(x).dtype is original(x).dtype is dtype
     assert kernels.forwards == 0
-    assert kernels.of.forwards == 3  # the norms by themselves
+    assert kernels.of.forwards == 5  # the norms by themselves
 
 
 def test_without_gradients_in_a_part(kernels: PretendedSums) -> None:
@@ -224,8 +236,9 @@ def test_without_gradients_in_a_part(kernels: PretendedSums) -> None:
     found = []
     for model in (original, swapped):
         x = images().requires_grad_()
-        found.append(torch.autograd.grad(model(x).sum(), x)[0])
-    torch.testing.assert_close(found[1], found[0])
+        found.append(torch.autograd.grad(model(x).sum(), [x, model.bn2.weight], allow_unused=True))
+    torch.testing.assert_close(found[1][0], found[0][0])
+    assert found[1][1] is found[0][1] is None
 
 
 def test_what_is_added_may_change_before_the_backward_pass(kernels: PretendedSums) -> None:

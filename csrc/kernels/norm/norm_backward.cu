@@ -19,24 +19,27 @@ struct Constants {
   float mean[STATISTICS], scale[STATISTICS], shift[STATISTICS];
 };
 
-__device__ __forceinline__ float before_activation(const Given& given, int v, const Constants& of, float slope, float& off) {
+/// With ADDS the gradient in `given` is d already, or else that of `z`.
+__device__ __forceinline__ float before_activation(const Given& given, const Item* z, int v, const Constants& of, float slope,
+                                                   float& off) {
   const int j = CHANNELS_LAST ? v : 0;
   off = given.x[v] - of.mean[j];
-  if constexpr (ADDS) return given.gradient[v];
+  if constexpr (ADDS) return z ? passed_back_from((*z)[v], given.gradient[v]) : given.gradient[v];
   return passed_back(given.gradient[v], off * of.scale[j] + of.shift[j], slope);
 }
 
-/// With ADDS: makes the gradient of z that of what the activation was given, and writes it.
-__device__ __forceinline__ void settle(Given& given, const Item& z, Element* grad_added) {
+/// With ADDS: d as it is written, from the gradient of z.
+__device__ __forceinline__ Item settled(const Item& gradient, const Item& z) {
   float values[VALUES];
 #pragma unroll
-  for (int v = 0; v < VALUES; ++v) values[v] = passed_back_from(z[v], given.gradient[v]);
-  given.gradient = Item::of(values);
-  given.gradient.write(grad_added);
+  for (int v = 0; v < VALUES; ++v) values[v] = passed_back_from(z[v], gradient[v]);
+  return Item::of(values);
 }
 
+/// With ADDS the gradients are of `z`: sums are of d as it is before it is rounded.
 template <int COUNT>
-__device__ __forceinline__ void take(const Given (&given)[COUNT], Sums (&mine)[STATISTICS], const Constants& of, float slope) {
+__device__ __forceinline__ void take(const Given (&given)[COUNT], const Item* z, Sums (&mine)[STATISTICS], const Constants& of,
+                                     float slope) {
   constexpr int STEP = CHANNELS_LAST ? VALUES : 1;
 #pragma unroll
   for (int j = 0; j < STATISTICS; ++j) {
@@ -46,7 +49,7 @@ __device__ __forceinline__ void take(const Given (&given)[COUNT], Sums (&mine)[S
 #pragma unroll
       for (int v = j; v < VALUES; v += STEP) {
         float off;
-        const float d = before_activation(given[u], v, of, slope, off);
+        const float d = before_activation(given[u], ADDS ? z + u : nullptr, v, of, slope, off);
         some.gradient += d, some.product += d * off;
       }
     merge(mine[j], 0.f, some, 0.f);
@@ -86,26 +89,29 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
         given[u].x.ask(x + at, true), given[u].gradient.ask(grad_z + at, true);
         if constexpr (ADDS) outputs[u].ask(z + at, true);
       }
-      if constexpr (ADDS)
 #pragma unroll
-        for (int u = 0; u < UNROLL; ++u) settle(given[u], outputs[u], grad_added + tile.offset(s, i + u * tile.step));
-      if constexpr (STAGE == TOGETHER)
-#pragma unroll
-        for (int u = 0; u < UNROLL; ++u)
-          if (k + u < s.cached) keep(2 * (k + u), given[u].x), keep(2 * (k + u) + 1, given[u].gradient);
-      take(given, mine, of, s.slope);
+      for (int u = 0; u < UNROLL; ++u) {
+        Item second = given[u].gradient;
+        if constexpr (ADDS) {
+          second = settled(given[u].gradient, outputs[u]);
+          second.write(grad_added + tile.offset(s, i + u * tile.step));
+        }
+        if (STAGE == TOGETHER && k + u < s.cached) keep(2 * (k + u), given[u].x), keep(2 * (k + u) + 1, second);
+      }
+      take(given, outputs, mine, of, s.slope);
     }
     for (; i < tile.end; i += tile.step, ++k) {
       Given given[1];
       const long long at = tile.offset(s, i);
       given[0].x.ask(x + at, true), given[0].gradient.ask(grad_z + at, true);
+      Item output, second = given[0].gradient;
       if constexpr (ADDS) {
-        Item output;
         output.ask(z + at, true);
-        settle(given[0], output, grad_added + at);
+        second = settled(given[0].gradient, output);
+        second.write(grad_added + at);
       }
-      if (STAGE == TOGETHER && k < s.cached) keep(2 * k, given[0].x), keep(2 * k + 1, given[0].gradient);
-      take(given, mine, of, s.slope);
+      if (STAGE == TOGETHER && k < s.cached) keep(2 * k, given[0].x), keep(2 * k + 1, second);
+      take(given, &output, mine, of, s.slope);
     }
     reduction.of_threads(mine, 0.f, tile.lanes);
     of_tile = reduction.of_cluster(s, tile, 0.f);
@@ -143,7 +149,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
       first[j] = firsts[at], second[j] = seconds[at];
     }
     // Without sums nobody has read grad_z yet.
-    const bool settled = ADDS && (STAGE == TOGETHER || s.partials);
+    const bool is_settled = ADDS && (STAGE == TOGETHER || s.partials);
     for (int i = tile.first, k = 0; i < tile.end; i += UNROLL * tile.step, k += UNROLL) {
       Given given[UNROLL];
       Item outputs[ADDS ? UNROLL : 1];
@@ -155,12 +161,12 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
         } else {
           const long long at = one < tile.end ? tile.offset(s, one) : 0;
           given[u].x.ask(x + at, one < tile.end);
-          if (settled)
+          if (is_settled)
             given[u].gradient.ask(grad_added + at, one < tile.end);
           else
             given[u].gradient.ask(grad_z + at, one < tile.end);
           if constexpr (ADDS)
-            if (!settled) outputs[u].ask(z + at, one < tile.end);
+            if (!is_settled) outputs[u].ask(z + at, one < tile.end);
         }
       }
 #pragma unroll
@@ -168,13 +174,16 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
         const int one = i + u * tile.step;
         if (one >= tile.end) break;
         if constexpr (ADDS)
-          if (!settled) settle(given[u], outputs[u], grad_added + tile.offset(s, one));
+          if (!is_settled) {
+            given[u].gradient = settled(given[u].gradient, outputs[u]);
+            given[u].gradient.write(grad_added + tile.offset(s, one));
+          }
         float values[VALUES];
 #pragma unroll
         for (int v = 0; v < VALUES; ++v) {
           const int j = CHANNELS_LAST ? v : 0;
           float off;
-          const float d = before_activation(given[u], v, of, s.slope, off);
+          const float d = before_activation(given[u], nullptr, v, of, s.slope, off);
           values[v] = of.scale[j] * (d - first[j] - off * second[j]);
         }
         Item::store(grad_x + tile.offset(s, one), values);
