@@ -77,11 +77,19 @@ def has_pixels(geometry: Geometry) -> bool:
     return max(geometry.stride) == 1 < max(geometry.kernel) and max(geometry.padding) == 0
 
 
-def of_any_size(problem: Problem) -> Problem:
+def share_of(layer: Problem, most: int) -> int:
+    """Of so many kernels, those that maps of one pixel have, or all others (``of_any_size``)."""
+    if not has_pixels(layer.geometry) or most == 1:
+        return most
+    return 1 if layer.geometry.height == 1 else most - 1
+
+
+def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     """The same for all sizes of a layer, with the output padding by which outputs of rows of 64 pixels are multiples of
-    the largest power of two; maps of one pixel apart, if they have a kernel of their own."""
+    the largest power of two; maps of one pixel apart, if they have a kernel of their own
+    and ``pixels_apart`` lets them."""
     g = problem.geometry
-    if g.height == g.width == 1 and has_pixels(g):
+    if pixels_apart and g.height == g.width == 1 and has_pixels(g):
         return replace(problem, geometry=replace(g, batch=1, output_padding=(0, 0)))
     at = replace(g, batch=1, height=64, width=64, output_padding=(0, 0))
     most = max(g.stride[1], g.dilation[1])
