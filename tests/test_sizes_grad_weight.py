@@ -3,6 +3,7 @@ compute with the sizes, and one kernel at several of them."""
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 from dataclasses import replace
@@ -16,9 +17,11 @@ from tconv_swap.cuda import call, jit, plan
 from tconv_swap.cuda.plans import (
     grad_weight_boxes,
     grad_weight_candidates,
+    grad_weight_in_place_classes,
     plan_arrange,
     plan_grad_weight,
     plan_grad_weight_boxes,
+    plan_grad_weight_in_place,
 )
 from tconv_swap.cuda.plans.grad_weight_classes import of_any_size, select
 from tconv_swap.cuda.program import Kernel, Launch, Output, Part, Plan
@@ -28,14 +31,15 @@ from tconv_swap.measurement.suite import Layer
 MASK = (False, True, False)
 
 
-def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> Part | None:
-    """What these kernels compute of a problem, by way of channels_last where that is the way."""
+def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list[Part]:
+    """What these kernels compute of a problem, by way of channels_last where that is the way; where two kernels may,
+    both."""
     if plan_arrange.pays(problem, MASK, device):
         piece = plan_arrange.arranged_grad_weight(problem, device)
         if piece is not None:
-            return piece.part
-    found = plan_grad_weight.across_pixels(problem, device, with_bias, 1)
-    return found[0] if found else None
+            return [piece.part]
+    in_place = plan_grad_weight_in_place.part_candidates(problem, device, with_bias, 1)
+    return in_place + plan_grad_weight.across_pixels(problem, device, with_bias, 1)
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
@@ -45,27 +49,39 @@ def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> 
     for dtype, precision in MODES:
         for channels_last in (False, True):
             computing: set[Kernel] = set()
-            adding_up: set[Kernel] = set()
+            adding_up: dict[str, set[Kernel]] = {}
             for _ in range(200):
                 geometry = random_sizes(rng, layer.geometry)
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                part = planned(problem, device, False)
-                assert (part is None) == (not plan_grad_weight.claims(problem, device))
-                if part is not None:
+                parts = planned(problem, device, False)
+                assert parts or not plan_grad_weight.claims(problem, device)
+                for part in parts:
                     computing.add(part.launches[0].kernel)
-                    adding_up.update(one.kernel for one in part.launches[1:])
+                    for one in part.launches[1:]:
+                        adding_up.setdefault(one.kernel.entry, set()).add(one.kernel)
             assert len(computing) <= 4, computing
-            assert len(adding_up) <= 4, adding_up
+            assert all(len(found) <= 4 for found in adding_up.values()), adding_up
 
 
 def test_no_size_is_compiled_in() -> None:
-    names = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SLICES", "FLUSH", "THROUGH_WORKSPACE"}
+    names = {
+        "BATCH",
+        "HEIGHT",
+        "WIDTH",
+        "OUT_HEIGHT",
+        "OUT_WIDTH",
+        "SLICES",
+        "FLUSH",
+        "THROUGH_WORKSPACE",
+        "MERGED",
+    }
     done = 0
     for layer in LAYERS:
         for channels_last in (False, True):
             problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
-            part = planned(problem, H200, False)
-            for one in () if part is None else part.launches:
+            posed = (problem, replace(problem, dtype=torch.float32, precision="tf32"))
+            parts = [part for one in posed for part in planned(one, H200, False)]
+            for one in (launch for part in parts for launch in part.launches):
                 assert not names & dict(one.kernel.constants).keys()
                 done += 1
     assert done
@@ -81,9 +97,9 @@ def test_the_output_padding_is_told_too() -> None:
                 for padding in ((0, 0), (1, 1), (0, 1)):
                     geometry = replace(layer, width=size, output_padding=padding)
                     problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                    part = planned(problem, H200, False)
-                    assert part is not None
-                    kernels.add(part.launches[0].kernel)
+                    parts = planned(problem, H200, False)
+                    assert parts
+                    kernels.update(part.launches[0].kernel for part in parts)
             assert len(kernels) <= 4
 
 
@@ -92,12 +108,15 @@ def test_the_kernels_of_all_classes_compile() -> None:
     done = 0
     for name in ("cyclegan2", "simplebaseline", "kb75"):
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
-        for dtype, channels_last in ((torch.float16, False), (torch.float16, True), (torch.float32, False)):
+        for dtype, channels_last in itertools.product((torch.float16, torch.float32), (False, True)):
             posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
             layer, parts = of_any_size(posed), []
             if plan_grad_weight_boxes.claims(posed, H200):
                 for boxes in grad_weight_boxes.schedules(layer, H200, 4):
                     parts.append(plan_grad_weight_boxes.plan_with_boxes(boxes.problem, boxes, 1, False))
+            if plan_grad_weight_in_place.claims(posed, H200):
+                for one in grad_weight_in_place_classes.schedules(layer, H200):
+                    parts.append(plan_grad_weight_in_place.plan_with_tile(posed, one.tile, H200, False))
             for tile in grad_weight_candidates.schedules(layer, H200, 4):
                 parts.append(plan_grad_weight.plan_with_schedule(tile.problem, tile, H200, False))
             for part in parts:
@@ -157,8 +176,9 @@ def chosen(rng: random.Random, most: int = 30) -> tuple[plan.Problem, Launch, tu
         dtype, precision = rng.choice(MODES)
         channels_last = rng.random() < 0.5
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-        part = planned(problem, H200, rng.random() < 0.5)
-        if part is not None:
+        parts = planned(problem, H200, rng.random() < 0.5)
+        if parts:
+            part = rng.choice(parts)
             return problem, part.launches[0], part.launches[1:]
 
 
@@ -166,9 +186,21 @@ def chosen(rng: random.Random, most: int = 30) -> tuple[plan.Problem, Launch, tu
 def test_every_pixel_is_in_one_tile_of_one_slice(seed: int) -> None:
     problem, main, _ = chosen(random.Random(seed))
     g, told, constants = problem.geometry, Told(main.structs[0]), dict(main.kernel.constants)
+    if "IMAGES" in constants:  # in place
+        names = ("IMAGES", "ROWS", "COLS")
+        if told.batch < g.batch:  # as rows of one image
+            g = replace(g, batch=1, height=g.batch * g.height)
+        # Nothing lies beyond the edge but where grad_output ends too.
+        tiles_height = told.height % int(constants["ROWS"]) == 0
+        assert (
+            tiles_height
+            or g.stride[0] * problem.geometry.height >= g.padding[0] + problem.geometry.out_height
+        )
+    else:
+        names = ("TILE_N", "TILE_H", "TILE_W")
+        assert (told.out_height, told.out_width) == (g.out_height, g.out_width)
     assert (told.batch, told.height, told.width) == (g.batch, g.height, g.width)
-    assert (told.out_height, told.out_width) == (g.out_height, g.out_width)
-    images, rows, cols = (int(constants[name]) for name in ("TILE_N", "TILE_H", "TILE_W"))
+    images, rows, cols = (int(constants[name]) for name in names)
     assert main.grid % told.slices == 0
     tiles = []
     for piece in range(told.slices):
@@ -190,8 +222,11 @@ def test_every_pixel_is_in_one_tile_of_one_slice(seed: int) -> None:
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     """What a kernel takes for granted holds of the size: multiples that are copied in one piece, room for the sums."""
     rng = random.Random(1000 + seed)
-    problem, main, adding_up = chosen(rng, 200)
-    g, told, constants = problem.geometry, Told(main.structs[0]), dict(main.kernel.constants)
+    constants: dict[str, object] = {"IMAGES": 1}
+    while "IMAGES" in constants:  # in place: other names
+        problem, main, adding_up = chosen(rng, 200)
+        constants = dict(main.kernel.constants)
+    g, told = problem.geometry, Told(main.structs[0])
     if not constants["CHANNELS_LAST"]:
         assert g.width % int(constants["INPUT_COPY"]) == 0
         assert g.out_width % int(constants["OUTPUT_COPY"]) == 0
@@ -283,8 +318,9 @@ def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[p
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 5))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-            found = plan_grad_weight.across_pixels(posed, device, bias, 1)
-            for part in found or plan_grad_weight.across_pixels(posed, device, False, 1):
+            if plan_arrange.pays(posed, MASK, device):
+                continue  # reads copies
+            for part in planned(posed, device, bias) or planned(posed, device, False):
                 kernel_of = part.launches[0].kernel
                 outputs = (
                     Output(geometry.weight_shape, channels_last),

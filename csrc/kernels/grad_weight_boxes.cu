@@ -44,7 +44,7 @@ __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, con
   const int first = sizes.first_tile(place.slice), count = sizes.tiles_of(place.slice);
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
-    const auto [image, row, col] = TilePlace::of(first + index, sizes);
+    const auto [image, row, col] = TilePlace<TILE_N, TILE_H, TILE_W>::of(first + index, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expecting(ring.full(), COPIED);
 #pragma unroll

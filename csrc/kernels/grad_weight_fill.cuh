@@ -22,7 +22,7 @@ struct Source {
 template <class Win>
 __device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
                                               int row, int col, const PixelSizes& sizes) {
-  const TilePlace place = TilePlace::of(tile, sizes);
+  const auto place = TilePlace<TILE_N, TILE_H, TILE_W>::of(tile, sizes);
   const int channel = group * Win::GROUP + first_channel;
   Source s;
   s.extent = extent;

@@ -8,8 +8,8 @@
 // k is so chosen that all meet different banks (grad_weight_in_place_layout.cuh).
 //
 // Covers: float32 (TF32), channels_last; what plan_grad_weight_in_place.py claims. Of warpgroup 0 one thread asks for boxes and
-// two warps turn; the others multiply. MERGED: the images' rows follow one another in both tensors as in one image. Pixels are
-// split in `slices`. A cluster adds up the sums of TOGETHER of them; what is left is gradient[slices / TOGETHER][ci][tap][co]
+// two warps turn; the others multiply. Where the images' rows follow one another in both tensors as in one image, the maps and
+// the sizes say so. Pixels are split in slices. A cluster adds up the sums of TOGETHER of them; what is left is gradient[slices / TOGETHER][ci][tap][co]
 // (grad_weight_rows_reduce.cu). WITH_BIAS: warps that have words of the first input channels' blocks and of a tap whose offset
 // lies in [0, stride) also add them up: bias_partial[slice][offset][2][co], the sum and what rounding left of it. Without it
 // grad_output comes rounded to TF32.
@@ -203,7 +203,7 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][COLUMNS / 2], 
 
 extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(THREADS, 1)
     grad_weight_in_place(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                         float* __restrict__ gradient, float* __restrict__ bias_partial, long long batch, long long slices) {
+                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ PixelSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
@@ -220,14 +220,11 @@ extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(TH
     ptx::publish_barriers();
   }
   __syncthreads();
-  const long long rows = MERGED ? (batch * HEIGHT + ROWS - 1) / ROWS : (batch + IMAGES - 1) / IMAGES * STAGES_DOWN;
-  const long long all = rows * STAGES_ACROSS;
-  const int first_stage = static_cast<int>(all * place.slice / slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / slices) - first_stage;
+  const int stages = sizes.tiles_of(place.slice);
   ptx::let_next_launch_start();
   if (warp < 4) {
     ptx::shrink_registers<FILL_REGISTERS>();
-    if (threadIdx.x == 0) fill(ring, input, grad_output, place, first_stage, stages);
+    if (threadIdx.x == 0) fill(ring, input, grad_output, place, sizes);
     if (warp >= 4 - TURNING_WARPS) turn(ring, warp - (4 - TURNING_WARPS), lane, stages);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();

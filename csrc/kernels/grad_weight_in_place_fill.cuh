@@ -3,19 +3,16 @@
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     int first_stage, int stages) {
+                                     const PixelSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  int across = first_stage % STAGES_ACROSS, down = first_stage / STAGES_ACROSS, image = 0;
-  if constexpr (!MERGED) {
-    image = down / STAGES_DOWN * IMAGES;
-    down %= STAGES_DOWN;
-  }
+  const int first = sizes.first_tile(place.slice), stages = sizes.tiles_of(place.slice);
   for (int s = 0; s < stages; ++s) {
+    const auto [image, row, col] = TilePlace<IMAGES, ROWS, COLS>::of(first + s, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expecting(ring.full(), STAGE_COPIED);
 #pragma unroll
     for (int box = 0; box < INPUT_BOXES; ++box)
-      ptx::copy_box(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, across * COLS, down * ROWS, image, ring.full());
+      ptx::copy_box(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, col, row, image, ring.full());
 #pragma unroll
     for (int i = 0; i < TAP_ROWS; ++i)
 #pragma unroll
@@ -24,14 +21,9 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
           ptx::copy_box(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX,
-                        across * (COLS * STRIDE_W) + place.col_offset(j), down * (ROWS * STRIDE_H) + place.row_offset(i), image,
-                        ring.full());
+                        col * STRIDE_W + place.col_offset(j), row * STRIDE_H + place.row_offset(i), image, ring.full());
       }
     ring.advance();
-    if (++across == STAGES_ACROSS) {
-      across = 0;
-      if (++down == STAGES_DOWN && !MERGED) down = 0, image += IMAGES;
-    }
   }
 }
 

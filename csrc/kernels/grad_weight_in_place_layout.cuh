@@ -5,6 +5,8 @@
 // offsets differ by a multiple of the stride read one box of columns, shifted; FLAT: each tap has its own.
 #pragma once
 
+#include "sizes.cuh"
+
 using ptx::u32;
 
 constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
@@ -17,7 +19,6 @@ constexpr int TAP_TILES = TAP_TILES_H * TAP_TILES_W, TILES = INPUT_TILES * TAP_T
 
 constexpr int STAGE_PIXELS = IMAGES * ROWS * COLS, STEPS = STAGE_PIXELS / 8;
 static_assert(STAGE_PIXELS == BOX);
-constexpr int STAGES_DOWN = ceil_div(HEIGHT, ROWS), STAGES_ACROSS = ceil_div(WIDTH, COLS);
 
 /// Of the tile's columns of taps: the first one that reads the same box.
 __device__ constexpr int first_alike(int column) {

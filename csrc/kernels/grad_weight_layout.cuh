@@ -118,17 +118,6 @@ using OutputWindow = Window<BLOCK_N, OUT_CHANNELS, CO_GROUP, TapsH, TapsW, STRID
 constexpr int TILE_PIXELS = TILE_N * TILE_H * TILE_W;
 constexpr int STAGE_BYTES = InputWindow::BYTES + OutputWindow::BYTES;
 
-/// Where a tile lies: its first image, row and column of the input.
-struct TilePlace {
-  int image, row, col;
-
-  __device__ __forceinline__ static TilePlace of(int tile, const PixelSizes& sizes) {
-    const int images = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, images);
-    const int row = sizes.row_tiles.quotient(in_image);
-    return {images * TILE_N, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W};
-  }
-};
-
 /// What a block computes.
 struct Place {
   int m0, n0, group;           // first channels, in the group

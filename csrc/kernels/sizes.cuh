@@ -38,6 +38,18 @@ struct PixelSizes {
   __device__ __forceinline__ constexpr int tiles_of(int slice) const { return slice_tiles + (slice < longer_slices); }
 };
 
+/// Where a tile of pixels lies: its first image, row and column of the input.
+template <int TILE_N, int TILE_H, int TILE_W>
+struct TilePlace {
+  int image, row, col;
+
+  __device__ __forceinline__ static TilePlace of(int tile, const PixelSizes& sizes) {
+    const int images = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, images);
+    const int row = sizes.row_tiles.quotient(in_image);
+    return {images * TILE_N, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W};
+  }
+};
+
 /// Of the kernels that cut the map into tiles of cells (tile_shape.cuh).
 struct Sizes {
   int batch, height, width, out_height, out_width;

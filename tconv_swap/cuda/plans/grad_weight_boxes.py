@@ -13,10 +13,10 @@ from operator import itemgetter
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_classes import (
     counts_in_32_bits,
-    has_pixels,
     of_any_size,
     pixel_tiles,
     select,
+    share_of,
     sizes_of,
     weight_of,
 )
@@ -440,15 +440,13 @@ def choose(problem: Problem, device: Device, count: int, most: int) -> list[tupl
 def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]:
     """The kernels of a layer (``of_any_size``) that are chosen from."""
     maps = [size.of(layer.geometry) for size in sizes_of(layer)]
-    if has_pixels(layer.geometry):
-        most = 1 if layer.geometry.height == 1 else max(1, most - 1)
     found = pool(layer, device)
     clocks = [
         [one.clocks(geometry, device)[0] if one.legal(geometry) else math.inf for geometry in maps]
         for one in found
     ]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    return tuple(found[index] for index in select(clocks, weights, most))
+    return tuple(found[index] for index in select(clocks, weights, share_of(layer, most)))
 
 
 @lru_cache(maxsize=256)

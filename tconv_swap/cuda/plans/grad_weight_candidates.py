@@ -14,10 +14,10 @@ from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_classes import (
     Size,
     counts_in_32_bits,
-    has_pixels,
     of_any_size,
     pixel_tiles,
     select,
+    share_of,
     sizes_of,
     weight_of,
 )
@@ -99,7 +99,7 @@ def choose(problem: Problem, device: Device, count: int, most: int) -> list[Sche
     def clocks(one: Schedule) -> float:
         return one.clocks(geometry, device)
 
-    layer = of_any_size(problem)
+    layer = of_any_size(problem, pixels_apart=most > 1)
     found = schedules(layer, device, most)
     suitable = [one for one in found if one.suits(geometry)] or [one for one in found if one.legal(geometry)]
     if not suitable:
@@ -118,8 +118,6 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
     """The kernels of a layer (``of_any_size``) that are chosen from."""
     # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
     swapped = item_bytes(layer) == 4 and layer.geometry.stride != (1, 1)
-    if has_pixels(layer.geometry):
-        most = 1 if layer.geometry.height == 1 else max(1, most - 1)
     found = [one for one in pool(layer, device) if not (one.tile.wgmma and swapped)]
     maps = [size.of(layer.geometry) for size in sizes_of(layer)]
     clocks = [
@@ -127,7 +125,7 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
         for one in found
     ]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    return tuple(found[index] for index in select(clocks, weights, most))
+    return tuple(found[index] for index in select(clocks, weights, share_of(layer, most)))
 
 
 @lru_cache(maxsize=256)

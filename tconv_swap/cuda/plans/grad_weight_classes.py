@@ -68,7 +68,7 @@ def sizes_of(problem: Problem) -> list[Size]:
 def weight_of(problem: Problem, geometry: Geometry) -> float:
     """What a size counts for among those of a layer."""
     least, most = CHANNEL_COLUMNS
-    columns = problem.geometry.in_channels * geometry.width
+    columns = problem.geometry.in_channels_per_group * geometry.width
     return 1.0 if least <= columns <= most else UNUSUAL
 
 
@@ -77,11 +77,19 @@ def has_pixels(geometry: Geometry) -> bool:
     return max(geometry.stride) == 1 < max(geometry.kernel) and max(geometry.padding) == 0
 
 
-def of_any_size(problem: Problem) -> Problem:
+def share_of(layer: Problem, most: int) -> int:
+    """Of so many kernels, those that maps of one pixel have, or all others (``of_any_size``)."""
+    if not has_pixels(layer.geometry) or most == 1:
+        return most
+    return 1 if layer.geometry.height == 1 else most - 1
+
+
+def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     """The same for all sizes of a layer, with the output padding by which outputs of rows of 64 pixels are multiples of
-    the largest power of two; maps of one pixel apart, if they have a kernel of their own."""
+    the largest power of two; maps of one pixel apart, if they have a kernel of their own
+    and ``pixels_apart`` lets them."""
     g = problem.geometry
-    if g.height == g.width == 1 and has_pixels(g):
+    if pixels_apart and g.height == g.width == 1 and has_pixels(g):
         return replace(problem, geometry=replace(g, batch=1, output_padding=(0, 0)))
     at = replace(g, batch=1, height=64, width=64, output_padding=(0, 0))
     most = max(g.stride[1], g.dilation[1])
@@ -104,18 +112,21 @@ def counts_in_32_bits(geometry: Geometry, tile: tuple[int, int, int]) -> bool:
     return tile[0] * image < INT32_LIMIT and pixel_tiles(g, tile) < INT32_LIMIT
 
 
-def select(clocks: Sequence[Sequence[float]], weights: Sequence[float], most: int) -> list[int]:
+def select(
+    clocks: Sequence[Sequence[float]], weights: Sequence[float], most: int, uncovered: float = UNCOVERED
+) -> list[int]:
     """Indices of at most ``most`` candidates, the one that is worth most first; of those as good the first. ``clocks``:
-    of each candidate at each size, infinite where it is not for that; ``weights``: of the sizes."""
+    of each candidate at each size, infinite where it is not for that; ``weights``: of the sizes; ``uncovered``: what
+    one counts for that none is for, the logarithm of how many times as long it takes."""
     best = [min(of_size) for of_size in zip(*clocks, strict=True)]
     coverable = [j for j, least in enumerate(best) if math.isfinite(least)]
     losses = [
-        [weights[j] * math.log(row[j] / best[j]) if math.isfinite(row[j]) else UNCOVERED for j in coverable]
+        [weights[j] * math.log(row[j] / best[j]) if math.isfinite(row[j]) else uncovered for j in coverable]
         for row in clocks
     ]
     all_weights = sum(weights[j] for j in coverable)
     chosen: list[int] = []
-    now = [UNCOVERED] * len(coverable)
+    now = [uncovered] * len(coverable)
     while len(chosen) < most and losses:
         totals = [sum(map(min, now, row)) for row in losses]
         least = min(totals)

@@ -123,12 +123,7 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     """Stages that tile the images, or reach over their edge only where grad_output ends too (it might be infinite, and
     what lies beside it are the input's zeros). Of so many columns the fewest."""
     g = geometry
-    nothing_below, nothing_right = (
-        stride * inside - padding >= out
-        for stride, inside, padding, out in zip(
-            g.stride, (g.height, g.width), g.padding, (g.out_height, g.out_width), strict=True
-        )
-    )
+    nothing_below, nothing_right = _nothing_beyond(g)
     merged = rows_follow(g)
     height = g.height * (g.batch if merged else 1)
     for cols in (32, 16, 8, 4, 2, 1):
@@ -142,6 +137,24 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
         stages = [one for one in stages if one.images == 1 or not (merged or one.images >= 2 * g.batch)]
         if stages:
             yield min(stages, key=lambda one: stages_of(g, one))
+
+
+def _nothing_beyond(geometry: Geometry) -> tuple[bool, bool]:
+    """Whether grad_output ends, below and on the right, where the input does."""
+    g = geometry
+    return (
+        g.stride[0] * g.height - g.padding[0] >= g.out_height,
+        g.stride[1] * g.width - g.padding[1] >= g.out_width,
+    )
+
+
+def tiles_images(geometry: Geometry, pixels: Pixels) -> bool:
+    """Whether stages may have these pixels: that they tile the images, or may reach over their edge."""
+    g = geometry
+    nothing_below, nothing_right = _nothing_beyond(g)
+    if not ((nothing_below or g.height % pixels.rows == 0) and (nothing_right or g.width % pixels.cols == 0)):
+        return False
+    return pixels.images == 1 or not rows_follow(g)
 
 
 def stages_of(geometry: Geometry, pixels: Pixels) -> int:
@@ -197,15 +210,22 @@ def _has_boxes(geometry: Geometry, tile: Tile, device: Device) -> bool:
 
 def _sliced(geometry: Geometry, tile: Tile, device: Device) -> Iterator[Tile]:
     """The tile, with as many slices as make all multiprocessors busy once, twice, three times."""
-    stages, bytes_of_copy = stages_of(geometry, tile.pixels), weight_bytes(geometry)
+    stages, blocks = stages_of(geometry, tile.pixels), tiles_of(geometry, tile)
+    for together in (1, 2):
+        for slices in slice_choices(stages, blocks, weight_bytes(geometry), together, device):
+            yield replace(tile, slices=slices, together=together)
+
+
+def slice_choices(stages: int, blocks: int, bytes_of_copy: int, together: int, device: Device) -> list[int]:
+    """Into how many parts so many stages may be cut. ``blocks``: of one slice."""
     most, least = max(1, stages // 4), ceil_div(stages, MOST_STAGES)
-    found = {}
-    for waves, together in itertools.product((1, 2, 3), (1, 2)):
-        slices = max(least, min(most, waves * device.multiprocessors // tiles_of(geometry, tile)))
+    found = []
+    for waves in (1, 2, 3):
+        slices = max(least, min(most, waves * device.multiprocessors // blocks))
         copies = max(1, slices // together)
         if slices >= together and (copies == 1 or copies * bytes_of_copy <= PARTIAL_LIMIT_BYTES):
-            found[copies, together] = replace(tile, slices=copies * together, together=together)
-    yield from found.values()
+            found.append(copies * together)
+    return list(dict.fromkeys(found))
 
 
 def stage_clocks(geometry: Geometry, tile: Tile) -> float:
@@ -223,12 +243,18 @@ def stage_clocks(geometry: Geometry, tile: Tile) -> float:
 def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:
     """Roughly, of the product and of what adds up its slices."""
     g = geometry
-    waves = ceil_div(tiles_of(g, tile) * tile.slices, device.multiprocessors)
-    stages = ceil_div(stages_of(g, tile.pixels), tile.slices)
-    partial = weight_bytes(g) * (2 * tile.copies + 1) / _PARTIAL_RATE + _REDUCE_CLOCKS
-    if tile.copies == 1:
-        partial = weight_bytes(g) / _PARTIAL_RATE
-    return (
-        waves * (stages * stage_clocks(g, tile) + SLICE_CLOCKS + (tile.together - 1) * _EXCHANGE_CLOCKS)
-        + partial
-    )
+    counts = stages_of(g, tile.pixels), tiles_of(g, tile), weight_bytes(g)
+    return clocks_of(stage_clocks(g, tile), *counts, tile.slices, tile.together, device)
+
+
+def clocks_of(
+    stage: float, stages: int, blocks: int, bytes_of_copy: int, slices: int, together: int, device: Device
+) -> float:
+    """The same from clocks of a stage, stages of all pixels, and blocks of one slice."""
+    waves = ceil_div(blocks * slices, device.multiprocessors)
+    copies = slices // together
+    partial = bytes_of_copy * (2 * copies + 1) / _PARTIAL_RATE + _REDUCE_CLOCKS
+    if copies == 1:
+        partial = bytes_of_copy / _PARTIAL_RATE
+    of_slice = ceil_div(stages, slices) * stage + SLICE_CLOCKS + (together - 1) * _EXCHANGE_CLOCKS
+    return waves * of_slice + partial

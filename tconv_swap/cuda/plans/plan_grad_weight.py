@@ -58,7 +58,7 @@ LEAST_MULTIPLIES_OF_A_PIXEL = 200
 MOST_MULTIPLIES_OF_A_PIXEL = 4096
 #: At stride 1: channels on either side of a group, and work, from which strips were measured to be the faster.
 STRIPS_CHANNELS, STRIPS_MACS = 32, 1 << 35
-#: Kernels that a layer may have of those that plan_grad_weight_{direct,in_place,rows,strips} plan.
+#: Kernels that a layer in NCHW may have of those that plan_grad_weight_{direct,rows,strips} plan.
 OTHERS_SCHEDULES = 2
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
@@ -135,7 +135,8 @@ def most_schedules(problem: Problem, device: Device) -> int:
         return MOST_SCHEDULES - plan_grad_weight_boxes.most_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     if problem.is_tf32 and channels >= STRIPS_CHANNELS and g.taps > 1:
-        return MOST_SCHEDULES - OTHERS_SCHEDULES
+        others = plan_grad_weight_in_place.MOST_SCHEDULES if problem.channels_last else OTHERS_SCHEDULES
+        return MOST_SCHEDULES - others
     return MOST_SCHEDULES
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from tconv_swap.cuda.integers import INT32_LIMIT
+from tconv_swap.cuda.plans.grad_weight_in_place_classes import MOST_SCHEDULES, choose
 from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
     BOX,
     STEP_LIMIT,
     Tile,
     candidates,
-    expected_clocks,
     rows_follow,
     tiles_of,
 )
@@ -18,6 +19,7 @@ from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.cuda.plans.plan_general import reduce_slices
 from tconv_swap.cuda.plans.room import Room
+from tconv_swap.cuda.plans.sizes import Words, pixel_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -27,12 +29,21 @@ from tconv_swap.cuda.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
 from tconv_swap.geometry import Geometry
+
+__all__ = [
+    "MOST_SCHEDULES",
+    "claims",
+    "part_candidates",
+    "plan_with_tile",
+    "reads_all_of_grad_output",
+    "tiles_for",
+]
 
 _FAMILY = "weight rows"
 
@@ -46,9 +57,10 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for
     each slice, offset in a stride and output channel.
     """
-    g = problem.geometry
-    tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
-    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
+    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
+        return []
+    tiles = choose(problem, device, count)
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles]
 
 
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
@@ -103,8 +115,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 "grad_weight_in_place.cu",
                 "grad_weight_in_place",
                 (
-                    *g.constants,
-                    ("MERGED", rows_follow(g)),
+                    *g.layer_constants,
                     ("IMAGES", tile.pixels.images),
                     ("ROWS", tile.pixels.rows),
                     ("COLS", tile.pixels.cols),
@@ -128,11 +139,11 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 tensor_map(1),
                 output(0) if direct else workspace(partial_at),
                 workspace(bias_at),
-                int64(g.batch),
-                int64(tile.slices),
+                struct(0),
             ),
             shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
             tensor_maps=_tensor_maps(g, tile, with_bias),
+            structs=(_sizes(g, tile),),
         )
     ]
     if not direct:
@@ -142,6 +153,14 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
             reduce_slices(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
         )
     return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), room.bytes)
+
+
+def _sizes(geometry: Geometry, tile: Tile) -> Words:
+    """What the kernel is told: of images whose rows follow one another, of one image."""
+    g, p = geometry, tile.pixels
+    if rows_follow(g):
+        g = replace(g, batch=1, height=g.batch * g.height)
+    return pixel_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
 
 
 def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:
