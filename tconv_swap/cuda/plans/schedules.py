@@ -10,12 +10,18 @@ from typing import TypeVar
 #: Of a schedule for a size that it cannot compute.
 MOST_REGRET = 1e3
 #: Batch, rows and columns of the maps that stand for all, those first that many networks have.
-SIZES = (
+SIZES: tuple[tuple[int, int, int], ...] = (
     *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
     *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),
 )
-SIZES_OF_ONE_ROW = ((8, 1, 512), (4, 1, 512), (8, 1, 4096), (1, 1, 64), (1, 1, 1024))
-ONE_PIXEL = ((128, 1, 1),)
+SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
+    (8, 1, 512),
+    (4, 1, 512),
+    (8, 1, 4096),
+    (1, 1, 64),
+    (1, 1, 1024),
+)
+ONE_PIXEL: tuple[tuple[int, int, int], ...] = ((128, 1, 1),)
 #: Channels times columns of the maps that networks have, and how much others count for: layers of many channels see
 #: smaller maps.
 CHANNEL_COLUMNS = (2048, 32768)
@@ -58,7 +64,7 @@ def covering(
     # One of them at a time is exchanged for a better one.
     for i in (*range(len(found)), *range(len(found))):
         rest = found[:i] + found[i + 1 :]
-        better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))  # type: ignore[misc]
+        better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))
         if regret([*rest, better]) < regret(found):
             found[i] = better
     return tuple(found)
