@@ -13,13 +13,9 @@ inline bool is_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType 
 
 /// How such tensors are cast; the last of the three may be null.
 inline std::shared_ptr<const Answer> answer_to_cast(Tensors tensors, at::ScalarType dtype) {
-  Answers& answers = Answers::instance();
-  const Key key = key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, "");
-  if (auto known = answers.find(key)) return known;
-  const uint64_t epoch = answers.epoch();
-  const auto asked = read_answer(by_python("tconv_swap::cast_answer", {as_list(tensors), dtype}).toIntVector());
-  answers.keep(key, asked, epoch);
-  return asked;
+  return known_or_asked(key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, ""), [&] {
+    return by_python("tconv_swap::cast_answer", {as_list(tensors), dtype}).toIntVector();
+  });
 }
 
 using Together = std::array<Tensor, 3>;  // undefined: absent
