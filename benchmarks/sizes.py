@@ -122,13 +122,13 @@ def times(stage: str) -> dict[str, float]:
                 problem = plan.Problem(
                     layer.geometry, dtype, "tf32" if mode == "tf32" else "ieee", last, last
                 )
-                if stage == "forward":
-                    made = plan.plan_forward(problem, layer.bias, facts)
-                else:
+                forward_plan = made = plan.plan_forward(problem, layer.bias, facts)
+                if stage == "grad_input":
                     made = plan.plan_backward(problem, (True, False, False), facts)
                 if FAMILIES[stage] & set(made.family.split(", ")):
                     rows.append((f"{layer.name} {mode} {layout}", layer, dtype, form))
-                    kernels.update(dict.fromkeys(one.kernel for one in made.launches))
+                    launches = {*made.launches, *forward_plan.launches}
+                    kernels.update(dict.fromkeys(one.kernel for one in launches))
     _compile(list(kernels), facts.architecture)
     flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
     found = {}

@@ -3,6 +3,7 @@ with the sizes, and one kernel at several of them."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import (
     boxes_choice,
+    boxes_tile,
     grad_input_choice,
     plan_grad_input,
     plan_grad_input_boxes,
@@ -22,7 +24,7 @@ from tconv_swap.cuda.plans import (
     unfolded_choice,
     unfolded_tile,
 )
-from tconv_swap.cuda.plans.grad_input_layout import as_convolution, of_any_size
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.cuda.program import Kernel, Part
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.suite import Layer, load_suite
@@ -102,54 +104,83 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
         )
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_kernel_is_right_for_its_size(seed: int) -> None:
-    """What a kernel takes for granted holds of the size."""
-    rng = random.Random(seed)
+def any_problem(rng: random.Random) -> StridedProblem:
+    """Any size of a layer of the suite, small maps as often as others."""
     layer = rng.choice(LAYERS).geometry
     geometry = with_output_padding(rng, layer)
     dtype, precision = rng.choice(MODES)
     channels_last = rng.random() < 0.5
-    posed = as_convolution(plan.Problem(geometry, dtype, precision, channels_last, channels_last))
-    if plan_grad_input.claims(posed, H200):
-        for found, tile in grad_input_choice.choose(posed, H200):
-            assert found.geometry == posed.geometry
-            assert geometry.out_width % found.row_multiple == 0
-            assert geometry.width % found.out_row_multiple == 0
-            if found.flat:
-                assert geometry.width * found.step[1] % found.row_multiple == 0
-                assert not found.even_columns or geometry.width % 2 == 0
-            if tile.wgmma and tile.cols < 8:
-                assert geometry.width <= tile.cols
-            chunks = -(-found.words // tile.chunk_words)
-            assert 1 <= tile.splits <= chunks
-    if plan_grad_input_unfolded.claims(posed, H200):
-        for part in plan_grad_input_unfolded.part_candidates(posed, H200, 1):
-            main = next(one for one in part.launches if one.kernel.entry == "grad_input_unfolded")
-            constants, source = dict(main.kernel.constants), main.tensor_maps[0]
-            assert source.sizes[-4 if constants["FOLD_W"] == 1 else -5] > 0
-            assert geometry.out_width % constants["FOLD_W"] == 0
-            assert max(source.box) <= 256
-            assert all(stride % 16 == 0 for stride in source.strides)
-            align = unfolded_tile.alignment(posed, constants["FOLD_W"] > 1)
-            starts = {col * constants["TILE_W"] * posed.step[1] % align for col in range(main.structs[0][11])}
-            assert starts == {0}
-    if plan_grad_input_boxes.claims(posed, H200):
-        for box in boxes_choice.choose(posed, H200):
-            (main, *_) = plan_grad_input_boxes.part_with_tile(posed, box).launches
-            constants = dict(main.kernel.constants)
-            source = main.tensor_maps[0]
-            assert max(source.box) <= 256
-            pixels = 1
-            for size, step in zip(source.box, source.steps, strict=True):
-                pixels *= -(-size // step)
-            # What one box brings is what the kernel expects, and has room for.
-            assert pixels * posed.item == main.arguments[-1].value <= constants["INPUT_BYTES"]
-            assert box.dense or pixels * posed.item == constants["INPUT_BYTES"]
-            if box.flat:
-                assert geometry.out_height == geometry.height * posed.step[0]
-            if box.dense:
-                assert geometry.width <= box.cols
+    return as_convolution(plan.Problem(geometry, dtype, precision, channels_last, channels_last))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
+    """What a halo tile's kernel takes for granted holds of every size that takes it."""
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not plan_grad_input.claims(posed, H200):
+            continue
+        (rows, cols), step, width = posed.cells, posed.step, posed.geometry.width
+        image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
+        (taken, tile), *_ = grad_input_choice.choose(posed, H200)
+        assert taken.geometry == posed.geometry
+        assert 1 <= tile.splits <= -(-posed.words // tile.chunk_words)
+        for one in grad_input_choice.schedules(of_any_size(posed), H200):
+            if not one.legal(posed):
+                continue
+            assert width % one.problem.row_multiple == 0
+            assert cols % one.problem.out_row_multiple == 0
+            if posed.flat:
+                assert cols * step[1] % one.problem.row_multiple == 0
+                assert not one.problem.even_columns or cols % 2 == 0
+            if one.tile.wgmma and one.tile.cols < 8:
+                assert cols <= one.tile.cols
+            images = 1 + -(-one.tile.cols // (rows * cols)) if posed.flat else one.tile.images
+            assert images * image < 1 << 31
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_bring_what_a_kernel_expects_of_its_sizes(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not plan_grad_input_boxes.claims(posed, H200):
+            continue
+        for one in boxes_choice.schedules(of_any_size(posed), H200):
+            for tile in boxes_choice.for_size(one, posed):
+                (main, *_) = plan_grad_input_boxes.part_with_tile(posed, tile).launches
+                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                assert max(source.box) <= 256
+                brought = posed.item * math.prod(
+                    -(-size // step) for size, step in zip(source.box, source.steps, strict=True)
+                )
+                assert brought == main.arguments[-1].value <= constants["INPUT_BYTES"]
+                assert tile.dense or brought == constants["INPUT_BYTES"]
+                if tile.flat:
+                    assert posed.geometry.height == posed.cells[0] * posed.step[0]
+                if tile.phased:
+                    assert posed.geometry.width % posed.step[1] == 0
+                assert 1 <= tile.splits <= boxes_tile.chunks(posed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not plan_grad_input_unfolded.claims(posed, H200):
+            continue
+        for one, _ in unfolded_choice.schedules(of_any_size(posed), H200):
+            for tile in unfolded_choice.for_size(one, posed):
+                launches = plan_grad_input_unfolded.part_with_tile(posed, tile).launches
+                main = next(one for one in launches if one.kernel.entry == "grad_input_unfolded")
+                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                assert max(source.box) <= 256
+                assert all(stride % 16 == 0 for stride in source.strides)
+                assert posed.geometry.width % constants["FOLD_W"] == 0
+                tiles = unfolded_tile.tile_counts(posed, tile)[2]
+                align = max(constants["FOLD_W"], 16 // posed.item)
+                first = posed.geometry.padding[1] + constants["LEAD"]
+                starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
+                assert all(start % align == 0 for start in starts)
 
 
 def test_sizes_are_near_the_best_of_all_tiles() -> None:

@@ -49,11 +49,11 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxT
 
 
 def _ranked(among: tuple[BoxTile, ...], problem: StridedProblem, device: Device) -> list[BoxTile]:
-    sized_tiles = [tile for one in among for tile in _for_size(one, problem)]
+    sized_tiles = [tile for one in among for tile in for_size(one, problem)]
     return sorted(sized_tiles, key=lambda tile: expected(problem, tile, device))
 
 
-def _for_size(tile: BoxTile, problem: StridedProblem) -> Iterator[BoxTile]:
+def for_size(tile: BoxTile, problem: StridedProblem) -> Iterator[BoxTile]:
     """The tile with as many splits as this size allows, if any."""
     geometry = problem.geometry
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -109,5 +109,5 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
 
 def _least(tile: BoxTile, problem: StridedProblem, device: Device) -> float:
     """The expected time with the best number of splits; infinite where the tile is not right for the size."""
-    times = (LEAST_CLOCKS + expected(problem, one, device) for one in _for_size(tile, problem))
+    times = (LEAST_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem))
     return min(times, default=math.inf)
