@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ _GRADIENTS = torch.ops.tconv_swap.conv_transpose2d_gradients.default
 
 ARGUMENTS = (2, 2), (1, 1), (0, 0), 1, (1, 1)
 GEOMETRY = as_list(ARGUMENTS)
+#: More than the answers that are kept have steps.
+MOST_PLANS = 4 * 4096
 
 
 @dataclass
@@ -52,18 +55,21 @@ class GPU:
 
     launched: list[int] = field(default_factory=list)
     asked: list[str] = field(default_factory=list)
-    _plans: list[tuple[program.Plan, torch.dtype]] = field(default_factory=list)
+    _plans: dict[int, tuple[program.Plan, torch.dtype]] = field(default_factory=dict)
+    # Not the handles of programs that a test with a launcher of its own has added.
+    _handles: Iterator[int] = field(default_factory=lambda: count(1 << 40))
 
     def add_plan(
         self, made: program.Plan, dtype: torch.dtype, device: torch.device, architecture: str
     ) -> int:
         assert (device.type, architecture) == ("cpu", H200.architecture)
-        self._plans.append((made, dtype))
-        # Not the handle of a program that a test with a launcher of its own has added.
-        return len(self._plans) - 1 + (1 << 40)
+        handle = next(self._handles)
+        self._plans[handle] = made, dtype
+        self._plans.pop(handle - MOST_PLANS, None)
+        return handle
 
     def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:
-        made, dtype = self._plans[handle - (1 << 40)]
+        made, dtype = self._plans[handle]
         form = CHANNELS_LAST if any(output.channels_last for output in made.outputs) else NCHW
         for index, tensor in enumerate(tensors):
             if tensor is not None:
@@ -150,17 +156,20 @@ def grad_output(dtype: torch.dtype = torch.float32, batch: int = 2) -> Tensor:
 
 def _computed(outputs: tuple[program.Output, ...], *tensors: Tensor | None) -> list[Tensor]:
     """What the outputs of a plan are: that of a forward pass is larger than its input, gradients have their shapes."""
-    first, second, third = tensors
+    first, second, third = (None if one is None else one.to(_wide(one.dtype)) for one in tensors)
     assert first is not None
     assert second is not None
     if first.shape[1] == second.shape[0]:
         assert len(outputs) == 1
-        bias = None if third is None else third.float()
-        return [F.conv_transpose2d(first.float(), second.float(), bias, *ARGUMENTS[:2])]
+        return [F.conv_transpose2d(first, second, third, *ARGUMENTS[:2])]
     assert third is not None
     found = torch.ops.aten.convolution_backward(
-        *(first.float(), second.float(), third.float(), [third.shape[1]]),
+        *(first, second, third, [third.shape[1]]),
         *(*ARGUMENTS[:2], ARGUMENTS[4], True, ARGUMENTS[2], 1, [True] * 3),
     )
     of_shape = {tuple(gradient.shape): gradient for gradient in found}
     return [of_shape[tuple(output.shape)] for output in outputs]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
