@@ -1,16 +1,16 @@
 """One process of a group: DDP and FSDP2 of a swapped network against one unswapped, with the whole batch.
 
-The test suite starts two of them with gloo on the CPU. With NCCL on two GPUs, where our kernels
-compute whatever PyTorch's would be faster at, by hand:
-
-    for rank in 0 1; do python tests/ddp_worker.py $rank 2 /tmp/group-$$ nccl & done; wait
+With gloo on the CPU (test_ways.py), and with NCCL on GPUs (test_cuda_ways.py), where our kernels compute whatever
+PyTorch's would be faster at.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import subprocess
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,28 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from tconv_swap import ConvTranspose2d, swap_layers
+
+
+def outputs_of(size: int, backend: str, file: Path) -> list[str]:
+    """What each process of a group printed.
+
+    Raises:
+        AssertionError: one ended with an error.
+    """
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, str(rank), str(size), str(file), backend],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    outputs = [worker.communicate(timeout=240)[0] for worker in workers]
+    for worker, output in zip(workers, outputs, strict=True):
+        assert worker.returncode == 0, output
+    return outputs
 
 
 def network() -> nn.Sequential:

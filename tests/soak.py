@@ -30,7 +30,7 @@ THREADS = 4
 #: How many kinds a thread draws from otherwise.
 RECENT = 64
 #: Of all calls: those that are compared with float64.
-CHECKED = 0.05
+CHECKED = 0.04
 #: The numbers that tensors are made of; a tensor begins within the first of them, as its call draws.
 POOL, BEGINNINGS = 1 << 19, 4096
 #: How often the answers are counted.

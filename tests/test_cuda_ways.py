@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import ddp_worker
 import pytest
 import torch
 from torch import Tensor, nn
@@ -106,6 +107,15 @@ def test_two_gpus_in_one_process() -> None:
     assert_close(trained(parallel, x), expected)
     elsewhere = copy.deepcopy(ours).to("cuda:1")  # while cuda:0 is the current device
     assert_close([t.to("cuda:0") for t in trained(elsewhere, x.to("cuda:1"))], expected)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_ddp_and_fsdp2_over_nccl(tmp_path: Path) -> None:
+    """Of two processes with a GPU each, against one with the whole batch and PyTorch's layers."""
+    outputs = ddp_worker.outputs_of(2, "nccl", tmp_path / "group")
+    for rank, output in enumerate(outputs):
+        assert f"rank {rank} of 2, nccl on cuda:{rank}: ddp: same" in output
+        assert f"rank {rank} of 2, nccl on cuda:{rank}: fsdp2: same" in output
 
 
 def test_moved_to_the_gpu_saved_and_loaded_elsewhere(tmp_path: Path) -> None:

@@ -21,31 +21,6 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_host_part_builds_once_and_is_kept(tmp_path: Path) -> None:
-    # In processes of their own: one that has loaded it does not load another copy.
-    code = "from tconv_swap.cuda import host; assert host.library().tconv_add_program; print(host.build())"
-    words = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "TCONV_SWAP_CACHE": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=240,
-        )
-        for _ in range(2)
-    ]
-    assert ["building the host part" in each.stderr for each in words] == [True, False]
-    assert words[0].stdout == words[1].stdout
-    (library,) = tmp_path.rglob("tconv_swap.so")
-    assert str(library) == words[0].stdout.strip()
-    assert sorted(path.name for path in library.parent.iterdir()) == [
-        "lock",
-        "tconv_swap.sha256",
-        "tconv_swap.so",
-    ]
-
-
 def test_another_header_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "csrc_directory", lambda: own_cache)
     for source in host.SOURCES:

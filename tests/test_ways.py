@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 import io
 import multiprocessing
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import ddp_worker
 import numpy as np
 import pytest
 import torch
@@ -338,23 +338,8 @@ def test_without_compiler_gpu_and_writable_home(tmp_path: Path) -> None:
     assert "needs a C++ compiler and ninja, but 'g++' was not found; install g++" in launcher
 
 
-DDP = Path(__file__).with_name("ddp_worker.py")
-
-
 def test_ddp_and_fsdp2_on_two_processes(tmp_path: Path) -> None:
     """Gradients averaged over two processes, and steps of SGD, against one process with the whole batch."""
-    workers = [
-        subprocess.Popen(
-            [sys.executable, str(DDP), str(rank), "2", str(tmp_path / "group"), "gloo"],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [worker.communicate(timeout=240)[0] for worker in workers]
-    for worker, output in zip(workers, outputs, strict=True):
-        assert worker.returncode == 0, output
+    for output in ddp_worker.outputs_of(2, "gloo", tmp_path / "group"):
         assert "ddp: same" in output
         assert "fsdp2: same" in output
