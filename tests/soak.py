@@ -97,7 +97,7 @@ class Place(NamedTuple):
 
 @dataclass
 class Figures:
-    """What a soak found. Bytes are the process's resident memory after a fifth of the calls and at the end."""
+    """What a soak found. ``resident``: bytes of the process after each fifth of the calls."""
 
     calls: int = 0
     kinds: int = 0
@@ -105,15 +105,14 @@ class Figures:
     worst: float = 0.0  # of the errors, in parts of what the dtype allows
     seconds: float = 0.0
     most_answers: int = 0
-    bytes_before: int = 0
-    bytes_after: int = 0
-    bytes_on_device: int = 0  # that are allocated more than before
+    resident: list[int] = field(default_factory=list)
+    bytes_on_device: int = 0  # that are allocated at the end and were not after a fifth
 
     def __str__(self) -> str:
         return (
             f"{self.calls} calls of {self.kinds} kinds in {self.seconds:.0f} s, {self.checked} compared with float64 "
             f"(worst {self.worst:.2f} of the tolerance); at most {self.most_answers} answers kept; resident memory "
-            f"{self.bytes_before >> 20} MiB after a fifth of the calls, {self.bytes_after >> 20} MiB at the end"
+            f"after each fifth {', '.join(str(one >> 20) for one in self.resident)} MiB"
         )
 
 
@@ -188,12 +187,12 @@ class Soak:
         torch.set_num_threads(1)
         began = time.perf_counter()
         try:
-            self._round(calls // 5)
-            on_device = _allocated()
-            self.figures.bytes_before = resident_bytes()
-            self._round(calls - calls // 5)
-            self.figures.bytes_after = resident_bytes()
-            self.figures.bytes_on_device = _allocated() - on_device
+            on_device: list[int] = []
+            for _ in range(5):
+                self._round(calls // 5)
+                self.figures.resident.append(resident_bytes())
+                on_device.append(_allocated())
+            self.figures.bytes_on_device = on_device[-1] - on_device[0]
         finally:
             torch.set_num_threads(threads)
         self.figures.seconds = time.perf_counter() - began

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import conv_transpose2d_reference
+from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_depthwise_backward
 from tconv_swap.cuda.plans.plan_depthwise_backward import Walk, lags, meets_all, walk_of
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.program import Output, Plan
 from tconv_swap.geometry import Geometry
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -140,32 +139,5 @@ def test_forced_on_random_geometries(seed: int) -> None:
         if plan_depthwise_backward.plan_gradients(posed, mask, facts) is not None:
             walk = random_walk(rng, posed, mask)
     part = plan_depthwise_backward.plan_with_walk(posed, walk, mask, facts)
-    outputs = (
-        Output(g.input_shape, channels_last),
-        Output(g.weight_shape, channels_last),
-        Output((g.out_channels,)),
-    )
-    wanted = tuple(output for output, one in zip(outputs, mask, strict=True) if one)
-    made = Plan(part.family, part.why, wanted, part.launches, workspace_bytes=part.workspace_bytes)
-    handle = launch.add_plan(made, dtype, torch.device("cuda", 0), facts.architecture)
-    grad_output, x, w = (
-        torch.randn(shape, device="cuda")
-        .to(dtype)
-        .contiguous(memory_format=(torch.contiguous_format, torch.channels_last)[channels_last])
-        for shape in (g.output_shape, g.input_shape, g.weight_shape)
-    )
-
-    def run() -> list[torch.Tensor]:
-        torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, [grad_output, x, w])  # type: ignore[no-any-return]
-
-    got, again = run(), run()
-    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
-    leaves = [one.double().requires_grad_() for one in (x, w)]
-    y = conv_transpose2d_reference(*leaves, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
-    truths = [*torch.autograd.grad(y, leaves, grad_output.double()), grad_output.double().sum((0, 2, 3))]
-    scales = [*truths[:2], grad_output.double().abs().sum((0, 2, 3))]
-    expected = [(t, s) for t, s, one in zip(truths, scales, mask, strict=True) if one]
-    for one, (truth, scale) in zip(got, expected, strict=True):
-        error = (one.double() - truth).norm() / scale.norm().clamp_min(1e-30)
-        assert error <= TOLERANCE[dtype], f"{g} {walk} {mask}"
+    layouts = (channels_last, channels_last)
+    assert_kernel_matches(part, g, dtype, layouts, TOLERANCE[dtype], mask)

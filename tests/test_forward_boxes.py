@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_forced_forward
+from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, jit, plan
 from tconv_swap.cuda.plans import nchw_boxes, plan_tile, tile_choice, tile_layout, tile_memory, tile_stagger
@@ -324,12 +324,13 @@ def test_forced_on_random_geometries(seed: int, arranged: bool) -> None:
     geometry = posed.geometry
     made = plan_tile.plan_with_tile(posed, tile, H200)
     layouts = (not arranged, posed.weight_channels_last)
-    x, run = check_forced_forward(made, geometry, dtype, layouts, posed.has_bias, TOLERANCE[dtype])
+    run = assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=posed.has_bias)
     if geometry.groups > 1:
-        y = run()
+        x = run.tensors[0]
+        assert x is not None
         x[:, -geometry.in_channels_per_group :] = float("nan")
         clean = geometry.out_channels - geometry.out_channels_per_group
-        assert torch.equal(run()[:, :clean], y[:, :clean])
+        assert torch.equal(run.again()[0][:, :clean], run.found[0][:, :clean])
 
 
 @pytest.mark.gpu
@@ -342,7 +343,7 @@ def test_a_late_warpgroup_on_random_geometries(seed: int) -> None:
     posed, tile = late_case(random.Random(seed), dtype)
     made = plan_tile.plan_with_tile(posed, tile, H200)
     layouts = (True, posed.weight_channels_last)
-    check_forced_forward(made, posed.geometry, dtype, layouts, posed.has_bias, TOLERANCE[dtype])
+    assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=posed.has_bias)
 
 
 @pytest.mark.gpu
@@ -363,4 +364,6 @@ def test_ways_from_nchw_on_random_geometries(
     dtype = dtypes[seed % len(dtypes)]
     posed, tile = case(random.Random(seed), dtype)
     made = plan_tile.plan_with_tile(posed, tile, H200)
-    check_forced_forward(made, posed.geometry, dtype, (False, False), posed.has_bias, TOLERANCE[dtype])
+    assert_kernel_matches(
+        made, posed.geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=posed.has_bias
+    )

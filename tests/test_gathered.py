@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_forced_gradients
+from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans.plan_gathered import build, claims, counts_the_output, shared_bytes, tiles
@@ -145,4 +145,5 @@ def test_forced_on_random_geometries(seed: int) -> None:
     posed = posed_at_random(rng, DTYPES[seed % 3])
     with_bias = counts_the_output(posed.geometry)
     part = build(posed, rng.choice(list(tiles(posed, facts))), facts, with_bias)
-    check_forced_gradients(part, posed, with_bias, TOLERANCE[posed.dtype])
+    layouts, mask = (posed.channels_last, posed.weight_channels_last), (True, True, with_bias)
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, TOLERANCE[posed.dtype], mask)

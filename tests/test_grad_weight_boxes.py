@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from harness import assert_kernel_matches
 from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call, launch, plan
@@ -168,34 +169,11 @@ def test_forced_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     posed, tiles = posed_at_random(rng, (torch.float16, torch.bfloat16)[seed % 2], facts)
-    geometry, boxes = posed.geometry, rng.choice(tiles)
+    boxes = rng.choice(tiles)
     with_bias = reads_all_of_grad_output(posed)
     made = forced(posed, boxes, rng.choice(slice_choices(posed, boxes, facts)), with_bias)
-    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
-    grad, x = tensors(posed)
-
-    def run() -> list[torch.Tensor]:
-        return torch.ops.tconv_swap.launch.default(handle, [grad, x, None])
-
-    for one in run():  # freed at once: the next call takes its memory
-        one.fill_(float("nan"))
-    torch.full((made.workspace_bytes // 4 + 1,), float("nan"), device="cuda")
-    gradients = run()
-    assert all(torch.equal(a, b) for a, b in zip(gradients, run(), strict=True))
-
-    weight = torch.zeros(geometry.weight_shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    g = geometry
-    y = conv_transpose2d_reference(
-        x, weight, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
-    )
-    (expected,) = torch.autograd.grad(y, weight, grad.double())
-    assert gradients[0].shape == expected.shape
-    error = (gradients[0].double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCE[posed.dtype], f"{geometry} {made.why}"
-    if with_bias:
-        scale = grad.double().abs().sum((0, 2, 3))
-        error = (gradients[1].double() - grad.double().sum((0, 2, 3))).norm() / scale.norm()
-        assert error <= TOLERANCE[posed.dtype], f"bias of {geometry} {made.why}"
+    layouts, mask = (True, posed.weight_channels_last), (False, True, with_bias)
+    assert_kernel_matches(made, posed.geometry, posed.dtype, layouts, TOLERANCE[posed.dtype], mask)
 
 
 @pytest.mark.gpu

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import conv_transpose2d_reference
+from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import (
     plan_grad_weight_direct,
     plan_grad_weight_in_place,
@@ -25,7 +25,7 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     lines_of,
     weight_bytes,
 )
-from tconv_swap.cuda.program import Output, Part, Plan
+from tconv_swap.cuda.program import Part
 from tconv_swap.geometry import Geometry
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -274,37 +274,8 @@ def test_forced_on_random_geometries(seed: int, with_bias: bool) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     posed, part = random_part(rng, with_bias, facts)
-    g = posed.geometry
-    outputs = (Output(g.weight_shape, posed.weight_channels_last), Output((g.out_channels,)))
-    made = Plan(
-        part.family,
-        part.why,
-        outputs if with_bias else outputs[:1],
-        part.launches,
-        workspace_bytes=part.workspace_bytes,
-    )
-    handle = launch.add_plan(made, torch.float32, torch.device("cuda", 0), facts.architecture)
-
-    formats = (torch.contiguous_format, torch.channels_last)
-    x, grad_output = (
-        torch.randn(shape, device="cuda").contiguous(memory_format=formats[posed.channels_last])
-        for shape in (g.input_shape, g.output_shape)
-    )
-
-    def run() -> list[torch.Tensor]:
-        torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, [grad_output, x, None])  # type: ignore[no-any-return]
-
-    got, again = run(), run()
-    for one, other in zip(got, again, strict=True):
-        assert torch.equal(one, other)
-    weight = torch.zeros(g.weight_shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    y = conv_transpose2d_reference(
-        x, weight, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
-    )
-    (expected,) = torch.autograd.grad(y, weight, grad_output.double())
-    error = (got[0].double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TF32_TOLERANCE, f"{g} {made.why}"
+    layouts, mask = (posed.channels_last, posed.weight_channels_last), (False, True, with_bias)
+    run = assert_kernel_matches(part, posed.geometry, torch.float32, layouts, TF32_TOLERANCE, mask)
     if with_bias:
-        sums = grad_output.double().sum((0, 2, 3))
-        assert (got[1].double() - sums).norm() <= BIAS_TOLERANCE * sums.norm(), f"{g} {made.why}"
+        sums = run.truths[1]
+        assert (run.found[1].double() - sums).norm() <= BIAS_TOLERANCE * sums.norm(), part.why

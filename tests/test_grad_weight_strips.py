@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from oracle import conv_transpose2d_reference
+from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import grad_weight_strips_tile as tiles
 from tconv_swap.cuda.plans import plan_grad_weight_strips as strips
 from tconv_swap.cuda.plans.grad_weight_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
-from tconv_swap.cuda.program import Output, Part, Plan
+from tconv_swap.cuda.program import Part
 from tconv_swap.geometry import Geometry
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -145,31 +145,6 @@ def test_forced_on_random_geometries(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     posed, part = random_part(rng, facts)
-    g = posed.geometry
-    made = Plan(
-        part.family,
-        part.why,
-        (Output(g.weight_shape, posed.weight_channels_last),),
-        part.launches,
-        workspace_bytes=part.workspace_bytes,
-    )
-    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
-    layout = torch.channels_last if posed.channels_last else torch.contiguous_format
-    x, grad_output = (
-        torch.randn(shape, device="cuda", dtype=posed.dtype).contiguous(memory_format=layout)
-        for shape in (g.input_shape, g.output_shape)
-    )
-
-    def run() -> torch.Tensor:
-        torch.full((made.workspace_bytes // 4 + 2**20,), float("nan"), device="cuda")  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, [grad_output, x, None])[0]  # type: ignore[no-any-return]
-
-    got, again = run(), run()
-    assert torch.equal(got, again)
-    weight = torch.zeros(g.weight_shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    y = conv_transpose2d_reference(
-        x, weight, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation
-    )
-    (expected,) = torch.autograd.grad(y, weight, grad_output.double())
-    error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCES[posed.dtype], f"{g} {posed.dtype} {made.why}"
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    tolerance, mask = TOLERANCES[posed.dtype], (False, True, False)
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, mask)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_forced_gradients
+from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans.plan_large import Shape, build, claims, shape_of, shared_bytes
@@ -87,4 +87,6 @@ def test_forced_on_random_geometries(seed: int) -> None:
     warps, taps = rng.choice((1, 3, 8, 12)), rng.choice((16, 32) if dtype == torch.float32 else (16, 32, 64))
     runs = -(-geometry.out_channels * geometry.taps // taps)
     shape = Shape(warps, taps, rng.choice((1, 1, 2, 5)), -(-runs // warps))
-    check_forced_gradients(build(posed, shape, call.device_facts(0)), posed, False, TOLERANCE[dtype])
+    part = build(posed, shape, call.device_facts(0))
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    assert_kernel_matches(part, geometry, dtype, layouts, TOLERANCE[dtype], (True, True, False))

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_forced_forward
+from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_pixel
@@ -103,4 +103,4 @@ def test_forced_on_random_geometries(seed: int) -> None:
     with_bias = rng.random() < 0.5
     made = plan_pixel.plan_with_tile(posed, with_bias, rng.choice(tiles))
     layouts = (posed.channels_last, posed.weight_channels_last)
-    check_forced_forward(made, posed.geometry, dtype, layouts, with_bias, tolerance)
+    assert_kernel_matches(made, posed.geometry, dtype, layouts, tolerance, with_bias=with_bias)

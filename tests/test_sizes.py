@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from forced import check_forced_forward
+from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, jit, plan
 from tconv_swap.cuda.plans import plan_tile, sizes, tile_classes
@@ -307,4 +307,4 @@ def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
     for posed, tile in (*found, found[0]):
         made = plan_tile.plan_with_tile(posed, tile, H200)
         layouts = (channels_last, channels_last)
-        check_forced_forward(made, posed.geometry, dtype, layouts, bias, TOLERANCE[dtype])
+        assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)

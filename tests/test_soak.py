@@ -25,8 +25,8 @@ from tconv_swap import conv_transpose2d
 from tconv_swap.cuda import call, jit
 from tconv_swap.measurement.modes import MODES
 
-#: A leak of a kilobyte a call is 80 MB in 100,000 calls.
-MOST_GROWTH = 64 << 20
+#: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
+MOST_GROWTH = 48 << 20
 MANY = 100_000
 
 PRETENDED = [Layer(16, 8, 4, 2, 1), Layer(24, 5, 4, 2, 1), Layer(64, 32, 4, 2, 1)]
@@ -56,10 +56,10 @@ def as_a_layer_calls(kind: Kind, x: Tensor, w: Tensor, b: Tensor | None) -> Tens
 
 def check(figures: Figures, calls: int) -> None:
     print(figures)
-    assert figures.calls >= calls - 8  # what a number of threads leaves over
+    assert figures.calls > calls - 25  # what fifths and threads leave over
     assert figures.checked > calls / 40
     assert 0 < figures.most_answers <= MOST_ANSWERS
-    assert figures.bytes_after - figures.bytes_before < MOST_GROWTH
+    assert figures.resident[-1] - figures.resident[1] < MOST_GROWTH
     assert figures.bytes_on_device <= 0
     assert unbounded_caches() == []
     if calls >= MANY:  # then more is asked than may be kept

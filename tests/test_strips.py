@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_forced_forward
-from oracle import conv_transpose2d_reference
+from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, launch, plan
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_grad_input, plan_strips
 from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
-from tconv_swap.cuda.program import Output, Part, Plan
+from tconv_swap.cuda.program import Part
 from tconv_swap.geometry import Geometry
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -122,10 +121,8 @@ def test_forced_outputs(seed: int) -> None:
         pytest.skip("needs a GPU with wgmma")
     torch.manual_seed(seed)
     posed, has_bias, part = random_part(random.Random(seed), False, facts)
-    g = posed.geometry
-    made = Plan(part.family, part.why, (Output(g.output_shape),), part.launches, part.workspace_bytes)
-    layouts = (False, posed.weight_channels_last)
-    check_forced_forward(made, g, posed.dtype, layouts, has_bias, TOLERANCES[posed.dtype])
+    layouts, tolerance = (False, posed.weight_channels_last), TOLERANCES[posed.dtype]
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, with_bias=has_bias)
 
 
 @pytest.mark.gpu
@@ -136,23 +133,6 @@ def test_forced_gradients_of_the_input(seed: int) -> None:
         pytest.skip("needs a GPU with wgmma")
     torch.manual_seed(seed)
     posed, _, part = random_part(random.Random(seed), True, facts)
-    g = posed.geometry
-    launches = plan_grad_input.reading_backward(part.launches)
-    made = Plan(part.family, part.why, (Output(g.input_shape),), launches, part.workspace_bytes)
-    handle = launch.add_plan(made, posed.dtype, torch.device("cuda", 0), facts.architecture)
-    weight_layout = torch.channels_last if posed.weight_channels_last else torch.contiguous_format
-    w = torch.randn(g.weight_shape, device="cuda").to(posed.dtype).contiguous(memory_format=weight_layout)
-    x = torch.zeros(g.input_shape, dtype=torch.float64, device="cuda", requires_grad=True)
-    grad_output = torch.randn(g.output_shape, device="cuda").to(posed.dtype)
-    unread = torch.empty(g.input_shape, device="cuda", dtype=posed.dtype)
-
-    def run() -> torch.Tensor:
-        torch.full((x.numel() + 2**20,), float("nan"), device="cuda", dtype=posed.dtype)  # freed at once
-        return torch.ops.tconv_swap.launch.default(handle, [grad_output, unread, w])[0]  # type: ignore[no-any-return]
-
-    got = run()
-    assert torch.equal(got, run())
-    y = conv_transpose2d_reference(x, w, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
-    (expected,) = torch.autograd.grad(y, x, grad_output.double())
-    error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error <= TOLERANCES[posed.dtype], f"{g} {made.why}"
+    part = replace(part, launches=plan_grad_input.reading_backward(part.launches))
+    layouts, tolerance = (False, posed.weight_channels_last), TOLERANCES[posed.dtype]
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, (True, False, False))

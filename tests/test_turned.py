@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from forced import check_forced_forward
+from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.plans import plan_tile, tile_choice
@@ -180,4 +180,4 @@ def test_forced_on_random_geometries(seed: int) -> None:
     problem, tile = forced(seed)
     geometry, dtype = problem.geometry, problem.dtype
     made = plan_tile.plan_with_tile(problem, tile, facts)
-    check_forced_forward(made, geometry, dtype, (False, False), problem.has_bias, TOLERANCE[dtype])
+    assert_kernel_matches(made, geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=problem.has_bias)
