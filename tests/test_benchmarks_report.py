@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_layers import H200, NOTES_CEILINGS, SUITE, TARGETS, small
+from benchmark_layers import CEILINGS, H200, SUITE, TARGETS, small
 from torch import Tensor
 
 from benchmarks import layers, layers_report, measure, render, table
@@ -70,7 +70,7 @@ def results(*rows: Row, failures: tuple[str, ...] = ()) -> Results:
         "torch": "2.11.0",
     }
     return Results(
-        environment, {"commit": "abc", "created": "2026-11-21"}, NOTES_CEILINGS, list(rows), list(failures)
+        environment, {"commit": "abc", "created": "2026-11-21"}, CEILINGS, list(rows), list(failures)
     )
 
 
@@ -300,7 +300,7 @@ def run_on_the_cpu(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(layers, "_gpu", lambda: torch.device("cpu"))
     monkeypatch.setattr(layers.call, "device_facts", lambda index: H200)
     monkeypatch.setattr(layers, "compile_ahead", lambda plans, architecture: len(plans))
-    monkeypatch.setattr(layers, "measure_ceilings", lambda device: NOTES_CEILINGS)
+    monkeypatch.setattr(layers, "measure_ceilings", lambda device: CEILINGS)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
     return layers.main(["--iters", "2", *arguments])
 

@@ -269,9 +269,15 @@ class TestRealEntryPoint:
         assert b"\\u043c\\u043e\\u0434" in done.stdout
         assert b"Traceback" not in done.stderr
 
-    @pytest.mark.parametrize("closed", [">&-", "> /dev/full"])
     @pytest.mark.parametrize(
-        "words", [("model.pt", "--dry-run"), ("--help",), ("--version",), ("bench", "--list")]
+        ("words", "closed"),
+        [
+            (("model.pt", "--dry-run"), ">&-"),
+            (("model.pt", "--dry-run"), "> /dev/full"),
+            (("--help",), ">&-"),
+            (("--version",), "> /dev/full"),
+            (("bench", "--list"), "> /dev/full"),
+        ],
     )
     def test_a_stdout_that_takes_nothing(self, model: Path, closed: str, words: tuple[str, ...]) -> None:
         script = f"{shlex.join(command(*words))} {closed}"

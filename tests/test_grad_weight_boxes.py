@@ -68,8 +68,6 @@ def test_few_channels_come_by_boxes_where_the_kernel_leaves_gaps() -> None:
     gaps = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     part = plan.plan_backward(problem(gaps), (False, True, False), H200)
     assert part.family == "weight boxes"
-    boxes = part.launches[0].tensor_maps[1]
-    assert boxes.fetched_bytes == 128
     # Three taps beside each other, not two and one to spare.
     constants = dict(part.launches[0].kernel.constants)
     assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))

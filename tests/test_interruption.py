@@ -105,8 +105,9 @@ class Net(nn.Sequential):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("late", ["atexit.register(tell)", "late = Late()"])
+@pytest.mark.parametrize(
+    ("number", "late"), [(signal.SIGINT, "atexit.register(tell)"), (signal.SIGTERM, "late = Late()")]
+)
 def test_in_the_teardown_all_is_written_and_the_exit_code_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, late: str
 ) -> None:

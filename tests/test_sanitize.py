@@ -13,7 +13,11 @@ H200 = plan.Device("sm_90a", 132, 227 << 10)
 
 def test_every_kernel_source_is_run_by_something() -> None:
     """A new kernel that no geometry there leads to would be checked by no sanitizer."""
-    found = sanitize.cases(sanitize.GEOMETRIES, H200, each=1, modes=sanitize.MODES[:2])
+    found: list[sanitize.Case] = []
+    for geometry in sanitize.GEOMETRIES:
+        found += sanitize.cases([geometry], H200, each=1, modes=sanitize.MODES[:2])
+        if not sanitize.sources_without_case(found):
+            break
     assert sanitize.sources_without_case(found) == []
     families = {(case.stage, case.problem.channels_last) for case in found}
     assert families == {(stage, layout) for stage in sanitize.STAGES for layout in (False, True)}
