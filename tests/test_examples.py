@@ -40,7 +40,7 @@ CASES = [
     Case("cyclegan", "--size 32 --width 4", layers=4),
     Case("vae", "--size 32 --width 4 --batch 4", layers=4),
     Case("unet", "--size 32 --width 4", layers=4),
-    Case("mask_rcnn", "--size 32 --batch 1", layers=1),
+    Case("mask_rcnn", "--size 64 --batch 1", layers=1),
 ]
 each_example = pytest.mark.parametrize("case", CASES, ids=[case.example for case in CASES])
 

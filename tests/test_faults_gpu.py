@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,48 +16,28 @@ from torch import Tensor, nn
 
 from tconv_swap import swap_layers
 from tconv_swap.cuda import call, host, launch
-from tconv_swap.cuda.cache import cache_directory
-from tconv_swap.measurement.modes import MODES
 
 pytestmark = pytest.mark.gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.fixture(autouse=True)
-def _exact() -> Iterator[None]:
-    with MODES["fp32"].switched_on():
-        yield
-
-
-def pair() -> tuple[nn.Sequential, nn.Sequential]:
-    torch.manual_seed(0)
-    theirs = nn.Sequential(nn.ConvTranspose2d(16, 32, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(32, 8, 4, 2, 1))
-    theirs.cuda()
-    return theirs, swap_layers(theirs, inplace=False, backend="kernel")
-
-
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
     """Of the input and of the parameters; the output is the first."""
-    leaves = [x, *model.parameters()]
     y = model(x)
-    return [y.detach(), *torch.autograd.grad(y.square().mean(), leaves)]
-
-
-def assert_same(found: list[Tensor], wanted: list[Tensor]) -> None:
-    for ours, theirs in zip(found, wanted, strict=True):
-        assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
+    return [y.detach(), *torch.autograd.grad(y.square().mean(), [x, *model.parameters()])]
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["first call", "made again"])
 def test_out_of_memory_in_the_middle_of_a_backward_pass(known: bool) -> None:
-    """The last layer has its gradients when nothing more can be had: the first one's input is 256 MiB."""
-    theirs, ours = pair()
-    x = torch.randn(64, 16, 256, 256, device="cuda", requires_grad=True)
-    wanted = gradients(theirs, x)
+    """The last layer has its gradients when nothing more can be had: that of the first one's input is 32 MiB."""
+    layers = (nn.ConvTranspose2d(16, 32, 4, 2, 1), nn.ReLU(), nn.ConvTranspose2d(32, 8, 4, 2, 1))
+    model = swap_layers(nn.Sequential(*layers).cuda(), backend="kernel")
+    x = torch.randn(8, 16, 256, 256, device="cuda", requires_grad=True)
     call.forget()
-    if known:
-        assert_same(gradients(ours, x), wanted)
+    wanted = gradients(model, x)
+    if not known:
+        call.forget()
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -70,28 +49,27 @@ def test_out_of_memory_in_the_middle_of_a_backward_pass(known: bool) -> None:
         torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / total)
         with suppress(torch.OutOfMemoryError):
             while True:  # what lies free in memory that is reserved
-                reached.append(gradient.new_empty(16 << 20))
+                reached.append(gradient.new_empty(4 << 20))
 
-    middle = ours[0](x)
+    middle = model[0](x)
     middle.register_hook(fill)
-    loss = ours[2](ours[1](middle)).square().mean()
+    loss = model[2](model[1](middle)).square().mean()
     try:
         with pytest.raises(torch.OutOfMemoryError):
             loss.backward()
     finally:
         torch.cuda.set_per_process_memory_fraction(fraction)
     assert x.grad is None
-    assert ours[0].weight.grad is None
-    assert ours[2].weight.grad is not None
-    ours.zero_grad()
+    assert model[0].weight.grad is None
+    assert model[2].weight.grad is not None
+    model.zero_grad()
     reached.clear()
     del middle, loss
     gc.collect()
     assert torch.cuda.memory_allocated() <= before + 1024
-    assert_same(gradients(ours, x), wanted)
-    answers = launch.known_answers()
-    assert_same(gradients(ours, x), wanted)
-    assert launch.known_answers() == answers == 4
+    for _ in range(2):
+        assert all(map(torch.equal, gradients(model, x), wanted))
+        assert launch.known_answers() == 4
 
 
 def python(code: str, **environment: str) -> str:
@@ -168,7 +146,9 @@ def test_without_a_compiler_pytorchs_operator_computes(tmp_path: Path) -> None:
 def test_the_cache_while_kernels_are_wanted(fault: str, tmp_path: Path) -> None:
     """Of a process that has built its host part. ``"full"``: the system writes no more than 4 KiB to a file."""
     host.library()
-    shutil.copytree(cache_directory() / "host", tmp_path / "cache" / "host")
+    built = host.library_path().parent
+    of_others = shutil.ignore_patterns("tmp*")  # who build it at this moment
+    shutil.copytree(built, tmp_path / "cache" / "host" / built.name, ignore=of_others)
     faults = {
         "removed": "import shutil; shutil.rmtree(cache.cache_directory())\n",
         "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n",
@@ -179,8 +159,11 @@ def test_the_cache_while_kernels_are_wanted(fault: str, tmp_path: Path) -> None:
         f"{faults[fault]}"
         "same(*one); same(*one, 9); same(*pair('cuda'), 11)\n"
         "torch.cuda.synchronize()\n"
+        "print('computed', flush=True)\n"
+        "sys.stderr.flush(); os._exit(0)\n"  # as ddp_worker.py ends
     )
     said = python(code, TCONV_SWAP_CACHE=str(tmp_path / "cache"))
+    assert "computed" in said
     assert "building the host part" not in said
     assert said.count("compiled kernels are not kept") == (fault == "full"), said
     left = list((tmp_path / "cache" / "kernels").glob("*.cubin"))

@@ -8,6 +8,7 @@ says what it found; without the option, so many calls are made as take some seco
 from __future__ import annotations
 
 import pytest
+import torch
 from pretended_gpu import pretended_gpu
 from soak import (
     MOST_ANSWERS,
@@ -27,7 +28,6 @@ from tconv_swap.measurement.modes import MODES
 
 #: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
 MOST_GROWTH = 48 << 20
-MANY = 100_000
 
 PRETENDED = [Layer(16, 8, 4, 2, 1), Layer(24, 5, 4, 2, 1), Layer(64, 32, 4, 2, 1)]
 LAYERS = [
@@ -62,8 +62,6 @@ def check(figures: Figures, calls: int) -> None:
     assert figures.resident[-1] - figures.resident[1] < MOST_GROWTH
     assert figures.bytes_on_device <= 0
     assert unbounded_caches() == []
-    if calls >= MANY:  # then more is asked than may be kept
-        assert figures.most_answers > MOST_ANSWERS / 2
 
 
 def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,11 +77,15 @@ def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
         figures = soak.run(calls)
     assert gpu.launched
     check(figures, calls)
+    if calls >= 100_000:  # then more is asked than may be kept
+        assert figures.most_answers > MOST_ANSWERS / 2
 
 
 @pytest.mark.gpu
 def test_on_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From streams of their own; every kernel is compiled and loaded once."""
+    """From streams of their own; every kernel is compiled and loaded once. Without cuDNN, of which each thread keeps a
+    plan for each size that it meets."""
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, most_images=32)}
     compiled: list[object] = []
     compile_kernel = jit.compile_kernel
