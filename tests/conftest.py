@@ -27,7 +27,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--soak-calls",
         type=int,
         default=3000,
-        help="How many calls tests/test_soak.py makes; 100,000 take minutes.",
+        help="How many calls tests/cuda/test_soak.py makes; 100,000 take minutes.",
     )
 
 

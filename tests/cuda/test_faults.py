@@ -13,7 +13,7 @@ import pytest
 
 from tconv_swap.cuda import cache
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 KERNEL = (
     "import torch, tconv_swap\n"
     "from tconv_swap.cuda import host, jit\n"

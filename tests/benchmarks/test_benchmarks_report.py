@@ -21,7 +21,7 @@ from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.roof import Work
 from tconv_swap.measurement.timing import Timing
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 GEOMETRIES = {layer.name: str(layer) for layer in SUITE.layers}
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from tconv_swap import swap_layers, unswap_layers
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 

@@ -106,6 +106,9 @@ class Figures:
     seconds: float = 0.0
     most_answers: int = 0
     resident: list[int] = field(default_factory=list)
+    unbounded: list[str] = field(
+        default_factory=list
+    )  # functions that remember without a bound, and learnt meanwhile
     bytes_on_device: int = 0  # that are allocated at the end and were not after a fifth
 
     def __str__(self) -> str:
@@ -185,13 +188,15 @@ class Soak:
         """Raises what a call raised, or AssertionError for a result that is wrong."""
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        began = time.perf_counter()
+        began, known = time.perf_counter(), unbounded_caches()
         try:
             on_device: list[int] = []
             for _ in range(5):
                 self._round(calls // 5)
                 self.figures.resident.append(resident_bytes())
                 on_device.append(_allocated())
+            learnt = unbounded_caches().items()
+            self.figures.unbounded = [name for name, size in learnt if size > known.get(name, 0) + 8]
             self.figures.bytes_on_device = on_device[-1] - on_device[0]
         finally:
             torch.set_num_threads(threads)
@@ -298,17 +303,16 @@ def _allocated() -> int:
     return torch.cuda.memory_allocated()
 
 
-def unbounded_caches() -> list[str]:
-    """Of this package's remembered functions, those that have no bound and know more than a few arguments."""
-    return [
-        f"{one.__module__}.{one.__qualname__}: {one.cache_info()}"
+def unbounded_caches() -> dict[str, int]:
+    """How much each of this package's remembered functions knows that has no bound."""
+    return {
+        f"{one.__module__}.{one.__qualname__}": one.cache_info().currsize
         for one in gc.get_objects()
-        if type(one)
-        is functools._lru_cache_wrapper  # isinstance asks objects for a class that they may make up
+        # isinstance asks objects for a class that they may make up
+        if type(one) is functools._lru_cache_wrapper
         and one.__module__.startswith("tconv_swap")
         and one.cache_parameters()["maxsize"] is None
-        and one.cache_info().currsize > 8
-    ]
+    }
 
 
 # Kernels, compiled before the calls that wait for them

@@ -19,7 +19,7 @@ from tconv_swap.cuda import call, host, launch
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:

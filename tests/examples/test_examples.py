@@ -18,7 +18,7 @@ from torch import nn
 from tconv_swap import op
 from tconv_swap.measurement.modes import MODES
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = 2
 # Relative. Measured on the CPU: rounding moves these losses by up to 1.4e-7, layers that are 5 % off by at least
 # 1.7e-5 (the VAE, whose normalisation hides most of it). On CUDA the same, with TF32 off: with it on, two right

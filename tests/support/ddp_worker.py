@@ -1,7 +1,7 @@
 """One process of a group: DDP and FSDP2 of a swapped network against one unswapped, with the whole batch.
 
-With gloo on the CPU (test_ways.py), and with NCCL on GPUs (test_cuda_ways.py), where our kernels compute whatever
-PyTorch's would be faster at.
+With gloo on the CPU (ways/test_ways.py), and with NCCL on GPUs (ways/test_cuda_ways.py), where our kernels compute
+whatever PyTorch's would be faster at.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def outputs_of(size: int, backend: str, file: Path) -> list[str]:
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(size), str(file), backend],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

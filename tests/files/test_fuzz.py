@@ -1,6 +1,6 @@
 """Damaged and hostile files and arguments: one clear line, a documented exit code, nothing executed.
 
-`TCONV_SWAP_FUZZ=20000 pytest tests/test_fuzz.py` runs that many of each instead of the few hundred of CI.
+`TCONV_SWAP_FUZZ=20000 pytest tests/files/test_fuzz.py` runs that many of each instead of the few hundred of CI.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from tconv_swap.cli import app
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
 def run(*arguments: Any) -> Any:
