@@ -59,6 +59,7 @@ def check(figures: Figures, calls: int) -> None:
     assert figures.checked > calls / 40
     assert 0 < figures.most_answers <= MOST_ANSWERS
     assert figures.resident[-1] - figures.resident[1] < MOST_GROWTH
+    assert figures.tensors <= 0
     assert figures.bytes_on_device <= 0
     assert figures.unbounded == []
 

@@ -109,6 +109,7 @@ class Figures:
     unbounded: list[str] = field(
         default_factory=list
     )  # functions that remember without a bound, and learnt meanwhile
+    tensors: int = 0  # that Python holds at the end and did not after a fifth
     bytes_on_device: int = 0  # that are allocated at the end and were not after a fifth
 
     def __str__(self) -> str:
@@ -191,12 +192,15 @@ class Soak:
         began, known = time.perf_counter(), unbounded_caches()
         try:
             on_device: list[int] = []
+            held: list[int] = []
             for _ in range(5):
                 self._round(calls // 5)
                 self.figures.resident.append(resident_bytes())
                 on_device.append(_allocated())
+                held.append(sum(type(one) is Tensor for one in gc.get_objects()))
             learnt = unbounded_caches().items()
             self.figures.unbounded = [name for name, size in learnt if size > known.get(name, 0) + 8]
+            self.figures.tensors = held[-1] - held[0]
             self.figures.bytes_on_device = on_device[-1] - on_device[0]
         finally:
             torch.set_num_threads(threads)
