@@ -23,6 +23,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="Compile every planned kernel for every architecture that is named, not one of each for four of them.",
     )
+    parser.addoption(
+        "--soak-calls",
+        type=int,
+        default=2000,
+        help="How many calls tests/cuda/test_soak.py makes; 100,000 take minutes.",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -1,0 +1,221 @@
+"""The stacked narrow kernel (csrc/kernels/forward_cells.cu), forced on random geometries, and what its plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.plans import plan_cells
+from tconv_swap.cuda.plans.cells_tile import product, shared_bytes
+from tconv_swap.geometry import Geometry, phase_taps
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+LARGE_CELLS = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
+GROUPED = Geometry(16, 32, 128, 256, 64, (3, 5), (2, 3), (1, 2), dilation=(2, 1), groups=4)
+WIDE_RGB = Geometry(4, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4))
+LAYERS = (RGB, GAPS, LARGE_CELLS, GROUPED, WIDE_RGB)
+#: As in test_cuda_op.py.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def problem(
+    geometry: Geometry, dtype: torch.dtype = torch.float16, channels_last: bool = False
+) -> plan.Problem:
+    return plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_narrow_layers_in_16_bits_go_to_tensor_cores(geometry: Geometry, channels_last: bool) -> None:
+    for dtype in (torch.float16, torch.bfloat16):
+        made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
+        assert made.family == ("narrow fold" if geometry == RGB else "narrow tensor")
+    turing = plan.Device("sm_75", 30, 64 << 10)
+    assert (
+        plan.plan_forward(problem(geometry, torch.float16, channels_last), True, turing).family != made.family
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_packed_weights_can_be_kept(dtype: torch.dtype) -> None:
+    made = plan.plan_forward(problem(GAPS, dtype), True, H200)
+    assert made.family == "narrow tensor"
+    packing, going_on = made.without_packing(dtype.itemsize)
+    assert [one.kernel.entry for one in packing.launches + going_on.launches] == [
+        "pack_cells",
+        "forward_cells",
+    ]
+    assert going_on.workspace_bytes == 0
+
+
+def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
+    for channels_last in (False, True):
+        for geometry, family in ((GAPS, "narrow tensor"), (WIDE_RGB, "narrow")):
+            for precision in ("tf32", "ieee"):
+                posed = replace(problem(geometry, torch.float32, channels_last), precision=precision)
+                assert plan.plan_forward(posed, True, H200).family == family
+
+
+def test_depthwise_stays_with_ffma() -> None:
+    depthwise = Geometry(2, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1), groups=64)
+    assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow"
+
+
+def test_a_kernel_serves_many_batches() -> None:
+    kernels = {
+        one.kernel
+        for batch in range(1, 200, 7)
+        for one in plan.plan_forward(problem(RGB.with_batch(batch)), True, H200).launches
+    }
+    assert len(kernels) <= 1 + len(plan_cells.NOMINAL_BATCHES)
+
+
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_the_product_has_room_for_every_tap(geometry: Geometry) -> None:
+    for stacked in (False, True):
+        for columns_fastest in (False, True):
+            p = product(geometry, stacked, columns_fastest)
+            taps = [
+                len(phase_taps(geometry.kernel[1], geometry.stride[1], geometry.dilation[1], phase))
+                for phase in range(geometry.stride[1])
+            ]
+            rows = sum(map(bool, taps)) * geometry.out_channels_per_group
+            assert 0 <= p.m_tiles * 16 - rows * (geometry.stride[0] if stacked else 1) < 16
+            assert 2 * p.pairs >= max(taps) * p.group_halves
+            assert p.all_pairs <= p.m_tiles * p.pairs
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: bool) -> None:
+    for dtype in (torch.float16, torch.float32):
+        posed = problem(geometry, dtype, channels_last)
+        tiles = list(plan_cells.candidates(posed, H200))
+        assert tiles or dtype == torch.float32
+        for tile in tiles:
+            shared = shared_bytes(geometry, tile, dtype.itemsize, channels_last)
+            assert tile.blocks_per_multiprocessor * (shared + 1024) <= 228 << 10
+            assert shared <= H200.shared_memory_per_block
+
+
+def test_offsets_past_32_bits_are_not_claimed() -> None:
+    assert plan_cells.claims(problem(RGB), H200)
+    assert not plan_cells.claims(problem(replace(RGB, height=8192, width=4096)), H200)
+    assert plan_cells.claims(problem(RGB.with_batch(10**6)), H200)
+
+
+def random_geometry(rng: random.Random) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3))
+        kernel = (rng.randint(1, 6), rng.randint(1, 6))
+        stride = (rng.randint(1, 5), rng.randint(1, 5))
+        dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2, 3)))
+        if rng.random() < 0.15:
+            stride = (rng.choice((6, 8)), rng.choice((6, 8, 9, 16)))
+            kernel, dilation = (2 * stride[0], 2 * stride[1]), (1, 1)
+        geometry = Geometry(
+            rng.randint(1, 5),
+            groups * rng.choice((1, 3, 5, 8, 10, 16, 21, 32)),
+            rng.randint(1, 30),
+            rng.choice((rng.randint(1, 80), 8, 16, 24, 64)),
+            groups * rng.choice((1, 2, 3, 4, 7, 16, 21)),
+            kernel,
+            stride,
+            (rng.randint(0, 4), rng.randint(0, 4)),
+            (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+            groups,
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+def test_float32_is_two_parts_where_tf32_is_allowed_and_cudnn_takes_it() -> None:
+    for geometry, precision, parts in (
+        (LARGE_CELLS, "tf32", 2),
+        (LARGE_CELLS, "ieee", 3),
+        (GAPS, "tf32", 3),
+        (GROUPED, "tf32", 3),
+        (RGB, "tf32", 3),
+    ):
+        for last in (False, True):
+            posed = plan.Problem(geometry, torch.float32, precision, last, last)
+            assert {tile.parts for tile in plan_cells.candidates(posed, H200)} == {parts}
+
+
+def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
+    for geometry, last, direct in (
+        (LARGE_CELLS, False, True),
+        (LARGE_CELLS, True, True),
+        (replace(LARGE_CELLS, output_padding=(1, 1)), False, False),  # a cell is cut
+        (replace(LARGE_CELLS, kernel=(64, 31)), False, False),  # a column without taps
+        (replace(LARGE_CELLS, kernel=(16, 16), stride=(8, 8), padding=(4, 4)), False, False),  # runs of 8
+        (GAPS, False, False),
+    ):
+        tiles = list(plan_cells.candidates(problem(geometry, channels_last=last), H200))
+        assert tiles
+        assert {tile.direct for tile in tiles if not tile.stacked} == {direct}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(18))
+def test_direct_stores_and_two_parts_on_random_geometries(seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, precision, tolerance = (
+        (torch.float16, "ieee", 1e-3),
+        (torch.float32, "tf32", 2e-5),
+        (torch.float32, "ieee", 1e-6),
+    )[seed % 3]
+    facts = call.device_facts(0)
+    while True:
+        direct = seed % 2 == 0
+        rows, columns = rng.choice((2, 4, 8, 16)), rng.choice((16, 32) if direct else (2, 4, 6, 8))
+        geometry = Geometry(
+            rng.randint(1, 3),
+            rng.choice((16, 21)),
+            rng.randint(1, 18),
+            rng.randint(1, 20),
+            rng.choice((16, 21)),
+            (2 * rows, 2 * columns),
+            (rows, columns),
+            (rows // 2, columns // 2),
+        )
+        posed = plan.Problem(geometry, dtype, precision, rng.random() < 0.5, rng.random() < 0.5)
+        tiles = [tile for tile in plan_cells.candidates(posed, facts) if tile.direct == direct]
+        if plan_cells.claims(posed, facts) and tiles:
+            break
+    with_bias = rng.random() < 0.5
+    made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    assert_kernel_matches(made, geometry, dtype, layouts, tolerance, with_bias=with_bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(48))
+def test_forced_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
+    facts = call.device_facts(0)
+    while True:
+        geometry = random_geometry(rng)
+        posed = plan.Problem(geometry, dtype, "ieee", rng.random() < 0.5, rng.random() < 0.5)
+        tiles = list(plan_cells.candidates(posed, facts))
+        if plan_cells.claims(posed, facts) and tiles:
+            break
+    with_bias = rng.random() < 0.5
+    made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=with_bias)

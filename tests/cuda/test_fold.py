@@ -1,0 +1,153 @@
+"""The folded kernel (csrc/kernels/forward_fold.cu), forced on random geometries, and what its plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.plans import plan_fold
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+DCGAN = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
+PIX2PIX = Geometry(16, 128, 128, 128, 3, (4, 4), (2, 2), (1, 1))
+FSRCNN = Geometry(4, 56, 270, 480, 1, (9, 9), (4, 4), (4, 4), (3, 3))
+LAYERS = (DCGAN, PIX2PIX, FSRCNN)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: As in test_cuda_op.py.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def problem(
+    geometry: Geometry, dtype: torch.dtype = torch.float16, channels_last: bool = False
+) -> plan.Problem:
+    return plan.Problem(geometry, dtype, "ieee", channels_last, channels_last)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", LAYERS, ids=str)
+def test_every_tile_fits_a_multiprocessor(
+    geometry: Geometry, channels_last: bool, dtype: torch.dtype
+) -> None:
+    posed = problem(geometry, dtype, channels_last)
+    tiles = list(plan_fold.candidates(posed, H200))
+    assert tiles
+    for tile in tiles:
+        shared = plan_fold.shared_bytes(posed, tile)
+        assert tile.blocks_per_multiprocessor * (shared + 1024) <= 228 << 10
+        assert shared <= H200.shared_memory_per_block
+        assert plan_fold.warps(tile) <= 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_rgb_heads_are_folded_where_there_is_little_to_fold(channels_last: bool, dtype: torch.dtype) -> None:
+    wide = replace(DCGAN, kernel=(6, 6))  # 108 products a pixel
+    gathered = channels_last and dtype.itemsize == 2
+    for geometry, folded in ((DCGAN, True), (PIX2PIX, True), (FSRCNN, not gathered), (wide, False)):
+        made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
+        assert (made.family == "narrow fold") == folded
+
+
+def test_a_kernel_serves_many_batches() -> None:
+    kernels = {
+        one.kernel
+        for batch in range(1, 200, 7)
+        for one in plan.plan_forward(problem(DCGAN.with_batch(batch)), True, H200).launches
+    }
+    assert len(kernels) == 1
+
+
+def test_strips_fill_the_gpu() -> None:
+    for geometry in LAYERS:
+        for batch in (1, 3, 16, 128, 1000):
+            posed = problem(geometry.with_batch(batch))
+            for tile in plan_fold.rank(posed, H200)[:3]:
+                strips = plan_fold.strips_of(posed, tile, H200)
+                assert 1 <= strips <= plan_fold.MOST_STRIPS
+                assert plan_fold.plan_with_tile(posed, True, tile, H200).launches[0].grid <= (
+                    132 * tile.blocks_per_multiprocessor
+                )
+
+
+def test_boxes_are_what_the_copy_engine_takes() -> None:
+    for geometry in LAYERS:
+        for dtype in DTYPES:
+            for channels_last in (False, True):
+                posed = problem(geometry, dtype, channels_last)
+                for tile in plan_fold.candidates(posed, H200):
+                    (map_,) = plan_fold.plan_with_tile(posed, True, tile, H200).launches[0].tensor_maps
+                    assert all(stride % 16 == 0 for stride in map_.strides)
+                    assert all(1 <= size <= 256 for size in map_.box)
+                    assert map_.box[0] * dtype.itemsize == map_.swizzle_bytes
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(DCGAN, width=31),  # rows of 62 bytes
+        replace(DCGAN, groups=2, out_channels=4),
+        replace(DCGAN, out_channels=16),
+        replace(DCGAN, in_channels=4),
+        replace(DCGAN, kernel=(9, 9)),  # 243 products a pixel
+    ],
+    ids=str,
+)
+def test_what_is_not_claimed(other: Geometry) -> None:
+    assert plan_fold.claims(problem(DCGAN), H200)
+    assert not plan_fold.claims(problem(other), H200)
+    assert not plan_fold.claims(problem(DCGAN), plan.Device("sm_80", 108, 163 << 10))
+
+
+def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geometry:
+    line = 16 // item
+    while True:
+        kernel = (rng.randint(1, 6), rng.randint(1, 6))
+        stride = (rng.randint(1, 4), rng.randint(1, 4))
+        dilation = (rng.choice((1, 1, 1, 2, 3)), rng.choice((1, 1, 1, 2, 3)))
+        geometry = Geometry(
+            rng.randint(1, 4),
+            line * rng.randint(1, 14) if channels_last else rng.choice((8, 16, 21, 33, 64, 100)),
+            rng.randint(1, 30),
+            rng.randint(1, 150) if channels_last else line * rng.randint(1, 30),
+            rng.choice((1, 2, 3, 5)),
+            kernel,
+            stride,
+            (rng.randint(0, 5), rng.randint(0, 5)),
+            (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(48))
+def test_forced_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = DTYPES[seed % 3]
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("the kernel is made for sm_90a")
+    while True:
+        channels_last = rng.random() < 0.5
+        geometry = random_geometry(rng, dtype.itemsize, channels_last)
+        posed = plan.Problem(geometry, dtype, "ieee", channels_last, rng.random() < 0.5)
+        tiles = list(plan_fold.candidates(posed, facts)) if plan_fold.claims(posed, facts) else []
+        if tiles:
+            break
+    with_bias = rng.random() < 0.5
+    made = plan_fold.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=with_bias)

@@ -1,0 +1,106 @@
+"""Maps of one pixel (csrc/kernels/forward_pixel.cu), forced on random geometries, and what the plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.plans import plan_pixel
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+A10 = plan.Device("sm_86", 72, 99 << 10)
+DCGAN = Geometry(128, 100, 1, 1, 512, (4, 4))
+MODES = (
+    (torch.float16, "ieee", 1e-3),
+    (torch.bfloat16, "ieee", 8e-3),
+    (torch.float32, "tf32", 6e-4),
+    (torch.float32, "ieee", 1e-6),
+)
+
+
+def problem(
+    geometry: Geometry, dtype: torch.dtype = torch.float16, precision: str = "ieee", last: bool = False
+) -> plan.Problem:
+    return plan.Problem(geometry, dtype, precision, last, last)
+
+
+@pytest.mark.parametrize("batch", [1, 7, 128, 256])
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_one_launch_computes_the_first_layer_of_a_generator(
+    mode: tuple[torch.dtype, str, float], batch: int
+) -> None:
+    for device in (H200, A10):
+        for last in (False, True):
+            made = plan.plan_forward(problem(DCGAN.with_batch(batch), *mode[:2], last), True, device)
+            assert made.family == "pixel product"
+            assert len(made.launches) == 1
+            assert made.launches[0].shared_bytes <= device.shared_memory_per_block
+
+
+def test_many_images_are_left_to_the_larger_tiles() -> None:
+    made = plan.plan_forward(problem(DCGAN.with_batch(1000)), True, H200)
+    assert made.family == "halo tile"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(DCGAN, width=2),
+        replace(DCGAN, padding=(1, 1)),
+        replace(DCGAN, stride=(2, 2), output_padding=(1, 0)),
+        replace(DCGAN, dilation=(2, 2)),
+        replace(DCGAN, groups=2),
+        replace(DCGAN, in_channels=101),  # rows of the input of 202 bytes
+        replace(DCGAN, out_channels=3, kernel=(3, 3)),  # of the weight: of 54
+    ],
+    ids=str,
+)
+def test_what_is_not_claimed(other: Geometry) -> None:
+    assert plan_pixel.claims(problem(DCGAN), H200)
+    assert not plan_pixel.claims(problem(other), H200)
+
+
+def test_layouts_that_differ_are_not_claimed() -> None:
+    for last, weight_last in ((False, True), (True, False)):
+        mixed = plan.Problem(DCGAN, torch.float16, "ieee", last, weight_last)
+        assert not plan_pixel.claims(mixed, H200)
+        assert plan_pixel.claims(replace(mixed, geometry=replace(DCGAN, kernel=(1, 1))), H200)
+
+
+def random_geometry(rng: random.Random) -> Geometry:
+    return Geometry(
+        rng.choice((1, 3, 17, 64, 100, 129, 300)),
+        rng.choice((2, 4, 10, 63, 64, 100, 130, 512)),
+        1,
+        1,
+        rng.choice((1, 3, 8, 20, 65)),
+        (rng.randint(1, 5), rng.randint(1, 5)),
+        (rng.randint(1, 3), rng.randint(1, 3)),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(16))
+def test_forced_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype, precision, tolerance = MODES[seed % 4]
+    facts = call.device_facts(0)
+    if facts.compute_capability < 80:
+        pytest.skip("the kernel is made for sm_80 and later")
+    while True:
+        posed = problem(random_geometry(rng), dtype, precision, rng.random() < 0.5)
+        tiles = list(plan_pixel.candidates(posed, facts)) if plan_pixel.claims(posed, facts) else []
+        if tiles:
+            break
+    with_bias = rng.random() < 0.5
+    made = plan_pixel.plan_with_tile(posed, with_bias, rng.choice(tiles))
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    assert_kernel_matches(made, posed.geometry, dtype, layouts, tolerance, with_bias=with_bias)

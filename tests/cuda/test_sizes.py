@@ -1,0 +1,310 @@
+"""Kernels that are told sizes at their launch: how many a layer has over all sizes, what they compute with the sizes,
+and one kernel at several of them."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.cuda import call, jit, plan
+from tconv_swap.cuda.plans import plan_tile, sizes, tile_classes
+from tconv_swap.cuda.plans.arrangement import Matrices, arrange
+from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
+from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, make_problem
+from tconv_swap.cuda.program import Kernel, Plan, input_, output
+from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.suite import Layer, load_suite
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+AMPERE = plan.Device("sm_80", 108, 163 << 10)
+MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
+LAYERS = [layer for layer in load_suite().layers if layer.geometry.out_channels_per_group >= 8]
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geometry:
+    """Any batch, height and width, small and large; one row where the layer has one dimension."""
+    while True:
+        height, width = (
+            rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, most))) for _ in "hw"
+        )
+        one_row = layer.height == layer.kernel[0] == 1
+        found = replace(
+            layer,
+            batch=rng.choice((1, 2, 8, rng.randint(1, 256))),
+            height=1 if one_row else height,
+            width=width,
+        )
+        image = found.in_channels * found.height * found.width
+        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MOST_ARRANGED_BYTES:
+            return found
+
+
+def computing(made: Plan) -> Kernel:
+    """The kernel that multiplies."""
+    (found,) = (
+        one.kernel
+        for one in made.launches
+        if one.kernel.entry not in ("pack_weights", "arrange", "forward_tile_reduce")
+    )
+    return found
+
+
+@pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> None:
+    rng = random.Random(layer.name)
+    for dtype, precision in MODES:
+        for channels_last in (False, True):
+            kernels: dict[str, set[Kernel]] = {}
+            for _ in range(200):
+                geometry = random_sizes(rng, layer.geometry)
+                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+                made = plan_tile.plan_forward(problem, layer.bias, device)
+                for one in () if made is None else made.launches:
+                    kind = "multiplies" if one.kernel == computing(made) else one.kernel.entry
+                    kernels.setdefault(kind, set()).add(one.kernel)
+            assert all(len(found) <= 4 for found in kernels.values()), kernels
+            assert len(kernels.get("arrange", ())) <= 2  # rows that begin between two pieces, and others
+            assert len(kernels.get("forward_tile_reduce", ())) <= 1
+
+
+def test_no_size_is_compiled_in() -> None:
+    names = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "COLUMNS", "OUT_PIXELS"}
+    for layer in LAYERS:
+        for channels_last in (False, True):
+            problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
+            made = plan_tile.plan_forward(problem, layer.bias, H200)
+            for one in () if made is None else made.launches:
+                assert not names & dict(one.kernel.constants).keys()
+
+
+def test_the_kernels_of_all_classes_compile() -> None:
+    """A sample of the kernels that no size of the suite has: of every class of three layers."""
+    done = 0
+    for name in ("cyclegan2", "simplebaseline", "maskrcnn"):
+        geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
+        for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
+            posed = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
+            for schedule, _ in tile_classes.schedules(tile_classes.of_any_size(posed), H200):
+                made = plan_tile.plan_with_tile(schedule.problem, schedule.tile, H200)
+                _, log = jit.compile_with_log(computing(made), "sm_90a")
+                spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
+                assert spills
+                assert computing(made).spills or not any(spills), log
+                done += 1
+    assert done >= 12
+
+
+# ---- the arithmetic, emulated --------------------------------------------------------------------------------
+
+
+def quotient(words: sizes.Words, n: int) -> int:
+    """``Divisor::quotient`` of sizes.cuh, in 32 bits."""
+    _, magic, shift = words
+    return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
+
+
+def test_division_by_numbers_known_at_the_launch() -> None:
+    rng = random.Random(0)
+    most = 2**31 - 1
+    divisors = [*range(1, 300), *(2**i + d for i in range(2, 31) for d in (-1, 0, 1)), most]
+    divisors += [rng.randint(1, most) for _ in range(500)]
+    for value in divisors:
+        if value > most:
+            continue
+        words = sizes.divisor(value)
+        assert words[0] == value
+        assert all(-(2**31) <= word < 2**31 for word in words)
+        edges = [k * value + d for k in (1, 2, 3, most // value) for d in (-1, 0, 1)]
+        for n in (0, 1, most - 1, most, *edges, *(rng.randint(0, most) for _ in range(40))):
+            if 0 <= n <= most:
+                assert quotient(words, n) == n // value, (n, value)
+
+
+class Told:
+    """``Sizes`` of sizes.cuh, by name."""
+
+    def __init__(self, words: sizes.Words) -> None:
+        self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
+        self.cells_h, self.cells_w, self.tiles = words[5:8]
+        rest = words[8:]
+        assert len(rest) == 15
+        parts = [rest[i : i + 3] for i in range(0, 15, 3)]
+        self.image_tiles, self.row_tiles, self.image_cells, self.row_cells, self.splits = parts
+
+
+def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator[tuple[int, int, int]]:
+    """Image, row and column of the cells that a tile has, as tile_origin and cell_at of tile_shape.cuh find them."""
+    if posed.flat:
+        for w in range(tile.cols):
+            cell = index * tile.cols + w
+            image = quotient(told.image_cells, cell)
+            pixel = cell - image * told.image_cells[0]
+            row = quotient(told.row_cells, pixel)
+            if image < told.batch:
+                yield image, row, pixel - row * told.row_cells[0]
+        return
+    images = quotient(told.image_tiles, index)
+    in_image = index - images * told.image_tiles[0]
+    down = quotient(told.row_tiles, in_image)
+    across = in_image - down * told.row_tiles[0]
+    for n in range(tile.images):
+        for h in range(tile.rows):
+            for w in range(tile.cols):
+                cell_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
+                if cell_at[0] < told.batch and cell_at[1] < told.cells_h and cell_at[2] < told.cells_w:
+                    yield cell_at
+
+
+def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
+    layer = rng.choice(LAYERS).geometry
+    geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, batch))
+    dtype, precision = rng.choice(MODES)
+    channels_last = rng.random() < 0.5
+    posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
+    if not plan_tile.claims(posed, H200):
+        return chosen(rng, most, batch)
+    (found,) = tile_classes.choose(posed, H200)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_output_is_in_one_tile(seed: int) -> None:
+    """Each pixel of the output is of one cell of one tile: no more, no fewer, whatever the size."""
+    posed, tile = chosen(random.Random(seed))
+    geometry = posed.geometry
+    told = Told(sizes.tile_sizes(posed, tile))
+    assert (told.batch, told.height, told.width) == (geometry.batch, geometry.height, geometry.width)
+    assert (told.out_height, told.out_width) == (geometry.out_height, geometry.out_width)
+    of_a_tile = block_count(posed, replace(tile, splits=1)) // told.tiles
+    assert of_a_tile * told.tiles == block_count(posed, replace(tile, splits=1))
+    found = [cell for index in range(told.tiles) for cell in cells_of(told, posed, tile, index)]
+    assert len(found) == len(set(found)) == geometry.batch * told.cells_h * told.cells_w
+    rows = posed.stack if posed.stack > 1 else geometry.stride[0]
+    assert (told.cells_h - 1) * rows < geometry.out_height <= told.cells_h * rows
+    assert (told.cells_w - 1) * geometry.stride[1] < geometry.out_width <= told.cells_w * geometry.stride[1]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_kernel_is_right_for_its_size(seed: int) -> None:
+    """What a kernel takes for granted holds of the size: multiples of rows, maps as narrow as the tile, splits."""
+    rng = random.Random(1000 + seed)
+    posed, tile = chosen(rng, 200, 32)
+    geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
+    row = pixels if posed.flat else geometry.width
+    assert row % posed.row_multiple == 0 or posed.input_channels_last
+    assert geometry.out_width % posed.out_row_multiple == 0
+    if posed.flat:
+        assert posed.cells == (geometry.height, geometry.width)
+        assert not posed.even_columns or geometry.width % 2 == 0
+        if tile.pixel_boxes or tile.raw_stages:
+            assert pixels % tile.cols == 0
+        if tile.by_rows:
+            assert tile.warp_cols * 8 % geometry.width == 0
+            assert geometry.width % 2 == 0
+    elif tile.wgmma and tile.cols < 8:
+        assert posed.cells[1] <= tile.cols
+    chunks = -(-posed.words // tile.chunk_words)
+    assert 1 <= tile.splits <= chunks
+    steps = [split * chunks // tile.splits for split in range(tile.splits + 1)]
+    words = sizes.divisor(tile.splits)
+    assert steps == [quotient(words, split * chunks) for split in range(tile.splits + 1)]
+    assert all(a < b for a, b in pairwise(steps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> None:
+    """arrange.cu: each column of each matrix is in one block, and no block has more pieces than its threads bring."""
+    rng = random.Random(3)
+    for _ in range(300):
+        piece = 16 // dtype.itemsize
+        of = Matrices(
+            rng.randint(1, 40),
+            piece * rng.randint(1, 40),
+            rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
+            dtype,
+        )
+        made = arrange(of, input_(0), output(0), H200)
+        constants, (words,) = dict(made.kernel.constants), made.structs
+        batch, columns, matrices, positions = words[:4]
+        block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
+        assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
+        most = int(constants["MOST_POSITIONS"])
+        most_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
+        assert positions <= most
+        assert matrices * row_pieces[0] <= most_pieces
+        assert column_blocks[0] == 1 or block_columns[0] % piece == 0
+        row_blocks = -(-of.rows // int(constants["BLOCK_ROWS"]))
+        seen = set()
+        for block in range(made.grid // row_blocks):
+            group = quotient(column_blocks, block)
+            first = (block - group * column_blocks[0]) * block_columns[0]
+            for position in range(positions):
+                matrix = quotient(block_columns, position)
+                at = group * matrices + matrix, first + position - matrix * block_columns[0]
+                if at[0] < batch and at[1] < columns:
+                    assert at not in seen
+                    seen.add(at)
+        assert len(seen) == batch * columns
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, list[tuple[TileProblem, Tile]]]:
+    """Three sizes of a small layer that one kernel computes."""
+    while True:
+        groups, kernel = rng.choice((1, 1, 2)), rng.choice((2, 2, 3, 4))
+        stride = rng.choice((1, 2, 2, kernel))
+        layer = Geometry(
+            1,
+            groups * rng.choice((32, 64, 72, 256)),
+            1,
+            1,
+            groups * rng.choice((40, 64, 128)),
+            (kernel, kernel),
+            (stride, stride),
+            (0, 0) if kernel == stride else (rng.randint(0, 1),) * 2,
+            groups=groups,
+        )
+        dtype = rng.choice((torch.float16, torch.bfloat16, torch.float32, torch.float32))
+        precision = rng.choice(("tf32", "ieee"))
+        channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
+        by_kernel: dict[Kernel, list[tuple[TileProblem, Tile]]] = {}
+        for _ in range(40):
+            geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
+            posed = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
+            if plan_tile.claims(posed, H200):
+                one = rng.choice(tile_classes.choose(posed, H200, 4))
+                by_kernel.setdefault(computing(plan_tile.plan_with_tile(*one, H200)), []).append(one)
+        several = [found for found in by_kernel.values() if len(found) >= 3]
+        if several:
+            return dtype, channels_last, bias, rng.choice(several)[:3]
+
+
+def test_one_kernel_has_several_sizes() -> None:
+    for seed in range(5):
+        *_, found = sizes_of_one_kernel(random.Random(seed))
+        assert len({posed.geometry for posed, _ in found}) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(48))
+def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
+    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    torch.manual_seed(seed)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the tiles are chosen for sm_90a")
+    dtype, channels_last, bias, found = sizes_of_one_kernel(random.Random(seed))
+    for posed, tile in (*found, found[0]):
+        made = plan_tile.plan_with_tile(posed, tile, H200)
+        layouts = (channels_last, channels_last)
+        assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)

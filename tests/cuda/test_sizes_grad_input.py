@@ -1,0 +1,267 @@
+"""Kernels of grad_input that are told sizes at their launch: how many a layer has over all sizes, what they compute
+with the sizes, and one kernel at several of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
+
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.plans import (
+    boxes_choice,
+    boxes_tile,
+    grad_input_choice,
+    plan_grad_input,
+    plan_grad_input_boxes,
+    plan_grad_input_unfolded,
+    unfolded_choice,
+    unfolded_tile,
+)
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, as_convolution, of_any_size
+from tconv_swap.cuda.program import Kernel, Part
+from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.suite import Layer, load_suite
+
+LAYERS = [
+    layer
+    for layer in load_suite().layers
+    if max(layer.geometry.stride) > 1 and layer.geometry.out_channels_per_group >= 8
+]
+#: What multiplies, of the families that this file is about.
+ENTRIES = ("grad_input_boxes", "grad_input_unfolded", "grad_input_wgmma", "grad_input_tile")
+SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "TILES_H", "TILES_W", "OUT_PIXELS"}
+
+
+def with_output_padding(rng: random.Random, layer: Geometry) -> Geometry:
+    """Any size, and any output_padding, which calls may change as well."""
+    geometry = random_sizes(rng, layer)
+    most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
+    return replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))
+
+
+def computing(part: Part) -> Kernel:
+    """The kernel that multiplies."""
+    (found,) = (one.kernel for one in part.launches if one.kernel.entry in ENTRIES)
+    return found
+
+
+@pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_a_layer_has_four_kernels_of_a_family_at_most(layer: Layer, device: plan.Device) -> None:
+    rng = random.Random(layer.name)
+    for dtype, precision in MODES:
+        for channels_last in (False, True):
+            kernels: dict[str, set[Kernel]] = {}
+            for _ in range(200):
+                geometry = with_output_padding(rng, layer.geometry)
+                if rng.random() < 0.05:
+                    geometry = replace(geometry, height=1, width=1)
+                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+                for part in parts_of(problem, 1, device):
+                    kernels.setdefault(part.family, set()).add(computing(part))
+            assert all(len(found) <= 4 for found in kernels.values()), kernels
+
+
+def test_no_size_is_compiled_in() -> None:
+    seen = set()
+    for layer in LAYERS:
+        for dtype, precision in MODES:
+            for channels_last in (False, True):
+                problem = plan.Problem(layer.geometry, dtype, precision, channels_last, channels_last)
+                for part in parts_of(problem, 8):
+                    for one in part.launches:
+                        assert not SIZES & dict(one.kernel.constants).keys()
+                    seen.add(computing(part).entry)
+    assert seen == set(ENTRIES)
+
+
+def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> Iterator[Part]:
+    """By each family that claims the problem."""
+    posed = as_convolution(problem)
+    if posed.step == (1, 1):
+        return
+    if plan_grad_input_boxes.claims(posed, device):
+        tiles = boxes_choice.choose(posed, device, count)
+        yield from (plan_grad_input_boxes.part_with_tile(posed, tile) for tile in tiles)
+    if plan_grad_input_unfolded.claims(posed, device):
+        # Those too that are not expected to pay.
+        found = [
+            tile
+            for one, _ in unfolded_choice.schedules(of_any_size(posed), device)
+            for tile in unfolded_choice.for_size(one, posed)
+        ]
+        yield from (plan_grad_input_unfolded.part_with_tile(posed, tile) for tile in found[:count])
+    if plan_grad_input.claims(posed, device):
+        yield from (
+            plan_grad_input.part_with_tile(*tile) for tile in grad_input_choice.choose(posed, device, count)
+        )
+
+
+def any_problem(rng: random.Random) -> StridedProblem:
+    """Any size of a layer of the suite, small maps as often as others."""
+    layer = rng.choice(LAYERS).geometry
+    geometry = with_output_padding(rng, layer)
+    dtype, precision = rng.choice(MODES)
+    channels_last = rng.random() < 0.5
+    return as_convolution(plan.Problem(geometry, dtype, precision, channels_last, channels_last))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
+    """What a halo tile's kernel takes for granted holds of every size that takes it."""
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not plan_grad_input.claims(posed, H200):
+            continue
+        (rows, cols), step, width = posed.cells, posed.step, posed.geometry.width
+        image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
+        (taken, tile), *_ = grad_input_choice.choose(posed, H200)
+        assert taken.geometry == posed.geometry
+        assert 1 <= tile.splits <= -(-posed.words // tile.chunk_words)
+        for one in grad_input_choice.schedules(of_any_size(posed), H200):
+            if not one.legal(posed):
+                continue
+            assert width % one.problem.row_multiple == 0
+            assert cols % one.problem.out_row_multiple == 0
+            if posed.flat:
+                assert cols * step[1] % one.problem.row_multiple == 0
+                assert not one.problem.even_columns or cols % 2 == 0
+            if one.tile.wgmma and one.tile.cols < 8:
+                assert cols <= one.tile.cols
+            images = 1 + -(-one.tile.cols // (rows * cols)) if posed.flat else one.tile.images
+            assert images * image < 1 << 31
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_bring_what_a_kernel_expects_of_its_sizes(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not plan_grad_input_boxes.claims(posed, H200):
+            continue
+        for one in boxes_choice.schedules(of_any_size(posed), H200):
+            for tile in boxes_choice.for_size(one, posed):
+                (main, *_) = plan_grad_input_boxes.part_with_tile(posed, tile).launches
+                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                assert max(source.box) <= 256
+                brought = posed.item * math.prod(
+                    -(-size // step) for size, step in zip(source.box, source.steps, strict=True)
+                )
+                assert brought == main.arguments[-1].value <= constants["INPUT_BYTES"]
+                assert tile.dense or brought == constants["INPUT_BYTES"]
+                if tile.flat:
+                    assert posed.geometry.height == posed.cells[0] * posed.step[0]
+                if tile.phased:
+                    assert posed.geometry.width % posed.step[1] == 0
+                assert 1 <= tile.splits <= boxes_tile.chunks(posed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not plan_grad_input_unfolded.claims(posed, H200):
+            continue
+        for one, _ in unfolded_choice.schedules(of_any_size(posed), H200):
+            for tile in unfolded_choice.for_size(one, posed):
+                launches = plan_grad_input_unfolded.part_with_tile(posed, tile).launches
+                main = next(one for one in launches if one.kernel.entry == "grad_input_unfolded")
+                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                assert max(source.box) <= 256
+                assert all(stride % 16 == 0 for stride in source.strides)
+                assert posed.geometry.width % constants["FOLD_W"] == 0
+                tiles = unfolded_tile.tile_counts(posed, tile)[2]
+                align = max(constants["FOLD_W"], 16 // posed.item)
+                first = posed.geometry.padding[1] + constants["LEAD"]
+                starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
+                assert all(start % align == 0 for start in starts)
+
+
+def test_sizes_are_near_the_best_of_all_tiles() -> None:
+    """By the expected time: four tiles for all sizes cost little beside any tile for each."""
+    rng = random.Random(0)
+    ratios = []
+    for layer in LAYERS:
+        for _ in range(6):
+            geometry = random_sizes(rng, layer.geometry, 128)
+            posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+            if posed.step == (1, 1) or not plan_grad_input_boxes.claims(posed, H200):
+                continue
+            first, *others = boxes_choice.choose(posed, H200, 1000)
+            best = min(boxes_choice.expected(posed, tile, H200) for tile in (first, *others))
+            ratios.append(boxes_choice.expected(posed, first, H200) / best)
+    assert len(ratios) > 50
+    assert sum(ratios) / len(ratios) < 1.25
+    assert max(ratios) < 3
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def small_layer(rng: random.Random) -> Geometry:
+    groups, kernel = rng.choice((1, 1, 1, 2)), rng.choice((2, 2, 3, 4))
+    stride = rng.choice((2, 2, 3, kernel))
+    plain = kernel == stride
+    return Geometry(
+        1,
+        groups * rng.choice((32, 64, 72, 256)),
+        1,
+        1,
+        groups * rng.choice((32, 40, 64, 128)),
+        (kernel, kernel),
+        (stride, stride),
+        (0, 0) if plain and rng.random() < 0.8 else (rng.randint(0, 1),) * 2,
+        groups=groups,
+        dilation=(1, 1) if rng.random() < 0.8 else (2, 2),
+    )
+
+
+def sizes_of_one_kernel(rng: random.Random) -> list[tuple[plan.Problem, Part]]:
+    """Three sizes of a small layer that one kernel computes."""
+    while True:
+        layer = small_layer(rng)
+        dtype = rng.choice((torch.float16, torch.bfloat16, torch.float32, torch.float32))
+        precision = "ieee" if dtype != torch.float32 else rng.choice(("tf32", "ieee"))
+        channels_last = rng.random() < 0.5
+        by_kernel: dict[Kernel, list[tuple[plan.Problem, Part]]] = {}
+        for _ in range(40):
+            most = rng.choice((9, 60))
+            geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, 5))
+            geometry = replace(geometry, output_padding=(rng.randint(0, 1), rng.randint(0, 1)))
+            problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+            for part in parts_of(problem, rng.choice((1, 4))):
+                by_kernel.setdefault(computing(part), []).append((problem, part))
+        several: dict[str, list[list[tuple[plan.Problem, Part]]]] = {}
+        for kernel, found in by_kernel.items():
+            if len(found) >= 3:
+                several.setdefault(kernel.entry, []).append(found[:3])
+        if several:
+            return rng.choice(several[rng.choice(list(several))])
+
+
+def test_one_kernel_has_several_sizes() -> None:
+    seen = set()
+    for seed in range(12):
+        found = sizes_of_one_kernel(random.Random(seed))
+        assert len({problem.geometry for problem, _ in found}) > 1
+        seen.add(computing(found[0][1]).entry)
+    assert seen == set(ENTRIES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
+    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    torch.manual_seed(seed)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the tiles are chosen for sm_90a")
+    found = sizes_of_one_kernel(random.Random(seed))
+    for problem, part in (*found, found[0]):
+        layouts, mask = (problem.channels_last, problem.weight_channels_last), (True, False, False)
+        assert_kernel_matches(part, problem.geometry, problem.dtype, layouts, TOLERANCE[problem.dtype], mask)

@@ -1,0 +1,138 @@
+"""Stride 1 in NCHW, down strips (csrc/kernels/forward_strips.cu): outputs and gradients of inputs, forced on
+random geometries, and what the plans say."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.plans import plan_grad_input, plan_strips
+from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
+from tconv_swap.cuda.program import Part
+from tconv_swap.geometry import Geometry
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+SQUARE = Geometry(8, 64, 1024, 1024, 64, (3, 3))
+FEW = Geometry(8, 32, 512, 1024, 32, (3, 3))
+PADDED = Geometry(8, 32, 512, 1024, 32, (3, 7), padding=(1, 3))
+#: As in test_cuda_op.py.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+
+
+def problem(geometry: Geometry, dtype: torch.dtype = torch.float32) -> plan.Problem:
+    return plan.Problem(geometry, dtype, "tf32" if dtype == torch.float32 else "ieee", False, False)
+
+
+def as_output(geometry: Geometry, dtype: torch.dtype = torch.float32) -> TileProblem:
+    return make_problem(geometry, dtype, problem(geometry, dtype).precision, False, False, True)
+
+
+@pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
+def test_large_images_are_planned_in_strips(geometry: Geometry) -> None:
+    assert plan.plan_forward(problem(geometry), True, H200).family == "strips"
+    backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
+    assert backward.family == "strips"
+    small = replace(geometry, height=32, width=32)
+    assert plan.plan_forward(problem(small), True, H200).family != "strips"
+    ieee = replace(problem(geometry), precision="ieee")
+    assert plan.plan_forward(ieee, True, H200).family != "strips"
+
+
+@DTYPES
+@pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
+def test_tiles_keep_what_was_promised(geometry: Geometry, dtype: torch.dtype) -> None:
+    for posed in (as_output(geometry, dtype), plan_grad_input.as_forward(problem(geometry, dtype))):
+        found = list(plan_strips.candidates(posed, H200))
+        assert found
+        for tile in found:
+            assert plan_strips.shared_bytes(posed, tile) <= H200.shared_memory_per_block
+            pack, main = plan_strips.plan_with_tile(posed, tile).launches
+            assert pack.grid * pack.block * 16 >= plan_strips.plan_with_tile(posed, tile).workspace_bytes
+            for one in main.tensor_maps:
+                assert all(stride % 16 == 0 for stride in one.strides)
+                assert all(1 <= size <= 256 for size in one.box)
+                assert one.box[0] * dtype.itemsize % 16 == 0
+
+
+def test_what_is_not_claimed() -> None:
+    assert plan_strips.claims(as_output(FEW), H200)
+    assert not plan_strips.claims(as_output(FEW), replace(H200, architecture="sm_100"))
+    for other in ({"stride": (2, 2)}, {"dilation": (1, 2)}, {"groups": 2}, {"in_channels": 288}):
+        assert not plan_strips.claims(as_output(replace(FEW, **other)), H200)
+    # Rows that are no multiples of 16 bytes: only where no tap reads beyond their ends.
+    uneven = replace(FEW, width=1026)
+    assert not plan_strips.claims(as_output(uneven), H200)
+    assert plan_strips.claims(as_output(replace(uneven, padding=(0, 2))), H200)
+    # Every second channel lies at a multiple of 16 bytes as the first does, or only every fourth.
+    assert plan_strips.claims(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
+    fourth = replace(uneven, width=1025, height=511, padding=(0, 2))
+    assert not plan_strips.claims(as_output(fourth), H200)
+    # All weights of some channels have to lie in shared memory.
+    assert not list(plan_strips.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
+
+
+def random_geometry(rng: random.Random) -> Geometry:
+    while True:
+        kernel = (rng.randint(1, 4), rng.randint(1, 7))
+        geometry = Geometry(
+            rng.randint(1, 3),
+            rng.choice((16, 32, 36, 64)),
+            rng.randint(1, 40),
+            rng.choice((4 * rng.randint(1, 60), rng.randint(1, 200))),
+            rng.choice((16, 24, 32, 64, 100)),
+            kernel,
+            padding=(rng.randint(0, kernel[0]), rng.choice((0, rng.randint(0, kernel[1])))),
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+def random_part(
+    rng: random.Random, of_grad_input: bool, device: plan.Device
+) -> tuple[plan.Problem, bool, Part]:
+    """A problem that the kernel claims, whether it has a bias, and one of its tiles for it."""
+    while True:
+        posed = problem(random_geometry(rng), rng.choice(list(TOLERANCES)))
+        posed = replace(posed, weight_channels_last=rng.random() < 0.5)
+        has_bias = not of_grad_input and rng.random() < 0.5
+        weight_last = posed.weight_channels_last
+        tiled = plan_grad_input.as_forward(posed)
+        if not of_grad_input:
+            tiled = make_problem(posed.geometry, posed.dtype, posed.precision, False, weight_last, has_bias)
+        small = replace(device, multiprocessors=rng.choice((2, 40, device.multiprocessors)))
+        found = list(plan_strips.candidates(tiled, small)) if plan_strips.claims(tiled, device) else []
+        if found:
+            tile = rng.choice(found)
+            tile = replace(tile, slots=rng.randint(2, tile.slots))
+            return posed, has_bias, plan_strips.plan_with_tile(tiled, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_forced_outputs(seed: int) -> None:
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("needs a GPU with wgmma")
+    torch.manual_seed(seed)
+    posed, has_bias, part = random_part(random.Random(seed), False, facts)
+    layouts, tolerance = (False, posed.weight_channels_last), TOLERANCES[posed.dtype]
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, with_bias=has_bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(8))
+def test_forced_gradients_of_the_input(seed: int) -> None:
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("needs a GPU with wgmma")
+    torch.manual_seed(seed)
+    posed, _, part = random_part(random.Random(seed), True, facts)
+    part = replace(part, launches=plan_grad_input.reading_backward(part.launches))
+    layouts, tolerance = (False, posed.weight_channels_last), TOLERANCES[posed.dtype]
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, (True, False, False))

@@ -1,0 +1,121 @@
+"""A kernel run by itself on a GPU, on random tensors: against float64, in poisoned memory, and the same bits again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from oracle import conv_transpose2d_reference
+from torch import Tensor
+
+from tconv_swap.cuda import call, launch
+from tconv_swap.cuda.choice import FORWARD, Mask
+from tconv_swap.cuda.program import Output, Part, Plan
+from tconv_swap.geometry import Geometry
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+class Run(NamedTuple):
+    """What was computed, from what, and what it is in float64.
+
+    Attributes:
+        tensors: input, weight and bias, if there is one, or grad_output, input and weight.
+        again: computes it once more, from ``tensors`` as they are then.
+    """
+
+    tensors: list[Tensor | None]
+    found: list[Tensor]
+    truths: list[Tensor]
+    again: Callable[[], list[Tensor]]
+
+
+def assert_kernel_matches(
+    made: Plan | Part,
+    geometry: Geometry,
+    dtype: torch.dtype,
+    channels_last: tuple[bool, bool],
+    tolerance: float,
+    mask: Mask = FORWARD,
+    with_bias: bool = False,
+    bias_tolerance: float | None = None,
+) -> Run:
+    """Fails unless each output of a plan is within ``tolerance`` of float64, relative, in L2.
+
+    Args:
+        made: a part's outputs are those of the stage, in the layouts of ``channels_last``.
+        channels_last: of the images and of the weight.
+        mask: the gradients of input, weight and bias that it computes; none: the output.
+        with_bias: of an output.
+        bias_tolerance: of the gradient of the bias, relative to the sum of magnitudes; ``tolerance`` where None.
+    """
+    g, (images_last, weight_last) = geometry, channels_last
+    if isinstance(made, Part):
+        made = Plan(
+            made.family, made.why, _outputs(g, channels_last, mask), made.launches, made.workspace_bytes
+        )
+    handle = launch.add_plan(made, dtype, torch.device("cuda", 0), call.device_facts(0).architecture)
+
+    def drawn(shape: tuple[int, ...], last: bool) -> Tensor:
+        return torch.randn(shape, device="cuda").to(dtype).contiguous(memory_format=FORMATS[last])
+
+    x, w = drawn(g.input_shape, images_last), drawn(g.weight_shape, weight_last)
+    tensors: list[Tensor | None]
+    if any(mask):
+        grad = drawn(g.output_shape, images_last)
+        truths, scales = _gradients(g, grad, x, w, mask)
+        # What a gradient does not depend on holds no numbers.
+        for operand, is_read in ((x, mask[1]), (w, mask[0])):
+            if not is_read:
+                operand.fill_(float("nan"))
+        tensors = [grad, x, w]
+    else:
+        b = drawn((g.out_channels,), False) if with_bias else None
+        tensors = [x, w, b]
+        truths = [
+            conv_transpose2d_reference(x, w, b, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+        ]
+        scales = truths
+
+    def run() -> list[Tensor]:
+        # Freed at once: what is allocated next has its memory. All bits set are no number in any dtype.
+        torch.full((made.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
+        return torch.ops.tconv_swap.launch.default(handle, tensors)  # type: ignore[no-any-return]
+
+    for one in run():
+        one.fill_(float("nan"))
+    found = run()
+    for one, again in zip(found, run(), strict=True):
+        assert torch.equal(one, again), f"other bits: {g} {made.why}"
+    for one, truth, scale in zip(found, truths, scales, strict=True):
+        assert one.shape == truth.shape
+        error = (one.double() - truth).norm() / scale.norm().clamp_min(1e-30)
+        is_bias = any(mask) and truth.dim() == 1
+        most = tolerance if bias_tolerance is None or not is_bias else bias_tolerance
+        assert error <= most, f"{g} {dtype} {made.why}"
+    return Run(tensors, found, truths, run)
+
+
+def _outputs(g: Geometry, channels_last: tuple[bool, bool], mask: Mask) -> tuple[Output, ...]:
+    if not any(mask):
+        return (Output(g.output_shape, channels_last[0]),)
+    every = (
+        Output(g.input_shape, channels_last[0]),
+        Output(g.weight_shape, channels_last[1]),
+        Output((g.out_channels,)),
+    )
+    return tuple(output for output, wanted in zip(every, mask, strict=True) if wanted)
+
+
+def _gradients(
+    g: Geometry, grad: Tensor, x: Tensor, w: Tensor, mask: Mask
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that ``mask`` asks for in float64, and what an error of each is relative to."""
+    wide = [one.detach().double().requires_grad_() for one in (x, w)]
+    y = conv_transpose2d_reference(*wide, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
+    exact = grad.double()
+    truths = [*torch.autograd.grad(y, wide, exact), exact.sum((0, 2, 3))]
+    # A sum may cancel to nothing.
+    scales = [*truths[:2], exact.abs().sum((0, 2, 3))]
+    return [[one for one, wanted in zip(of, mask, strict=True) if wanted] for of in (truths, scales)]  # type: ignore[return-value]

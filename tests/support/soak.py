@@ -1,0 +1,353 @@
+"""Very many calls of random kinds, from several threads of one process: what they give, and what they leave behind."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import itertools
+import math
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from cuda_cases import DTYPES, TOLERANCE, relative_error
+from torch import Tensor
+
+from benchmarks.kernels import compile_ahead
+from tconv_swap.cuda import call, choice, launch, plan, tuned
+from tconv_swap.cuda.program import Plan
+
+THREADS = 4
+#: How many kinds a thread draws from otherwise.
+RECENT = 64
+#: Of all calls: those that are compared with float64.
+CHECKED = 0.04
+#: The numbers that tensors are made of; a tensor begins within the first of them, as its call draws.
+POOL, BEGINNINGS = 1 << 19, 4096
+#: How often the answers are counted.
+COUNTED_EVERY = 500
+#: csrc/answers.h keeps two halves of so many.
+MOST_ANSWERS = 2 * 2048
+
+
+class Layer(NamedTuple):
+    in_channels: int
+    out_channels: int
+    kernel: int
+    stride: int
+    padding: int
+    output_padding: int = 0
+    groups: int = 1
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What tells calls apart. ``wanted``: the gradients of input, weight and bias that are asked for."""
+
+    place: str
+    layer: Layer
+    batch: int
+    height: int
+    width: int
+    dtype: torch.dtype
+    input_layout: str
+    weight_layout: str
+    has_bias: bool
+    wanted: tuple[bool, bool, bool]
+    backend: str
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        return self.batch, self.layer.in_channels, self.height, self.width
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        k = self.layer.kernel
+        return self.layer.in_channels, self.layer.out_channels // self.layer.groups, k, k
+
+    @property
+    def arguments(self) -> tuple[int, int, int, int]:
+        """Stride, padding, output_padding and groups."""
+        return self.layer[3:]
+
+
+#: Computes a call of a kind: input, weight, bias.
+Caller = Callable[[Kind, Tensor, Tensor, Tensor | None], Tensor]
+
+
+class Place(NamedTuple):
+    """Where calls are computed, and which it may be asked for: a few heights and widths, unless there are none, where
+    each is a kernel to compile."""
+
+    device: str
+    layers: Sequence[Layer]
+    caller: Caller
+    sizes: Sequence[tuple[int, int]] = ()
+    most_images: int = 4
+
+
+@dataclass
+class Figures:
+    """What a soak found. ``resident``: bytes of the process after each fifth of the calls."""
+
+    calls: int = 0
+    kinds: int = 0
+    checked: int = 0
+    worst: float = 0.0  # of the errors, in parts of what the dtype allows
+    seconds: float = 0.0
+    most_answers: int = 0
+    resident: list[int] = field(default_factory=list)
+    unbounded: list[str] = field(
+        default_factory=list
+    )  # functions that remember without a bound, and learnt meanwhile
+    tensors: int = 0  # that Python holds at the end and did not after a fifth
+    bytes_on_device: int = 0  # that are allocated at the end and were not after a fifth
+
+    def __str__(self) -> str:
+        return (
+            f"{self.calls} calls of {self.kinds} kinds in {self.seconds:.0f} s, {self.checked} compared with float64 "
+            f"(worst {self.worst:.2f} of the tolerance); at most {self.most_answers} answers kept; resident memory "
+            f"after each fifth {', '.join(str(one >> 20) for one in self.resident)} MiB"
+        )
+
+
+def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
+    """New ones without end, the same for the same seed."""
+    rng = random.Random(seed)
+    while True:
+        place = rng.choice(sorted(places))
+        _, layers, _, sizes, most_images = places[place]
+        layer = rng.choice(layers)
+        height, width = rng.choice(sizes) if sizes else (rng.randint(2, 16), rng.randint(2, 16))
+        has_bias = rng.random() < 0.5
+        wanted = (False,) * 3
+        if rng.random() < 0.5:
+            wanted = tuple(rng.random() < 0.7 for _ in range(3))  # type: ignore[assignment]
+        yield Kind(
+            place,
+            layer,
+            rng.randint(1, most_images),
+            height,
+            width,
+            rng.choice(DTYPES),
+            rng.choice(("nchw", "channels_last", "strided", "misaligned")),
+            rng.choice(("nchw", "channels_last")),
+            has_bias,
+            (wanted[0], wanted[1], wanted[2] and has_bias),
+            rng.choice(("auto", "kernel", "native")),
+        )
+
+
+def laid_out(pool: Tensor, shape: tuple[int, ...], layout: str, begin: int) -> Tensor:
+    """A tensor of the pool's numbers, which begins at an aligned one unless it is ``"misaligned"``."""
+    count = math.prod(shape)
+    if layout == "misaligned":
+        begin += 1
+    if layout == "strided":
+        return pool[begin : begin + 2 * count].view(*shape, 2)[..., 0]
+    part = pool[begin : begin + count]
+    if layout == "channels_last":
+        n, c, h, w = shape
+        return part.view(n, h, w, c).permute(0, 3, 1, 2)
+    return part.view(shape)
+
+
+@dataclass
+class Soak:
+    """Threads in pairs that draw the same kinds at about the same time."""
+
+    places: dict[str, Place]
+    new: float  # of all calls: those of a kind that their thread has not drawn before
+    seed: int = 0
+    figures: Figures = field(default_factory=Figures)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(self.seed)
+        numbers = torch.randn(POOL, dtype=torch.float64, generator=generator)
+        self._pools = {
+            (place.device, dtype): numbers.to(place.device, dtype)
+            for place in self.places.values()
+            for dtype in DTYPES
+        }
+        self._drawn = [kinds(self.places, self.seed + thread // 2) for thread in range(THREADS)]
+        self._recent: list[deque[Kind]] = [deque(maxlen=RECENT) for _ in range(THREADS)]
+        self._random = [random.Random(self.seed + thread // 2) for thread in range(THREADS)]
+        has_gpu = any(place.device == "cuda" for place in self.places.values())
+        self._streams = [torch.cuda.Stream() if has_gpu else None for _ in range(THREADS)]
+        self._lock = threading.Lock()
+
+    def run(self, calls: int) -> Figures:
+        """Raises what a call raised, or AssertionError for a result that is wrong."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        began, known = time.perf_counter(), unbounded_caches()
+        try:
+            on_device: list[int] = []
+            held: list[int] = []
+            for _ in range(5):
+                self._round(calls // 5)
+                self.figures.resident.append(resident_bytes())
+                on_device.append(_allocated())
+                held.append(sum(type(one) is Tensor for one in gc.get_objects()))
+            learnt = unbounded_caches().items()
+            self.figures.unbounded = [name for name, size in learnt if size > known.get(name, 0) + 8]
+            self.figures.tensors = held[-1] - held[0]
+            self.figures.bytes_on_device = on_device[-1] - on_device[0]
+        finally:
+            torch.set_num_threads(threads)
+        self.figures.seconds = time.perf_counter() - began
+        return self.figures
+
+    def _round(self, calls: int) -> None:
+        wrong: list[BaseException] = []
+
+        def work(thread: int) -> None:
+            try:
+                with torch.cuda.stream(self._streams[thread]):
+                    for number in range(calls // THREADS):
+                        if wrong:
+                            return
+                        self._call(thread)
+                        if number % COUNTED_EVERY == 0:
+                            self._count_answers()
+            except BaseException as error:
+                wrong.append(error)
+
+        workers = [threading.Thread(target=work, args=(thread,)) for thread in range(THREADS)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        self._count_answers()
+        if wrong:
+            raise wrong[0]
+
+    def _count_answers(self) -> None:
+        with self._lock:
+            self.figures.most_answers = max(self.figures.most_answers, launch.known_answers())
+
+    def _call(self, thread: int) -> None:
+        rng, recent = self._random[thread], self._recent[thread]
+        is_new = not recent or rng.random() < self.new
+        if is_new:
+            recent.append(next(self._drawn[thread]))
+        kind = recent[-1] if is_new else rng.choice(recent)
+        place = self.places[kind.place]
+        pool = self._pools[place.device, kind.dtype]
+
+        def drawn(shape: tuple[int, ...], layout: str) -> Tensor:
+            return laid_out(pool, shape, layout, rng.randrange(0, BEGINNINGS, 8))
+
+        shapes = [kind.input_shape, kind.weight_shape, (kind.layer.out_channels,)][: 2 + kind.has_bias]
+        layouts = kind.input_layout, kind.weight_layout, "nchw"
+        leaves = [
+            drawn(shape, layout).detach().requires_grad_(wanted)
+            for shape, layout, wanted in zip(shapes, layouts, kind.wanted, strict=False)
+        ]
+        y = place.caller(kind, leaves[0], leaves[1], leaves[2] if kind.has_bias else None)
+        assert y.dtype == kind.dtype
+        assert y.requires_grad == any(kind.wanted)
+        grad = drawn(tuple(y.shape), kind.input_layout)
+        asked = [leaf for leaf in leaves if leaf.requires_grad]
+        found = torch.autograd.grad(y, asked, grad) if asked else ()
+        for gradient, leaf in zip(found, asked, strict=True):
+            assert gradient.shape == leaf.shape
+            assert gradient.dtype == leaf.dtype
+        is_checked = rng.random() < CHECKED
+        error = worst_error(kind, leaves, grad, y, found) if is_checked else 0.0
+        assert error <= 1, f"{kind}: {error:.2f} of what is allowed"
+        with self._lock:
+            self.figures.calls += 1
+            self.figures.kinds += is_new and thread % 2 == 0
+            self.figures.checked += is_checked
+            self.figures.worst = max(self.figures.worst, error)
+
+
+def worst_error(
+    kind: Kind, leaves: Sequence[Tensor], grad: Tensor, y: Tensor, found: Sequence[Tensor]
+) -> float:
+    """Of the output and the gradients against PyTorch in float64, in parts of what the dtype allows."""
+    wide = [leaf.detach().double().requires_grad_(leaf.requires_grad) for leaf in leaves]
+    stride, padding, output_padding, groups = kind.arguments
+    bias = wide[2] if kind.has_bias else None
+    expected = F.conv_transpose2d(wide[0], wide[1], bias, stride, padding, output_padding, groups)
+    assert y.shape == expected.shape
+    errors = [relative_error(y, expected)]
+    asked = [leaf for leaf in wide if leaf.requires_grad]
+    if asked:
+        truths = torch.autograd.grad(expected, asked, grad.double())
+        for got, truth in zip(found, truths, strict=True):
+            # The gradient of a bias may cancel to nothing.
+            scale = grad.double().abs().sum((0, 2, 3)) if truth.dim() == 1 else None
+            errors.append(relative_error(got, truth, scale))
+    return max(errors) / TOLERANCE[kind.dtype]
+
+
+def resident_bytes() -> int:
+    """Of this process, once what Python and the allocator do not need is given back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def _allocated() -> int:
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def unbounded_caches() -> dict[str, int]:
+    """How much each of this package's remembered functions knows that has no bound."""
+    return {
+        f"{one.__module__}.{one.__qualname__}": one.cache_info().currsize
+        for one in gc.get_objects()
+        # isinstance asks objects for a class that they may make up
+        if type(one) is functools._lru_cache_wrapper
+        and one.__module__.startswith("tconv_swap")
+        and one.cache_parameters()["maxsize"] is None
+    }
+
+
+# Kernels, compiled before the calls that wait for them
+
+
+def compile_kernels(soak: Soak, calls: int, device: plan.Device) -> None:
+    """Puts those that ``soak.run(calls)`` will need into the cache, on all cores."""
+    each = int(1.2 * soak.new * calls / THREADS) + RECENT
+    drawn = [
+        kind
+        for pair in range(THREADS // 2)
+        for kind in itertools.islice(kinds(soak.places, soak.seed + pair), each)
+        if kind.backend != "native"
+    ]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        plans = pool.map(functools.partial(_plans_of, device), drawn, chunksize=32)
+        compile_ahead((made for some in plans for made in some), device.architecture)
+
+
+def _plans_of(device: plan.Device, kind: Kind) -> list[Plan]:
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    pool = torch.empty(POOL, dtype=kind.dtype, device="meta")
+    stride, padding, output_padding, groups = kind.arguments
+    problem = call.problem_of(
+        laid_out(pool, kind.input_shape, kind.input_layout, 0),
+        laid_out(pool, kind.weight_shape, kind.weight_layout, 0),
+        None,
+        ((stride,) * 2, (padding,) * 2, (output_padding,) * 2, groups, (1, 1)),
+    )
+    steps = [choice.choose_forward(problem, kind.has_bias, device, kind.backend, tuned.NONE)]
+    if any(kind.wanted):
+        posed = plan.with_weight_layout(problem, problem.channels_last)
+        steps += choice.choose_backward(posed, kind.wanted, device, kind.backend, tuned.NONE)
+    return [step.plan for step in steps if step.plan is not None]
