@@ -8,9 +8,11 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tconv_swap.report import make_console
 from tconv_swap.report.summary import summarise
@@ -19,19 +21,18 @@ from tconv_swap.report.terminal import print_summary
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 RUN = ROOT / "benchmarks" / "results" / "demo.json"
+#: Columns of the report: the geometry and the shape of each layer fit into a line.
+WIDTH = 110
 BEGIN, END = "<!-- report -->\n", "<!-- /report -->\n"
 
 
 def rendered(document: Mapping[str, Any]) -> str:
-    """Returns the report of a run, as the command line prints it into a file, as a block of Markdown."""
+    """Returns the report of a run, without its notes and how to load the file, as a block of Markdown."""
     stream = io.StringIO()
-    width = os.environ.pop("COLUMNS", None)
-    try:
+    with mock.patch.dict(os.environ, COLUMNS=str(WIDTH)):
         print_summary(make_console(stream), summarise(document))
-    finally:
-        if width is not None:
-            os.environ["COLUMNS"] = width
-    return f"```\n{stream.getvalue()}```\n"
+    shown = re.split(r"^(?:Notes|Load it)$", stream.getvalue(), maxsplit=1, flags=re.MULTILINE)[0]
+    return f"```\n{shown.rstrip()}\n```\n"
 
 
 def with_report(text: str, document: Mapping[str, Any]) -> str:
