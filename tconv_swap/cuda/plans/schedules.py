@@ -58,7 +58,7 @@ def covering(
     # One of them at a time is exchanged for a better one.
     for i in (*range(len(found)), *range(len(found))):
         rest = found[:i] + found[i + 1 :]
-        better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))  # type: ignore[misc]
+        better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))
         if regret([*rest, better]) < regret(found):
             found[i] = better
     return tuple(found)
