@@ -16,13 +16,6 @@ struct Divisor {
   __device__ __forceinline__ int remainder(int n) const { return remainder(n, quotient(n)); }
 };
 
-/// The same of a constant.
-__device__ constexpr Divisor divisor_of(unsigned value) {
-  unsigned shift = 0;
-  while ((1ull << shift) < value) ++shift;
-  return {value, static_cast<unsigned>(((1ull << (31 + shift)) + value - 1) / value), shift};
-}
-
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;
@@ -50,7 +43,7 @@ struct TilePlace {
   }
 };
 
-/// Of the kernels that cut the map into tiles of cells (tile_shape.cuh).
+/// Of the kernels that cut the map into tiles of cells (tile_shape.cuh, grad_input_boxes.cu, grad_input_unfolded.cu).
 struct Sizes {
   int batch, height, width, out_height, out_width;
   int cells_h, cells_w;

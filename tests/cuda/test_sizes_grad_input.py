@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -13,7 +15,7 @@ import torch
 from harness import assert_kernel_matches
 from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
 
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call, jit, plan
 from tconv_swap.cuda.plans import (
     boxes_choice,
     boxes_tile,
@@ -102,6 +104,40 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
         yield from (
             plan_grad_input.part_with_tile(*tile) for tile in grad_input_choice.choose(posed, device, count)
         )
+
+
+def every_schedule(problem: plan.Problem) -> Iterator[Part]:
+    """Every kernel that the problem's layer has for any size, but the maps of one pixel."""
+    posed = as_convolution(problem)
+    layer = of_any_size(posed)
+    if plan_grad_input_boxes.claims(posed, H200):
+        for tile in boxes_choice.schedules(layer, H200):
+            yield plan_grad_input_boxes.part_with_tile(posed, tile)
+    if plan_grad_input_unfolded.claims(posed, H200):
+        for unfolded, _ in unfolded_choice.schedules(layer, H200):
+            yield plan_grad_input_unfolded.part_with_tile(posed, unfolded)
+    if plan_grad_input.claims(posed, H200):
+        for one in grad_input_choice.schedules(layer, H200):
+            yield plan_grad_input.part_with_tile(one.problem, one.tile)
+
+
+def test_the_kernels_of_all_schedules_compile() -> None:
+    """A sample of the kernels that no size of the suite has."""
+    done: dict[str, int] = {}
+    for name, dtype, channels_last in (
+        ("unet4", torch.float16, True),
+        ("dcgan3", torch.float32, False),
+    ):
+        geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
+        problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
+        for part in every_schedule(problem):
+            kernel = computing(part)
+            _, log = jit.compile_with_log(kernel, "sm_90a")
+            spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
+            assert spills
+            assert kernel.spills or not any(spills), f"{kernel} {log}"
+            done[kernel.entry] = done.get(kernel.entry, 0) + 1
+    assert min(done[entry] for entry in ENTRIES if entry != "grad_input_tile") >= 4, done
 
 
 def any_problem(rng: random.Random) -> StridedProblem:
@@ -197,8 +233,8 @@ def test_sizes_are_near_the_best_of_all_tiles() -> None:
             best = min(boxes_choice.expected(posed, tile, H200) for tile in (first, *others))
             ratios.append(boxes_choice.expected(posed, first, H200) / best)
     assert len(ratios) > 50
-    assert sum(ratios) / len(ratios) < 1.25
-    assert max(ratios) < 3
+    assert statistics.median(ratios) == 1
+    assert statistics.fmean(ratios) < 1.2
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------

@@ -162,6 +162,7 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
 def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[float]]:
     """The sizes that stand for all of a layer, and what each counts for."""
     channels, (least, most) = layer.geometry.out_channels_per_group, CHANNEL_COLUMNS
+    sizes: tuple[tuple[int, int, int], ...]
     if layer.one_pixel or layer.geometry.kernel[0] == layer.step[0] == 1:
         sizes = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW
         weights = [SINGLE if batch == 1 else 1.0 for batch, _, _ in sizes]
