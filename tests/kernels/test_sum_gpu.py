@@ -82,7 +82,7 @@ def test_named_shapes(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("activation", [nn.Tanh(), nn.Sigmoid(), nn.ReLU(inplace=True)], ids=str)
 def test_activations_and_modes(activation: nn.Module) -> None:
-    # Rounding of the output decides the errors here, PyTorch's too: of few channels the larger one is chance.
+    # The output is rounded, by PyTorch too, and decides the errors: of few channels the larger is a matter of chance.
     shape = (4, 384, 17, 12)
     for dtype in ROUNDING:
         for channels_last in (False, True):
