@@ -26,7 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--soak-calls",
         type=int,
-        default=2000,
+        default=1000,
         help="How many calls tests/cuda/test_soak.py makes; 100,000 take minutes.",
     )
 
