@@ -198,7 +198,7 @@ def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool
 
 
 def _lies(x: Tensor) -> bool | None:
-    """Whether the channels lie together; None where the kernels would have to move ``x`` first."""
+    """Returns whether ``x`` is channels_last; None if the kernels would have to copy ``x`` first."""
     if x.data_ptr() % ALIGNMENT:
         return None
     if x.is_contiguous():
