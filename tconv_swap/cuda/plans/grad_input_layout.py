@@ -23,6 +23,7 @@ from tconv_swap.cuda.plans.tile_memory import (
     staged_bytes,
 )
 from tconv_swap.cuda.problem import Problem
+from tconv_swap.cuda.program import ELEMENT_TYPES, Constant
 from tconv_swap.geometry import Geometry, Pair
 
 #: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy.
@@ -312,3 +313,15 @@ def tile_registers(problem: StridedProblem, tile: Tile) -> int:
     reach = tile.fragment[1] * (tile.warp_rows - 1) + problem.most_shift[0] + 1
     fragments = 2 * tile.warp_images * reach * tile.warp_cols * problem.parts
     return 4 * tile.warp_fragments + fragments + slots * (3 + staged)
+
+
+def layer_constants(layer: StridedProblem, split: bool) -> tuple[tuple[str, Constant], ...]:
+    """Constants of a kernel that computes a layer whatever its sizes; ``split``: it leaves partial sums in float32."""
+    return (
+        ("Element", ELEMENT_TYPES[layer.dtype]),
+        ("Out", "float" if split else ELEMENT_TYPES[layer.dtype]),
+        ("PRECISION", ("TF32", "FP16", "BF16").index(layer.precision)),
+        *((name, value) for name, value in layer.geometry.layer_constants if not name.startswith("STRIDE")),
+        ("STEP_H", layer.step[0]),
+        ("STEP_W", layer.step[1]),
+    )

@@ -12,11 +12,10 @@ from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans import boxes_tile, plan_tile
 from tconv_swap.cuda.plans.boxes_choice import choose
 from tconv_swap.cuda.plans.boxes_tile import BoxTile
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.cuda.plans.sizes import cell_sizes
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
-    ELEMENT_TYPES,
     Argument,
     Constant,
     ElementKind,
@@ -130,12 +129,7 @@ def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
     shared memory that it takes."""
     shared, split = boxes_tile.shared_bytes(layer, tile), tile.splits > 1
     constants: tuple[tuple[str, Constant], ...] = (
-        ("Element", ELEMENT_TYPES[layer.dtype]),
-        ("Out", "float" if split else ELEMENT_TYPES[layer.dtype]),
-        ("PRECISION", ("TF32", "FP16", "BF16").index(layer.precision)),
-        *((name, value) for name, value in layer.geometry.layer_constants if not name.startswith("STRIDE")),
-        ("STEP_H", layer.step[0]),
-        ("STEP_W", layer.step[1]),
+        *layer_constants(layer, split),
         ("OUTPUT_CHANNELS_LAST", layer.output_channels_last),
         ("FLAT", tile.flat),
         ("DENSE", tile.dense),

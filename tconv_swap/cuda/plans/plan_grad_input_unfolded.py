@@ -10,14 +10,13 @@ import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans import plan_tile, unfolded_choice, unfolded_tile
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, of_any_size
+from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.cuda.plans.plan_grad_input_boxes import ELEMENT_KINDS
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.plans.sizes import cell_sizes, divisor
 from tconv_swap.cuda.plans.unfolded_tile import UnfoldedTile
 from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import (
-    ELEMENT_TYPES,
     Argument,
     Constant,
     Kernel,
@@ -119,12 +118,7 @@ def _compiled(layer: StridedProblem, tile: UnfoldedTile) -> tuple[Kernel, int]:
     shared memory that it takes."""
     shared, split = unfolded_tile.shared_bytes(layer, tile), tile.splits > 1
     constants: tuple[tuple[str, Constant], ...] = (
-        ("Element", ELEMENT_TYPES[layer.dtype]),
-        ("Out", "float" if split else ELEMENT_TYPES[layer.dtype]),
-        ("PRECISION", ("TF32", "FP16", "BF16").index(layer.precision)),
-        *((name, value) for name, value in layer.geometry.layer_constants if not name.startswith("STRIDE")),
-        ("STEP_H", layer.step[0]),
-        ("STEP_W", layer.step[1]),
+        *layer_constants(layer, split),
         ("TILE_N", tile.images),
         ("TILE_H", tile.rows),
         ("TILE_W", tile.cols),
