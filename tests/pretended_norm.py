@@ -154,7 +154,8 @@ class Pretended:
             # A launch is below autograd, which is asked here for what a kernel writes.
             with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
                 chosen = slice(image, image + 1) if norm.per_image else slice(None)
-                part, given = x.detach()[chosen], passed_back.detach()[chosen]
+                # PyTorch's InstanceNorm takes a gradient in channels_last for a contiguous one on a CPU.
+                part, given = x.detach()[chosen], passed_back.detach()[chosen].contiguous()
                 of = [
                     one.detach().double().requires_grad_() for one in (part, weight, bias) if one is not None
                 ]

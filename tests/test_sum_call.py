@@ -191,6 +191,27 @@ def test_what_was_saved_lives_no_longer_than_the_graph(gpu: Pretended) -> None:
     assert saved() is None
 
 
+def test_what_was_saved_is_released_by_the_backward_pass(gpu: Pretended) -> None:
+    class Packed:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor
+
+    packed: list[weakref.ref[Packed]] = []
+
+    def pack(tensor: Tensor) -> Packed:
+        one = Packed(tensor)
+        packed.append(weakref.ref(one))
+        return one
+
+    made, x = norm(), image().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda one: one.tensor):
+        total = ours(made, x, other(x), nn.ReLU()).sum()
+    assert len(packed) == 5
+    assert all(one() is not None for one in packed)
+    total.backward()
+    assert all(one() is None for one in packed)
+
+
 @pytest.mark.parametrize("cls", [nn.BatchNorm2d, nn.InstanceNorm2d])
 @pytest.mark.parametrize("form", [torch.contiguous_format, CHANNELS_LAST], ids=str)
 def test_tensors_that_come_back_otherwise_are_copied(
