@@ -17,7 +17,7 @@ from torch import Tensor
 from tconv_swap.blocks import call, kernels
 from tconv_swap.blocks.form import Form, activate, by_pytorch
 from tconv_swap.cuda import host, launch
-from tconv_swap.cuda.call import forget
+from tconv_swap.cuda.call import ALIGNMENT, forget
 from tconv_swap.cuda.program import Plan
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
@@ -141,6 +141,7 @@ class Pretended:
         self.backwards += 1
         self.sum_backwards += norm.adds
         assert norm.adds is (z is not None)
+        assert not any(one.data_ptr() % ALIGNMENT for one in (grad, x, z) if one is not None)
         self.grad_outputs.append(grad.stride())
         activation, passed_back = norm.activation, grad.double()
         if z is not None:

@@ -5,7 +5,7 @@ On a pretended GPU."""
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
@@ -222,19 +222,25 @@ def test_tensors_that_come_back_otherwise_are_copied(
     added = other(x).requires_grad_()
     of = [x, made.weight, made.bias, added]
     expected = gradients(theirs(made, x, added, nn.Tanh()), of)
-    for back in (
+    ways: list[Callable[[Tensor], Tensor]] = [
         lambda tensor: tensor.clone(memory_format=torch.contiguous_format),
-        lambda tensor: misaligned(tensor).view(tensor.shape),
+        misaligned,
         lambda tensor: tensor.to(memory_format=CHANNELS_LAST) if tensor.dim() == 4 else tensor,
-    ):
-        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), back):
+    ]
+    is_last = [False, False, False, False, True]  # the output
+    for back, others in product(ways, (True, False)):
+        saved = iter(is_last)
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor, saved=saved: (tensor.detach(), next(saved)),
+            lambda kept, back=back, others=others: back(kept[0]) if others or kept[1] else kept[0],
+        ):
             output = ours(made, x, added, nn.Tanh())
         assert_alike(gradients(output, of), expected)
     grad = torch.linspace(-1, 1, x.numel()).view(x.shape)
     for given in (grad.to(memory_format=CHANNELS_LAST), misaligned(grad)):
         output = ours(made, x, added, nn.Tanh())
         assert_alike(gradients(output, of, given), expected)
-    assert gpu.sum_backwards == 5
+    assert gpu.sum_backwards == 8
 
 
 @pytest.mark.parametrize("after", [nn.ReLU(), nn.Tanh(), nn.Sigmoid()], ids=str)
