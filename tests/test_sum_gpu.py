@@ -83,10 +83,12 @@ def test_named_shapes(name: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("activation", [nn.Tanh(), nn.Sigmoid(), nn.ReLU(inplace=True)], ids=str)
 def test_activations_and_modes(activation: nn.Module) -> None:
+    # The output is rounded, by PyTorch too, and decides the errors: of few channels the larger is a matter of chance.
+    shape = (4, 384, 17, 12)
     for dtype in ROUNDING:
         for channels_last in (False, True):
             for evaluates, frozen in ((False, False), (True, False), (True, True), (False, True)):
-                check((4, 24, 17, 12), dtype, channels_last, False, activation, evaluates, frozen)
+                check(shape, dtype, channels_last, False, activation, evaluates, frozen)
 
 
 @pytest.mark.parametrize("seed", range(12))
