@@ -29,7 +29,13 @@ from tconv_swap.measurement.environment import environment
 
 ROOT = Path(__file__).parents[1]
 #: Of each stage, the families whose kernels are told sizes.
-FAMILIES = {"forward": {"halo tile"}, "grad_input": {"halo tile", "box tile", "unfolded tile"}}
+FAMILIES = {
+    "forward": {"halo tile"},
+    "grad_input": {"halo tile", "box tile", "unfolded tile"},
+    "grad_weight": {"weight tile", "weight boxes", "weight in place"},
+}
+#: Of each stage, the gradients that it computes.
+MASKS = {"grad_input": (True, False, False), "grad_weight": (False, True, False)}
 MODES = {"tf32": torch.float32, "fp16": torch.float16}
 LAYOUTS = {"nchw": torch.contiguous_format, "channels_last": torch.channels_last}
 FLUSHED_BYTES = 256 << 20
@@ -123,8 +129,8 @@ def times(stage: str) -> dict[str, float]:
                     layer.geometry, dtype, "tf32" if mode == "tf32" else "ieee", last, last
                 )
                 forward_plan = made = plan.plan_forward(problem, layer.bias, facts)
-                if stage == "grad_input":
-                    made = plan.plan_backward(problem, (True, False, False), facts)
+                if stage in MASKS:
+                    made = plan.plan_backward(problem, MASKS[stage], facts)
                 if FAMILIES[stage] & set(made.family.split(", ")):
                     rows.append((f"{layer.name} {mode} {layout}", layer, dtype, form))
                     launches = {*made.launches, *forward_plan.launches}
@@ -147,14 +153,15 @@ def times(stage: str) -> dict[str, float]:
             with torch.no_grad():
                 found[name] = _median(forward, flushed)
             continue
-        x.requires_grad_()
+        leaf = x if stage == "grad_input" else w
+        leaf.requires_grad_()
         y = forward()
         grad = torch.randn_like(y)
 
-        def grad_input(y: Any = y, x: Any = x, grad: Any = grad) -> None:
-            torch.autograd.grad(y, x, grad, retain_graph=True)
+        def gradient(y: Any = y, leaf: Any = leaf, grad: Any = grad) -> None:
+            torch.autograd.grad(y, leaf, grad, retain_graph=True)
 
-        found[name] = _median(grad_input, flushed)
+        found[name] = _median(gradient, flushed)
     return found
 
 

@@ -128,7 +128,7 @@ inline Tensor copy_of(const Tensor& tensor, at::MemoryFormat format) {
 
 inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
   c10::SmallVector<Tensor, 3> copies;  // kept until the kernels are launched
-  c10::SmallVector<const Tensor*, 6> laid_out;
+  c10::SmallVector<const Tensor*, 7> laid_out;
   copies.reserve(3);
   size_t index = 0;
   for (const Tensor* tensor : tensors) {
@@ -146,7 +146,7 @@ inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
     for (const Tensor* tensor : laid_out) list.push_back(tensor ? std::optional(*tensor) : std::nullopt);
     return by_python("tconv_swap::launch", {step.handle, list}).toTensorVector();
   }
-  c10::SmallVector<void*, 6> pointers;
+  c10::SmallVector<void*, 7> pointers;
   // Const is lost here alone: a program's inputs are read only.
   for (const Tensor* tensor : laid_out) pointers.push_back(tensor ? const_cast<void*>(tensor->const_data_ptr()) : nullptr);
   return launch(*step.program, pointers);

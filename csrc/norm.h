@@ -1,7 +1,7 @@
-// The one way of a norm and of the activation behind it: an op that an eager block calls on CUDA (blocks/kernels.py has its
-// schema, and answers for calls that are not known). Each kind of call is found among the answers of answers.h, launched,
-// and hangs one autograd node where a derivative is wanted. What others want to see is left to PyTorch's modules: nothing
-// is done, and None returned.
+// The one way of a norm, of what is added to it and of the activation behind: an op that an eager block calls on CUDA
+// (blocks/kernels.py has its schema, and answers for calls that are not known). Each kind of call is found among the
+// answers of answers.h, launched, and hangs one autograd node where a derivative is wanted. What others want to see is
+// left to PyTorch's modules: nothing is done, and None returned.
 #pragma once
 
 #include "compute.h"
@@ -31,9 +31,12 @@ inline std::shared_ptr<const Answer> norm_answer_to(int64_t stage, Tensors tenso
 
 // ---- the backward pass -----------------------------------------------------------------------------------------
 
-/// What a backward pass begins from. `statistics`: means and 1 / sqrt(variance + eps).
+using NormMask = std::array<bool, 4>;         // which of the gradients of input, weight, bias and what was added
+using NormGradients = std::array<Tensor, 4>;  // of these; undefined where it is not asked for
+
+/// What a backward pass begins from. `statistics`: means and 1 / sqrt(variance + eps). `output`: of a sum, else undefined.
 struct Kept {
-  const Tensor &input, &weight, &bias, &statistics;
+  const Tensor &input, &weight, &bias, &statistics, &output;
 };
 
 /// Of a parameter of `like`'s kind, from what a kernel wrote: for each image by itself, or as it is.
@@ -42,85 +45,109 @@ inline Tensor summed_over_images(const Tensor& found, const Tensor& like) {
   return found.view({-1, like.numel()}).sum(0).to(like.scalar_type());
 }
 
-inline Gradients norm_gradients(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form, const Mask& mask) {
+/// A hook may have handed it back otherwise. An answer lays out the first three tensors of a step; this is the sixth.
+inline Tensor laid_out(const Tensor& output, at::MemoryFormat format) {
+  if (!output.defined()) return output;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(output.const_data_ptr()) % ALIGNMENT == 0;
+  return is_aligned && output.is_contiguous(format) ? output : copy_of(output, format);
+}
+
+inline NormGradients norm_gradients(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form,
+                                    const NormMask& mask) {
+  const bool of_input = mask[0] || kept.output.defined();  // kernels of a sum write it whoever asks
   const bool of_parameters = mask[1] || mask[2];
-  const Tensors tensors = {&grad_output, &kept.input, &kept.statistics, if_there(kept.weight), if_there(kept.bias)};
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto answer = norm_answer_to(NORM_BACKWARD + mask[0] + 2 * of_parameters, tensors, form);
-  const std::vector<Tensor> found = run(answer->steps.at(0), tensors);
-  Gradients gradients;
+  const auto answer = norm_answer_to(NORM_BACKWARD + of_input + 2 * of_parameters,
+                                     {&grad_output, &kept.input, &kept.statistics, if_there(kept.weight),
+                                      if_there(kept.bias), if_there(kept.output)},
+                                     form);
+  const Tensor output = laid_out(kept.output, answer->format);
+  const std::vector<Tensor> found =
+      run(answer->steps.at(0), {&grad_output, &kept.input, &kept.statistics, if_there(kept.weight), if_there(kept.bias),
+                                if_there(output)});
+  NormGradients gradients;
   if (mask[0]) gradients[0] = found.at(0);
-  if (mask[1]) gradients[1] = summed_over_images(found.at(mask[0]), kept.weight);
-  if (mask[2]) gradients[2] = summed_over_images(found.at(mask[0] + 1), kept.bias);
+  if (mask[1]) gradients[1] = summed_over_images(found.at(of_input), kept.weight);
+  if (mask[2]) gradients[2] = summed_over_images(found.at(of_input + 1), kept.bias);
+  if (mask[3]) gradients[3] = found.back();
   return gradients;
 }
 
 /// PyTorch's own formulation, which autograd, functorch and modes know.
-inline Gradients norm_gradients_by_pytorch(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form,
-                                           const Mask& mask) {
+inline NormGradients norm_gradients_by_pytorch(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form,
+                                               const NormMask& mask) {
   const auto found = by_python("tconv_swap::norm_gradients_by_pytorch",
-                               {grad_output, kept.input, kept.statistics, as_maybe(kept.weight), as_maybe(kept.bias), form,
-                                as_list(mask)})
+                               {grad_output, kept.input, kept.statistics, as_maybe(kept.weight), as_maybe(kept.bias),
+                                as_maybe(kept.output), form, c10::List<bool>({mask[0], mask[1], mask[2], mask[3]})})
                          .toTensorVector();
-  Gradients gradients;
-  for (size_t i = 0, next = 0; i < 3; ++i)
+  NormGradients gradients;
+  for (size_t i = 0, next = 0; i < mask.size(); ++i)
     if (mask[i]) gradients[i] = found.at(next++);
   return gradients;
 }
 
 struct NormActivationBackward : torch::autograd::Node {
   torch::autograd::SavedVariable input, weight, bias, statistics;
+  torch::autograd::SavedVariable output;  // of a sum: as PyTorch's activation, not what was added, which may change
   std::vector<int64_t> form;
 
   std::string name() const override { return "NormActivationBackward"; }
 
   void release_variables() override {
     std::lock_guard<std::mutex> lock(mutex_);
-    for (auto* saved : {&input, &weight, &bias, &statistics}) saved->reset_data();
+    for (auto* saved : {&input, &weight, &bias, &statistics, &output}) saved->reset_data();
   }
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& grads) override {
     std::lock_guard<std::mutex> lock(mutex_);
     const Tensor x = input.unpack(), w = weight.unpack(), b = bias.unpack(), s = statistics.unpack();
-    torch::autograd::variable_list gradients(3);
-    const Mask mask{task_should_compute_output(0), task_should_compute_output(1), task_should_compute_output(2)};
-    if (!grads[0].defined() || stage_of(mask) == 0) return gradients;
+    const Tensor z = output.unpack(getptr());
+    torch::autograd::variable_list gradients(4);
+    NormMask mask;
+    for (size_t i = 0; i < mask.size(); ++i) mask[i] = task_should_compute_output(i);
+    if (!grads[0].defined() || mask == NormMask{}) return gradients;
     auto keys = grads[0].key_set();
-    for (const Tensor* tensor : {&x, &w, &b, &s}) keys = keys | tensor->key_set();
+    for (const Tensor* tensor : {&x, &w, &b, &s, &z}) keys = keys | tensor->key_set();
     const bool is_ours = !at::GradMode::is_enabled() && is_plain(keys);
-    Gradients found = (is_ours ? norm_gradients : norm_gradients_by_pytorch)(grads[0], {x, w, b, s}, form, mask);
-    for (size_t i = 0; i < 3; ++i) gradients[i] = std::move(found[i]);
+    NormGradients found = (is_ours ? norm_gradients : norm_gradients_by_pytorch)(grads[0], {x, w, b, s, z}, form, mask);
+    for (size_t i = 0; i < mask.size(); ++i) gradients[i] = std::move(found[i]);
     return gradients;
   }
 };
 
-/// Makes `output`, which is computed, differentiable.
-inline void hang_node(const Tensor& output, const Kept& kept, at::IntArrayRef form) {
+/// Makes `output`, which is computed, differentiable. `added`: undefined where nothing is.
+inline void hang_node(const Tensor& output, const Kept& kept, const Tensor& added, at::IntArrayRef form) {
   const std::shared_ptr<NormActivationBackward> node(new NormActivationBackward, torch::autograd::deleteNode);
-  node->set_next_edges(torch::autograd::collect_next_edges(kept.input, kept.weight, kept.bias));
+  node->set_next_edges(torch::autograd::collect_next_edges(kept.input, kept.weight, kept.bias, added));
   node->input = torch::autograd::SavedVariable(kept.input, false);
   node->weight = torch::autograd::SavedVariable(kept.weight, false);
   node->bias = torch::autograd::SavedVariable(kept.bias, false);
   node->statistics = torch::autograd::SavedVariable(kept.statistics, false);
   node->form = form.vec();
   torch::autograd::set_history(output, node);
+  if (kept.output.defined()) node->output = torch::autograd::SavedVariable(kept.output, true);
 }
 
 // ---- the kernel of the op ---------------------------------------------------------------------------------------
 
 inline Maybe norm_activation(const Tensor& input, const Maybe& weight, const Maybe& bias, const Maybe& running_mean,
-                             const Maybe& running_var, const Maybe& batches, at::IntArrayRef form) {
+                             const Maybe& running_var, const Maybe& batches, const Maybe& added, at::IntArrayRef form) {
   auto keys = input.key_set();
-  for (const Maybe* one : {&weight, &bias, &running_mean, &running_var, &batches})
+  for (const Maybe* one : {&weight, &bias, &running_mean, &running_var, &batches, &added})
     if (*one) keys = keys | (*one)->key_set();
   if (!is_plain(keys)) return std::nullopt;
-  const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor());
-  const bool differentiates = torch::autograd::compute_requires_grad(input, w, b);
+  const Tensor w = weight.value_or(Tensor()), b = bias.value_or(Tensor()), a = added.value_or(Tensor());
+  const bool differentiates = torch::autograd::compute_requires_grad(input, w, b, a);
   std::vector<Tensor> found;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const Tensors tensors = {&input,                if_there(w),           if_there(b),
-                             if_there(running_mean), if_there(running_var), if_there(batches)};
+    const Tensors tensors = {&input,
+                             if_there(w),
+                             if_there(b),
+                             if_there(running_mean),
+                             if_there(running_var),
+                             if_there(batches),
+                             if_there(a)};
     const auto answer = norm_answer_to(differentiates ? NORM_FORWARD_THAT_SAVES : NORM_FORWARD, tensors, form);
     if (answer->is_pytorchs) return std::nullopt;
     if (form[AVERAGES]) batches->add_(1);
@@ -128,7 +155,8 @@ inline Maybe norm_activation(const Tensor& input, const Maybe& weight, const May
     // As PyTorch's module, which counts by an operator of its own.
     if (batches && !batches->is_inference()) batches->unsafeGetTensorImpl()->bump_version();
   }
-  if (differentiates) hang_node(found.at(0), {input, w, b, found.at(1)}, form);
+  const Tensor& output = found.at(0);
+  if (differentiates) hang_node(output, {input, w, b, found.at(1), a.defined() ? output : a}, a, form);
   return std::move(found.at(0));
 }
 

@@ -13,8 +13,8 @@ from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
 from tconv_swap.cuda import host
 from tconv_swap.dispatch import is_eager
 
-#: Called with a block's modules, input, output, the earlier buffers and, if there is one, the tensor added before the
-#: activation; for the verification.
+#: Called with a block's modules, input, output, the earlier buffers, and the tensor added before the activation or
+#: None; for the verification.
 Observer = Callable[..., None]
 observers: list[Observer] = []
 
@@ -40,9 +40,12 @@ def is_watched(module: nn.Module) -> bool:
     )
 
 
-def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor | None:
-    """Returns ``activation(norm(x))`` and updates the running statistics; returns None, without
-    any effect, if the modules have to compute it. ``takes(x)`` has been asked, and the modules are not watched.
+def computed(
+    norm: nn.Module, activation: nn.Module | None, x: Tensor, added: Tensor | None = None
+) -> Tensor | None:
+    """Returns ``activation(norm(x))``, or ``activation(norm(x) + added)``, and updates the running statistics; returns
+    None, without any effect, if the modules have to compute it. ``takes(x)`` has been asked, and the modules are not
+    watched.
 
     Raises:
         CompileError, RuntimeError: the kernels cannot be compiled, or CUDA fails.
@@ -54,7 +57,7 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
     except KeyError:  # they are computed, and kept elsewhere
         return None
     applied = activation_of(activation)
-    if applied is None or not host.is_available():
+    if applied is None or not host.is_available() or not (added is None or is_on_gpu(added)):
         return None
     given: Any = norm
     updates = norm.training and given.track_running_stats and running_mean is not None
@@ -77,8 +80,8 @@ def computed(norm: nn.Module, activation: nn.Module | None, x: Tensor) -> Tensor
         *applied,
     )
     before = {name: one.clone() for name, one in buffers.items() if one is not None} if observers else {}
-    output: Tensor | None = norm_activation(x, weight, bias, running_mean, running_var, batches, form)
+    output: Tensor | None = norm_activation(x, weight, bias, running_mean, running_var, batches, added, form)
     if output is not None:
         for observe in observers:
-            observe(norm, activation, x, output, before)
+            observe(norm, activation, x, output, before, added)
     return output

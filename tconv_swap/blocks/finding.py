@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from tconv_swap.blocks.call import is_watched
-from tconv_swap.blocks.form import NORMS, activation_of
+from tconv_swap.blocks.form import NORMS, activation_of, takes_sum
 from tconv_swap.blocks.handed import ACTIVATION_CLASSES, handing_class
 from tconv_swap.blocks.modules import (
     FUSED_NORMS,
@@ -23,7 +23,6 @@ from tconv_swap.blocks.modules import (
     original_class,
 )
 from tconv_swap.blocks.proof import Pair, pairs_of
-from tconv_swap.blocks.summed import takes
 from tconv_swap.kernels.norm.plan import DTYPES
 
 
@@ -209,7 +208,7 @@ def _block(
     if reason := _why_left(name, left) or _why_unfit(norm):
         return plan(False, reason)
     if pair is not None and (fuse == "all" or behind) and not is_watched(pair.activation):
-        if not pair.sums or takes(pair.activation):
+        if not pair.sums or takes_sum(pair.activation):
             return plan(True, activation=pair.activation)
         why = "no kernel for a sum and then " + _original(pair.activation).__name__
         return plan(fuse == "all", why)

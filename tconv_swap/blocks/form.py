@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.kernels.norm.shape import FROM_OUTPUT, Activation
 
 NormModule: TypeAlias = nn.BatchNorm1d | nn.BatchNorm2d | nn.InstanceNorm1d | nn.InstanceNorm2d
 
@@ -56,6 +56,12 @@ def activation_of(module: nn.Module | None) -> tuple[Activation, float] | None:
         return (Activation.GELU_TANH if module.approximate == "tanh" else Activation.GELU), 0.0
     found = _ACTIVATIONS.get(kind)
     return None if found is None else (found, 0.0)
+
+
+def takes_sum(module: nn.Module) -> bool:
+    """Returns whether there are kernels for a norm, a sum and this activation."""
+    applied = activation_of(module)
+    return applied is not None and applied[0] in FROM_OUTPUT
 
 
 _ACTIVATIONS: dict[type[nn.Module], Activation] = {

@@ -1,4 +1,4 @@
-"""Norms and activations on CUDA: what computes a call that csrc/norm.h does not know yet.
+"""Norms, sums and activations on CUDA: what computes a call that csrc/norm.h does not know yet.
 
 A call goes by the op ``norm_activation``, which remembers the answers of ``answer`` by everything that they depend on.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,12 +26,12 @@ _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a graph has the modules.
 _library.define(
     "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
-    " Tensor(c!)? num_batches_tracked, int[] form) -> Tensor?"
+    " Tensor(c!)? num_batches_tracked, Tensor? added, int[] form) -> Tensor?"
 )
 _library.define("norm_answer(Tensor?[] tensors, int[] form, int stage) -> int[]")
 _library.define(
     "norm_gradients_by_pytorch(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias,"
-    " int[] form, bool[3] mask) -> Tensor[]"
+    " Tensor? output, int[] form, bool[4] mask) -> Tensor[]"
 )
 norm_activation = torch.ops.tconv_swap.norm_activation.default
 
@@ -103,8 +104,8 @@ def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) ->
     """How a call is computed, in the words that csrc/compute.h reads.
 
     Args:
-        tensors: input, weight, bias, running_mean, running_var, num_batches_tracked; of a backward pass grad_output,
-            input, statistics, weight, bias.
+        tensors: input, weight, bias, running_mean, running_var, num_batches_tracked, what is added before the
+            activation; of a backward pass grad_output, input, statistics, weight, bias, the output of a sum.
         form: as ``form_words`` writes it.
         stage: which pass.
 
@@ -118,11 +119,11 @@ def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) ->
 
 
 def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> list[int]:
-    x, _, _, running_mean, running_var, batches = tensors
+    x, _, _, running_mean, running_var, batches, added = tensors
     assert x is not None
-    if not _fits(posed, x, running_mean, running_var, batches):
+    if not _fits(posed, x, running_mean, running_var, batches) or not _can_be_added(added, x):
         return _DECLINED
-    given = [one for one in tensors[1:] if one is not None]
+    given = [one for one in tensors[1:6] if one is not None]
     dtypes = {one.dtype for one in given if one is not batches} or {torch.float32}
     channels_last = _lies(x)
     if (
@@ -132,7 +133,7 @@ def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> li
     ):
         return _DECLINED
     made = plan.plan_forward(
-        _norm(posed, x, dtypes.pop(), channels_last),
+        _norm(posed, x, dtypes.pop(), channels_last, added is not None),
         trains=bool(posed.trains),
         updates=bool(posed.updates),
         momentum=None if posed.averages else posed.momentum,
@@ -162,8 +163,19 @@ def _fits(
     return not posed.updates or (batches is not None and batches.dtype == torch.int64)
 
 
+def _can_be_added(added: Tensor | None, x: Tensor) -> bool:
+    """Whether kernels read it beside ``x``. PyTorch broadcasts, and adds other dtypes and layouts."""
+    return added is None or (
+        added.shape == x.shape
+        and added.stride() == x.stride()
+        and added.dtype == x.dtype
+        and added.device == x.device
+        and added.data_ptr() % ALIGNMENT == 0
+    )
+
+
 def _backward(posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool, bool]) -> list[int]:
-    grad, x, saved, weight, bias = tensors
+    grad, x, saved, weight, bias, output = tensors
     assert grad is not None
     assert x is not None
     assert saved is not None
@@ -171,7 +183,7 @@ def _backward(posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool
     parameter = bias if weight is None else weight
     parameters = torch.float32 if parameter is None else parameter.dtype
     made = plan.plan_backward(
-        _norm(posed, x, parameters, bool(channels_last)),
+        _norm(posed, x, parameters, bool(channels_last), output is not None),
         trains=bool(posed.trains),
         wants=wants,
         device=device_facts(x.get_device()),
@@ -183,7 +195,7 @@ def _backward(posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool
     return _words(made, x, tuple(None if reads_as_it_lies(one, lies) else lies for one, lies in wanted))
 
 
-def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool) -> Norm:
+def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool, adds: bool) -> Norm:
     form = posed.form
     return Norm(
         tuple(x.shape),
@@ -194,6 +206,7 @@ def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool
         form.eps,
         form.activation,
         form.slope,
+        adds,
     )
 
 
@@ -220,17 +233,37 @@ def gradients_by_pytorch(
     statistics: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    output: Tensor | None,
     form: Sequence[int],
     mask: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients that ``mask`` asks for, of ``x``, weight and bias, by PyTorch's operators: of every order, for
-    every transform and mode."""
+    """The gradients that ``mask`` asks for, of ``x``, weight, bias and what was added, by PyTorch's operators: of every
+    order, for every transform and mode. ``output``: of a sum, else None."""
     created = torch.is_grad_enabled()
     of = (x, weight, bias)
-    with torch.enable_grad():
-        wanted = [one for one, asked in zip(of, mask, strict=True) if asked and one is not None]
-        output = by_pytorch(*of, statistics, _Posed.read(form).form)
-        return list(torch.autograd.grad(output, wanted, grad_output, create_graph=created))
+    computes = _Posed.read(form).form
+    grad = grad_output
+    if output is not None:
+        grad = _before_activation(computes.activation, grad_output, output)
+        computes = replace(computes, activation=Activation.IDENTITY)
+    wanted = [one for one, asked in zip(of, mask[:3], strict=True) if asked and one is not None]
+    found: list[Tensor] = []
+    if wanted:
+        with torch.enable_grad():
+            computed = by_pytorch(*of, statistics, computes)
+            found = list(torch.autograd.grad(computed, wanted, grad, create_graph=created))
+    return [*found, grad] if mask[3] else found
+
+
+def _before_activation(activation: Activation, grad: Tensor, output: Tensor) -> Tensor:
+    """The gradient of what an activation of ``FROM_OUTPUT`` was given, from that of its output and the output, by
+    PyTorch's operator."""
+    aten = torch.ops.aten
+    if activation is Activation.TANH:
+        return aten.tanh_backward.default(grad, output)  # type: ignore[no-any-return]
+    if activation is Activation.SIGMOID:
+        return aten.sigmoid_backward.default(grad, output)  # type: ignore[no-any-return]
+    return aten.threshold_backward.default(grad, output, 0)  # type: ignore[no-any-return]
 
 
 def is_plain(tensor: Tensor | None) -> bool:

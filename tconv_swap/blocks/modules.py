@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeAlias, cast
 
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call, handed, summed
-from tconv_swap.blocks.form import NORMS, activation_of
+from tconv_swap.blocks import call, handed
+from tconv_swap.blocks.form import NORMS, activation_of, takes_sum
 from tconv_swap.blocks.postponed import Postponed
 from tconv_swap.layer import SWAPPED
 from tconv_swap.leaf import Leaf
@@ -86,7 +86,7 @@ class _Norm(Leaf):
             return super().forward(input)  # type: ignore[no-any-return]
         pair = handed.pair_of(self)
         if pair is not None and pair.sums:
-            if not summed.takes(pair.activation):
+            if not takes_sum(pair.activation):
                 return self._alone(input)
             later = Postponed(self, pair.activation, input, self._alone)
             handed.hand_over(later, pair.activation)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.blocks import summed
+from tconv_swap.blocks import call
 from tconv_swap.blocks.form import activate, activation_of
 
 
@@ -43,7 +43,7 @@ class Postponed:
         """
         norm, activation, added = self._norm, self._activation, self._added
         if isinstance(added, Tensor) and torch.is_grad_enabled() is self._created:
-            output = summed.computed(norm, activation, self._input, added)
+            output = call.computed(norm, activation, self._input, added)
             if output is not None:
                 return output
         with torch.set_grad_enabled(self._created):

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call, summed
+from tconv_swap.blocks import call
 from tconv_swap.blocks.modules import AllBlocks
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.bench import Comparison
@@ -149,7 +149,7 @@ class _Sum(nn.Module):
         self.norm, self.activation, self.ours = norm, activation, ours
 
     def forward(self, x: Tensor, added: Tensor) -> Tensor:
-        output = summed.computed(self.norm, self.activation, x, added) if self.ours else None
+        output = call.computed(self.norm, self.activation, x, added) if self.ours else None
         return self.activation(self.norm(x) + added) if output is None else output
 
 

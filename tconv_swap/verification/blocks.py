@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.blocks import call, summed
+from tconv_swap.blocks import call
 from tconv_swap.blocks.form import activate, activation_of
 from tconv_swap.blocks.modules import original_class
 from tconv_swap.verification import compare
@@ -63,9 +63,7 @@ class _Call:
         """The same by our kernels."""
         norm, inputs = copy.deepcopy(self.norm), self._leaves()
         with torch.enable_grad():
-            if self.activation is not None and len(inputs) > 1:
-                return inputs, norm, summed.computed(norm, self.activation, inputs[0], inputs[1])
-            return inputs, norm, call.computed(norm, self.activation, inputs[0])
+            return inputs, norm, call.computed(norm, self.activation, *inputs)
 
     def _leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         given = [one.detach() for one in (self.x, self.added) if one is not None]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from ddp_blocks_worker import network, stepped
-from pretended_sum import PretendedSums, pretended_sums
+from pretended_norm import Pretended, pretended
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
@@ -22,8 +22,8 @@ WORKER = Path(__file__).parents[1] / "support" / "ddp_blocks_worker.py"
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedSums]:
-    with pretended_sums(monkeypatch) as made:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    with pretended(monkeypatch) as made:
         yield made
 
 
@@ -58,15 +58,15 @@ def test_ddp_on_two_processes(tmp_path: Path) -> None:
         assert "12 blocks: same" in output  # four in each of three steps
 
 
-def test_steps_of_training(kernels: PretendedSums) -> None:
+def test_steps_of_training(kernels: Pretended) -> None:
     original = network()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
     same(stepped(swapped, batches()), stepped(original, batches()))
-    assert (kernels.forwards, kernels.backwards) == (3, 3)
+    assert (kernels.sum_forwards, kernels.sum_backwards) == (3, 3)
 
 
 @pytest.mark.parametrize("use_buffers", [False, True])
-def test_averaged_weights(use_buffers: bool, kernels: PretendedSums) -> None:
+def test_averaged_weights(use_buffers: bool, kernels: Pretended) -> None:
     original = network()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
     averages = []
@@ -80,15 +80,15 @@ def test_averaged_weights(use_buffers: bool, kernels: PretendedSums) -> None:
         averages.append(average.eval())
     same(averages[1], averages[0])
     assert [type(m) for m in averages[1].module.modules()] == [type(m) for m in swapped.modules()]
-    count = kernels.forwards
+    count = kernels.sum_forwards
     with torch.no_grad():
         torch.testing.assert_close(averages[1](batches()[0]), averages[0](batches()[0]), rtol=1e-3, atol=1e-4)
-    assert kernels.forwards == count + 1
+    assert kernels.sum_forwards == count + 1
     tconv_swap.unswap_layers(averages[1])
     assert [type(m) for m in averages[1].modules()] == [type(m) for m in averages[0].modules()]
 
 
-def test_replicas_compute_by_the_modules(kernels: PretendedSums) -> None:
+def test_replicas_compute_by_the_modules(kernels: Pretended) -> None:
     """As nn.DataParallel makes them: each call is of another module, of which nothing is proven."""
     original = network().eval()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
@@ -96,4 +96,4 @@ def test_replicas_compute_by_the_modules(kernels: PretendedSums) -> None:
     replica.__dict__["_is_replica"] = True
     x = torch.randn(2, 8, 5, 4)
     torch.testing.assert_close(replica(x), original[3](x))
-    assert kernels.forwards == 0
+    assert kernels.sum_forwards == 0

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from pretended_sum import PretendedSums, pretended_sums
+from pretended_norm import Pretended, pretended
 from torch import Tensor, nn
 
 import tconv_swap
@@ -16,8 +16,8 @@ from tconv_swap.blocks.proof import pairs_of
 
 
 @pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedSums]:
-    with pretended_sums(monkeypatch) as made:
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
+    with pretended(monkeypatch) as made:
         yield made
 
 
@@ -90,7 +90,7 @@ def compare(original: nn.Module, swapped: nn.Module, x: Tensor) -> None:
 )
 @pytest.mark.parametrize("cls", [Block, Other])
 def test_computes_what_the_modules_compute(
-    cls: type[Block], norm: nn.Module, activation: nn.Module, kernels: PretendedSums
+    cls: type[Block], norm: nn.Module, activation: nn.Module, kernels: Pretended
 ) -> None:
     original = cls(copy.deepcopy(norm), activation)
     swapped = swapped_of(original)
@@ -100,15 +100,15 @@ def test_computes_what_the_modules_compute(
     assert plan.kind.startswith(type(norm).__name__ + " + sum + ")
     for _ in range(2):
         compare(original, swapped, images())
-    assert kernels.forwards == kernels.backwards == 2
+    assert kernels.sum_forwards == kernels.sum_backwards == 2
     original.eval(), swapped.eval()
     compare(original, swapped, images())
     with torch.no_grad():
         torch.testing.assert_close(swapped(images()), original(images()))
-    assert kernels.forwards == 4
+    assert kernels.sum_forwards == 4
 
 
-def test_torchvisions_networks(kernels: PretendedSums) -> None:
+def test_torchvisions_networks(kernels: Pretended) -> None:
     from torchvision.models import resnet18, resnet50
 
     for build, sums, norms in ((resnet18, 8, 20), (resnet50, 16, 53)):
@@ -116,22 +116,22 @@ def test_torchvisions_networks(kernels: PretendedSums) -> None:
         swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
         blocks = tconv_swap.plan_swap(original, fuse="all").blocks
         assert sum(block.kind == "BatchNorm2d + sum + ReLU" for block in blocks) == sums
-        kernels.forwards = kernels.of.forwards = 0
+        kernels.sum_forwards = kernels.forwards = 0
         x = torch.randn(2, 3, 64, 64)
         torch.testing.assert_close(swapped(x), original(x), rtol=1e-3, atol=1e-3)
-        assert (kernels.forwards, kernels.forwards + kernels.of.forwards) == (sums, norms)
+        assert (kernels.sum_forwards, kernels.forwards) == (sums, norms)
         tconv_swap.unswap_layers(swapped)
         assert [type(m) for m in swapped.modules()] == [type(m) for m in original.modules()]
 
 
-def test_one_value_a_channel_raises_as_pytorch(kernels: PretendedSums) -> None:
+def test_one_value_a_channel_raises_as_pytorch(kernels: Pretended) -> None:
     swapped = tconv_swap.swap_layers(Other(), fuse="all")
     with pytest.raises(ValueError, match="Expected more than 1 value per channel"):
         swapped(torch.randn(1, 4, 1, 1))
-    assert kernels.forwards == 0
+    assert kernels.sum_forwards == 0
 
 
-def test_gradients_of_gradients(kernels: PretendedSums) -> None:
+def test_gradients_of_gradients(kernels: Pretended) -> None:
     original = Other(activation=nn.Tanh())
     swapped = swapped_of(original)
     second = []
@@ -141,10 +141,10 @@ def test_gradients_of_gradients(kernels: PretendedSums) -> None:
         wanted = [x, *model.conv2.parameters(), *model.bn2.parameters()]
         second.append(torch.autograd.grad(first.pow(2).sum(), wanted))
     torch.testing.assert_close(second[1], second[0])
-    assert kernels.forwards == 1
+    assert kernels.sum_forwards == 1
 
 
-def test_frozen_parts(kernels: PretendedSums) -> None:
+def test_frozen_parts(kernels: Pretended) -> None:
     original = Block()
     original.bn2.eval().requires_grad_(False)
     compare(original, swapped_of(original), images())
@@ -156,10 +156,10 @@ def test_frozen_parts(kernels: PretendedSums) -> None:
         model.conv1.weight.requires_grad_()
         found.append(torch.autograd.grad(model(x).sum(), [x, model.conv1.weight]))
     torch.testing.assert_close(found[1], found[0])
-    assert kernels.backwards == 2
+    assert kernels.sum_backwards == 2
 
 
-def test_hooks_and_changes_later_are_seen(kernels: PretendedSums) -> None:
+def test_hooks_and_changes_later_are_seen(kernels: Pretended) -> None:
     original = Block()
     swapped = swapped_of(original)
     seen: list[Tensor] = []
@@ -168,21 +168,21 @@ def test_hooks_and_changes_later_are_seen(kernels: PretendedSums) -> None:
         compare(original, swapped, images())
         handle.remove()
     assert (seen[0] < 0).any()
-    assert kernels.forwards == 0
+    assert kernels.sum_forwards == 0
     for model in (original, swapped):
         model.downsample = None
     compare(original, swapped, images())
-    assert kernels.forwards == 1
+    assert kernels.sum_forwards == 1
     for model in (original, swapped):
         model.conv2 = nn.Identity()  # whose output is somebody else's tensor
     compare(original, swapped, images())
     for model in (original, swapped):
         model.relu = nn.SiLU()
     compare(original, swapped, images())
-    assert kernels.forwards == 1
+    assert kernels.sum_forwards == 1
 
 
-def test_tensors_that_kernels_do_not_take(kernels: PretendedSums) -> None:
+def test_tensors_that_kernels_do_not_take(kernels: Pretended) -> None:
     class Broadcasts(Block):
         def forward(self, x: Tensor) -> Tensor:
             out = self.bn2(self.conv2(x))
@@ -219,11 +219,11 @@ def test_tensors_that_kernels_do_not_take(kernels: PretendedSums) -> None:
         swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
         x = images(torch.float32)
         assert swapped(x).dtype is original(x).dtype is dtype
-    assert kernels.forwards == 0
-    assert kernels.of.forwards == 5  # the norms by themselves
+    assert kernels.sum_forwards == 0
+    assert kernels.forwards == 5  # the norms by themselves
 
 
-def test_without_gradients_in_a_part(kernels: PretendedSums) -> None:
+def test_without_gradients_in_a_part(kernels: Pretended) -> None:
     class Partly(Block):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
@@ -241,7 +241,7 @@ def test_without_gradients_in_a_part(kernels: PretendedSums) -> None:
     assert found[1][1] is found[0][1] is None
 
 
-def test_what_is_added_may_change_before_the_backward_pass(kernels: PretendedSums) -> None:
+def test_what_is_added_may_change_before_the_backward_pass(kernels: Pretended) -> None:
     """A sum does not keep what it added, so PyTorch lets it change."""
 
     class Adds(nn.Module):
@@ -263,20 +263,20 @@ def test_what_is_added_may_change_before_the_backward_pass(kernels: PretendedSum
 
     original = Adds(OfOne(), nn.Conv2d(4, 4, 1))
     compare(original, swapped_of(original), images())
-    assert kernels.backwards == 1
+    assert kernels.sum_backwards == 1
 
 
-def test_copies_pickles_and_compiled_graphs(kernels: PretendedSums) -> None:
+def test_copies_pickles_and_compiled_graphs(kernels: Pretended) -> None:
     original = Block().eval()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
     x = images(torch.float32)
     expected = original(x)
     for again in (copy.deepcopy(swapped), pickle.loads(pickle.dumps(swapped))):
         torch.testing.assert_close(again(x), expected)
-    count = kernels.forwards
+    count = kernels.sum_forwards
     assert count == 2
     torch.testing.assert_close(torch.compile(swapped, backend="eager")(x), expected)
-    assert kernels.forwards == count
+    assert kernels.sum_forwards == count
 
 
 class Elsewhere(Block):
@@ -343,15 +343,15 @@ NOT_PROVEN = [
 
 
 @pytest.mark.parametrize("cls", NOT_PROVEN)
-def test_what_is_not_proven_is_not_fused(cls: type[Block], kernels: PretendedSums) -> None:
+def test_what_is_not_proven_is_not_fused(cls: type[Block], kernels: Pretended) -> None:
     assert not any(pair.sums for pair in pairs_of(cls()))
     original = cls()
     swapped = swapped_of(original).eval()
     torch.testing.assert_close(swapped(images()), original.eval()(images()))
-    assert kernels.forwards == 0
+    assert kernels.sum_forwards == 0
 
 
-def test_of_two_norms_one_waits_for_the_other(kernels: PretendedSums) -> None:
+def test_of_two_norms_one_waits_for_the_other(kernels: Pretended) -> None:
     class Both(Block):
         def forward(self, x: Tensor) -> Tensor:
             y: Tensor = self.relu(self.bn1(self.conv1(x)) + self.bn2(self.conv2(x)))
@@ -359,22 +359,22 @@ def test_of_two_norms_one_waits_for_the_other(kernels: PretendedSums) -> None:
 
     original = Both()
     compare(original, swapped_of(original), images())
-    assert (kernels.forwards, kernels.of.forwards) == (1, 1)
+    assert (kernels.sum_forwards, kernels.forwards) == (1, 2)
 
 
-def test_an_activation_without_kernels_has_its_reason(kernels: PretendedSums) -> None:
+def test_an_activation_without_kernels_has_its_reason(kernels: Pretended) -> None:
     original = Block(activation=nn.SiLU())
     (plan,) = (one for one in tconv_swap.plan_swap(original, fuse="all").blocks if one.name == "bn2")
     assert plan.swap
     assert not plan.activation
     assert plan.reason == "no kernel for a sum and then SiLU"
     compare(original, swapped_of(original), images())
-    assert kernels.forwards == 0
+    assert kernels.sum_forwards == 0
 
 
 @pytest.mark.parametrize("fault", ["added", "grad_added", ""])
-def test_the_verification_finds_what_is_wrong(fault: str, kernels: PretendedSums) -> None:
-    kernels.of.spoil = lambda name, value: value * (1.01 if name == fault else 1)
+def test_the_verification_finds_what_is_wrong(fault: str, kernels: Pretended) -> None:
+    kernels.spoil = lambda name, value: value * (1.01 if name == fault else 1)
     original = Block().float()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
     report = tconv_swap.verify(original, swapped, images(torch.float32))

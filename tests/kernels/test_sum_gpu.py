@@ -12,7 +12,8 @@ from test_norm_gpu import ROUNDING, SHAPES, errors, norm_for
 from torch import Tensor, nn
 
 import tconv_swap
-from tconv_swap.blocks import call, summed
+from tconv_swap.blocks import call
+from tconv_swap.cuda.call import forget
 from tconv_swap.kernels.norm import plan
 
 pytestmark = pytest.mark.gpu
@@ -26,7 +27,7 @@ def run(
     given = [one.detach().clone(memory_format=torch.preserve_format).requires_grad_() for one in (x, added)]
     if ours:
         assert call.takes(x)
-        output = summed.computed(norm, activation, *given)
+        output = call.computed(norm, activation, *given)
         assert output is not None, "the kernels do not take it"
     else:
         output = activation(norm(given[0]) + given[1])
@@ -107,9 +108,10 @@ def test_both_ways_and_every_cluster(way: str, channels_last: bool, monkeypatch:
         if way == "together":
             monkeypatch.setattr(plan, "_CLUSTERS", (cluster,))
             monkeypatch.setattr(plan, "_has_cluster", lambda *_: True)
-        monkeypatch.setattr(summed, "_sums", {})
+        forget()
         for shape in ((9, 20, 33, 40), (2, 3, 200, 301)):  # kept whole, and kept in part
             check(shape, torch.float16, channels_last, False, nn.ReLU())
+    forget()  # nobody else gets what was chosen here
 
 
 def test_a_residual_network_is_verified() -> None:
@@ -119,8 +121,14 @@ def test_a_residual_network_is_verified() -> None:
     downsample = nn.Sequential(nn.Conv2d(16, 64, 1, bias=False), nn.BatchNorm2d(64))
     original = nn.Sequential(BasicBlock(16, 16), Bottleneck(16, 16, downsample=downsample)).cuda()
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)
-    before = len(summed._sums)
-    report = tconv_swap.verify(original, swapped, torch.randn(4, 16, 24, 24, device="cuda"))
+    x = torch.randn(4, 16, 24, 24, device="cuda")
+    added: list[bool] = []
+    call.observers.append(lambda *seen: added.append(seen[-1] is not None))
+    try:
+        swapped(x)
+    finally:
+        call.observers.pop()
+    assert added.count(True) == 2
+    report = tconv_swap.verify(original, swapped, x)
     assert report.passed, report.failures
-    assert len(summed._sums) > before
     assert ("0.bn2", "layer_grad_weight") in {(check.name, check.kind) for check in report.checks}

@@ -14,7 +14,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from pretended_sum import pretended_sums
+from pretended_norm import pretended
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,7 +85,7 @@ def main(rank: int, size: int, file: str, backend: str) -> None:
         torch.backends.cudnn.allow_tf32 = False
         count = compare(rank, size, device)
     else:
-        with pytest.MonkeyPatch.context() as patch, pretended_sums(patch):
+        with pytest.MonkeyPatch.context() as patch, pretended(patch):
             count = compare(rank, size, device)
     print(f"rank {rank} of {size}, {backend} on {device}: {count} blocks: same", flush=True)
     dist.barrier()

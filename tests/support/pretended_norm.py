@@ -17,13 +17,19 @@ from torch import Tensor
 from tconv_swap.blocks import call, kernels
 from tconv_swap.blocks.form import Form, activate, by_pytorch
 from tconv_swap.cuda import host, launch
-from tconv_swap.cuda.call import forget
+from tconv_swap.cuda.call import ALIGNMENT, forget
 from tconv_swap.cuda.program import Plan
 from tconv_swap.kernels.norm import plan
-from tconv_swap.kernels.norm.shape import Norm
+from tconv_swap.kernels.norm.shape import Activation, Norm
 
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+#: Of the activations that a sum may stand before, from their output.
+_SLOPES: dict[Activation, Callable[[Tensor], Tensor]] = {
+    Activation.RELU: lambda z: (z > 0).double(),
+    Activation.TANH: lambda z: 1 - z * z,
+    Activation.SIGMOID: lambda z: z * (1 - z),
+}
 _AUTOGRAD = _CUDA | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
 
 
@@ -32,13 +38,14 @@ class Pretended:
 
     Attributes:
         forwards, backwards: how often each was launched.
+        sum_forwards, sum_backwards: how often of these a sum stood before the activation.
         asked: how often Python was asked how a call is computed.
         spoil: changes what a kernel writes, for tests of what notices it.
         grad_outputs: the strides of each that a backward pass was given.
     """
 
     def __init__(self) -> None:
-        self.forwards = self.backwards = self.asked = 0
+        self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.asked = 0
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
         self.grad_outputs: list[tuple[int, ...]] = []
         self._made: list[tuple[Plan, Norm, dict[str, Any]]] = []
@@ -74,6 +81,7 @@ class Pretended:
         running_mean: Tensor | None,
         running_var: Tensor | None,
         batches: Tensor | None,
+        added: Tensor | None,
         *,
         trains: bool,
         updates: bool,
@@ -82,6 +90,8 @@ class Pretended:
         **_: object,
     ) -> list[Tensor]:
         self.forwards += 1
+        self.sum_forwards += norm.adds
+        assert norm.adds is (added is not None)
         of = (2, *range(3, x.dim())) if norm.per_image else (0, *range(2, x.dim()))
         view = (-1, *[1] * (x.dim() - 2))
         wide = x.double()
@@ -94,6 +104,7 @@ class Pretended:
         inverse = (variance + norm.eps).rsqrt()
         y = (wide - mean) * inverse
         y = y if weight is None or bias is None else y * weight.view(view) + bias.view(view)
+        y = y if added is None else y + self.spoil("added", added.double())
         slope = float(self.spoil("slope", torch.tensor(norm.slope)))
         z = torch.empty_like(x).copy_(activate(y, norm.activation, slope))
         if updates:
@@ -121,14 +132,22 @@ class Pretended:
         saved: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
+        z: Tensor | None,
         *,
         trains: bool,
         wants: tuple[bool, bool],
         **_: object,
     ) -> list[Tensor]:
         self.backwards += 1
+        self.sum_backwards += norm.adds
+        assert norm.adds is (z is not None)
+        assert not any(one.data_ptr() % ALIGNMENT for one in (grad, x, z) if one is not None)
         self.grad_outputs.append(grad.stride())
-        form = Form(norm.per_image, trains, norm.eps, norm.activation, norm.slope)
+        activation, passed_back = norm.activation, grad.double()
+        if z is not None:
+            assert z.stride() == x.stride()
+            activation, passed_back = Activation.IDENTITY, passed_back * _SLOPES[activation](z.double())
+        form = Form(norm.per_image, trains, norm.eps, activation, norm.slope)
         # A kernel leaves the gradients of parameters apart for every image that has statistics of its own.
         images = norm.batch if norm.per_image else 1
         found_x, of_parameters = [], []
@@ -136,7 +155,8 @@ class Pretended:
             # A launch is below autograd, which is asked here for what a kernel writes.
             with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
                 chosen = slice(image, image + 1) if norm.per_image else slice(None)
-                part, given = x.detach()[chosen], grad.detach()[chosen].double()
+                # PyTorch's InstanceNorm takes a gradient in channels_last for a contiguous one on a CPU.
+                part, given = x.detach()[chosen], passed_back.detach()[chosen].contiguous()
                 of = [
                     one.detach().double().requires_grad_() for one in (part, weight, bias) if one is not None
                 ]
@@ -151,6 +171,8 @@ class Pretended:
             computed += [
                 self.spoil("gradient", torch.cat(one)).to(dtype) for one in zip(*of_parameters, strict=True)
             ]
+        if norm.adds:
+            computed.append(self.spoil("grad_added", passed_back).to(norm.dtype))
         return computed
 
 
