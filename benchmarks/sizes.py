@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[1]
 FAMILIES = {
     "forward": {"halo tile"},
     "grad_input": {"halo tile", "box tile", "unfolded tile"},
-    "grad_weight": {"weight tile", "weight boxes", "weight in place"},
+    "grad_weight": {"weight tile", "weight boxes", "weight rows"},  # of these the tile in place
 }
 #: Of each stage, the gradients that it computes.
 MASKS = {"grad_input": (True, False, False), "grad_weight": (False, True, False)}
