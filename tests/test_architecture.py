@@ -64,11 +64,10 @@ STATE = {
     "cuda.host._registered": "the same",
     "cuda.launch._lock": "guards the handles, which are the process's: csrc/launch.cpp keeps the kernels",
     "cuda.launch._kernels": "the same",
-    "blocks.call._calls": "a cache: what a call asks for, and the launches that answer it",
     "blocks.call.observers": "the verification watches blocks, which are called by the network",
     "blocks.handed._proofs": "a cache: what the `forward` of each class proves",
     "blocks.handed._running": "of each thread: PyTorch calls the modules, which have no argument for it",
-    "blocks.kernels._backwards": "a cache, as the calls",
+    "blocks.kernels._library": "PyTorch's registry of operators",
 }
 
 
