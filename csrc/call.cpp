@@ -121,10 +121,10 @@ Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, con
                       at::IntArrayRef geometry, std::string_view backend, at::ScalarType dtype) {
   const at::DeviceType device = given_input.device().type();
   const bool differentiates = wants_derivative(given_input, given_weight, given_bias);
-  const bool input_leads = differentiates && given_input.requires_grad();
-  const auto [input, weight, cast_bias] = cast_together({input_leads ? cast(given_input, device, dtype) : given_input, given_weight,
-                                                         given_bias ? *given_bias : Tensor()},
-                                                        device, dtype);
+  // The derivative of the input goes back through its cast.
+  const Tensor to_cast = differentiates && given_input.requires_grad() ? cast(given_input, device, dtype) : given_input;
+  const auto [input, weight, cast_bias] =
+      cast_together({to_cast, given_weight, given_bias ? *given_bias : Tensor()}, device, dtype);
   std::optional<Tensor> bias;
   if (given_bias) bias = cast_bias;
   const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);

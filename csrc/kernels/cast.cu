@@ -8,7 +8,7 @@ constexpr int TENSORS = 3;
 constexpr int ELEMENTS = 8;
 
 struct CastSizes {
-  int counts[TENSORS];       // elements
+  int counts[TENSORS];      // elements
   int end_blocks[TENSORS];  // the first block behind a tensor's
 };
 
@@ -18,7 +18,8 @@ struct alignas(16) Vector {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    cast(const From* first, const From* second, const From* third, To* first_copy, To* second_copy, To* third_copy, const CastSizes sizes) {
+    cast(const From* first, const From* second, const From* third, To* first_copy, To* second_copy, To* third_copy,
+         const CastSizes sizes) {
   const int block = static_cast<int>(blockIdx.x);
   const int tensor = (block >= sizes.end_blocks[0]) + (block >= sizes.end_blocks[1]);
   const From* const source = tensor == 0 ? first : tensor == 1 ? second : third;
