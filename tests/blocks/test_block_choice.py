@@ -111,9 +111,9 @@ def test_what_is_slower_is_left_out(kernels: Pretended, monkeypatch: pytest.Monk
         time.sleep(0.03 * (name == "mean" and value.numel() == 6))
         return value
 
-    def sleepy_instance_norm(*arguments: Any) -> Tensor:
-        time.sleep(0.03)
-        return instance_norm(*arguments)
+    def sleepy_instance_norm(x: Tensor, *arguments: Any) -> Tensor:
+        time.sleep(0.03 * (x.dtype is torch.float32))  # the pretended kernels compute in float64
+        return instance_norm(x, *arguments)
 
     kernels.spoil = sleepy
     monkeypatch.setattr(nn.functional, "instance_norm", sleepy_instance_norm)
