@@ -128,7 +128,7 @@ ACTIVATION_CLASSES: dict[type[nn.Module], type[nn.Module]] = {
 
 @functools.cache
 def handing_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns Returns ``cls`` with ``Handing`` before it.
+    """Returns ``cls`` with ``Handing`` before it.
 
     Raises:
         Exception: whatever a class raises that cannot be subclassed.
