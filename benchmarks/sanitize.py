@@ -32,6 +32,7 @@ from tconv_swap.cuda import call, launch, plan
 from tconv_swap.cuda.cache import csrc_directory
 from tconv_swap.cuda.choice import FORWARD, Mask
 from tconv_swap.cuda.plans import plan_general, plan_grad_weight_strips
+from tconv_swap.cuda.plans.plan_cast import plan_cast
 from tconv_swap.cuda.program import Output, Part, Plan
 from tconv_swap.geometry import Geometry
 from tconv_swap.tuning import WRONG
@@ -52,6 +53,7 @@ STAGES: dict[str, Mask] = {
     "grad_weight alone": STAGE_MASKS["grad_weight"],
     "grad_bias": STAGE_MASKS["grad_bias"],
     "all gradients": STAGE_MASKS["backward"],
+    "cast": FORWARD,  # of input, weight and bias, as under an autocast
 }
 #: Small ones, and between them what the families claim: many channels and few, odd sizes and whole tiles, any stride.
 GEOMETRIES = (
@@ -71,6 +73,7 @@ GEOMETRIES = (
     Geometry(4, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1)),
     Geometry(1, 21, 16, 16, 21, (32, 32), (16, 16), (8, 8)),
     Geometry(3, 100, 1, 1, 24, (4, 4)),
+    Geometry(1, 512, 32, 32, 256, (3, 3), (2, 2)),
 )
 CANDIDATES = 8
 
@@ -129,6 +132,14 @@ def _first(of_geometries: Iterable[list[tuple[Key, Case]]], each: int) -> list[C
 def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[Plan]:
     """Returns every plan that may compute a stage: what the families offer, and the general kernels."""
     mask = STAGES[stage]
+    if stage == "cast":
+        target = torch.float16 if problem.dtype == torch.float32 else torch.float32
+        shapes = problem.geometry.input_shape, problem.geometry.weight_shape, (problem.geometry.out_channels,)
+        made = plan_cast(
+            [Output(shape, problem.channels_last and len(shape) == 4, target) for shape in shapes],
+            problem.dtype,
+        )
+        return [] if made is None else [made]
     if mask == FORWARD:
         offered = plan.forward_candidates(problem, True, device, CANDIDATES)
         return [*offered, plan_general.plan_forward(problem, True)]
@@ -192,7 +203,9 @@ def run(case: Case, device: torch.device, architecture: str) -> str:
     tensors = (grad_output, input, weight) if mask else (input, weight, bias)
     handle = launch.add_plan(case.made, problem.dtype, device, architecture)
     results = torch.ops.tconv_swap.launch.default(handle, [*(tensor.to(device) for tensor in tensors)])
-    truths = _truths(geometry, mask, grad_output, input, weight, bias)
+    truths = [tensor.double() for tensor in tensors]
+    if case.stage != "cast":
+        truths = _truths(geometry, mask, grad_output, input, weight, bias)
     dtype = str(problem.dtype).removeprefix("torch.")
     allowed = WRONG["tf32" if problem.precision == "tf32" else dtype]
     for result, truth in zip(results, truths, strict=True):

@@ -113,7 +113,7 @@ def test_every_family_of_the_package_is_listed_for_a_layer() -> None:
     for stage in ("forward", "grad_input", "grad_weight"):
         wide = Problem(BY_NAME["kb81"].geometry, torch.float64, "ieee", False, False)
         found |= set(plans_of(wide, stage, False, H200))
-    helpers = ("pack_", "pad_rows", "arrange", "part_phases", "reduce_slices", "general_grad_bias")
+    helpers = ("cast", "pack_", "pad_rows", "arrange", "part_phases", "reduce_slices", "general_grad_bias")
     sources = {path.stem for path in (csrc_directory() / "kernels").glob("*.cu")}
     assert found == {
         name for name in sources if not name.startswith(helpers) and not name.endswith("_reduce")

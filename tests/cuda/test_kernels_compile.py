@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from itertools import permutations
 
 import pytest
 import torch
 
 from tconv_swap.cuda import jit, plan
 from tconv_swap.cuda.cache import csrc_directory
-from tconv_swap.cuda.program import Kernel
+from tconv_swap.cuda.plans.plan_cast import DTYPES, plan_cast
+from tconv_swap.cuda.program import Kernel, Output
 from tconv_swap.geometry import Geometry
 
 #: Bytes that one block may ask for (CUDA C++ programming guide, table of compute capabilities).
@@ -52,6 +54,7 @@ GEOMETRIES = {
     "pixel": Geometry(64, 100, 1, 1, 512, (4, 4)),
     "large cells": Geometry(2, 21, 16, 16, 21, (32, 32), (16, 16), (8, 8)),
     "large": Geometry(8, 64, 4096, 4096, 64, (3, 3)),
+    "odd rows of many channels": Geometry(8, 512, 32, 32, 256, (3, 3), (2, 2)),
 }
 
 
@@ -71,6 +74,10 @@ def planned(architecture: str) -> dict[Kernel, int]:
                 for launch in (launch for one in made for launch in one.launches):
                     taken = launch.block * max(launch.shared_bytes, 1)
                     found[launch.kernel] = max(taken, found.get(launch.kernel, 0))
+    for source, target in permutations(DTYPES, 2):
+        made_cast = plan_cast([Output((8,), dtype=target)], source)
+        assert made_cast is not None
+        found[made_cast.launches[0].kernel] = made_cast.launches[0].block
     return found
 
 
