@@ -13,14 +13,8 @@ from harness import assert_kernel_matches
 from oracle import conv_transpose2d_reference
 
 from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.plans.grad_weight_boxes import (
-    Boxes,
-    candidates,
-    schedule_of,
-    shared_bytes,
-    slice_choices,
-    work_of,
-)
+from tconv_swap.cuda.plans.grad_weight_boxes import Boxes, candidates, shared_bytes
+from tconv_swap.cuda.plans.grad_weight_boxes_classes import schedule_of, slice_choices, work_of
 from tconv_swap.cuda.plans.grad_weight_classes import pixel_tiles
 from tconv_swap.cuda.plans.plan_grad_weight import reads_all_of_grad_output
 from tconv_swap.cuda.plans.plan_grad_weight_boxes import claims, plan_with_boxes

@@ -16,6 +16,7 @@ from test_sizes import AMPERE, H200, LAYERS, MODES, TOLERANCE, quotient, random_
 from tconv_swap.cuda import call, jit, plan
 from tconv_swap.cuda.plans import (
     grad_weight_boxes,
+    grad_weight_boxes_classes,
     grad_weight_candidates,
     grad_weight_in_place_classes,
     plan_arrange,
@@ -112,7 +113,7 @@ def test_the_kernels_of_all_classes_compile() -> None:
             posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
             layer, parts = of_any_size(posed), []
             if plan_grad_weight_boxes.claims(posed, H200):
-                for boxes in grad_weight_boxes.schedules(layer, H200, 4):
+                for boxes in grad_weight_boxes_classes.schedules(layer, H200, 4):
                     parts.append(plan_grad_weight_boxes.plan_with_boxes(boxes.problem, boxes, 1, False))
             if plan_grad_weight_in_place.claims(posed, H200):
                 for one in grad_weight_in_place_classes.schedules(layer, H200):

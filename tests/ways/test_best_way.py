@@ -14,6 +14,7 @@ from tconv_swap import interruption
 from tconv_swap.inputs import Inputs
 from tconv_swap.measurement.timing import Timing
 from tconv_swap.ways import profile
+from tconv_swap.ways.report import StageWays
 from tconv_swap.ways.search import EQUAL_WITHIN, NO_TIME, Search
 from tconv_swap.ways.way import LAYERS, RUNTIMES, TODAY, Way, all_ways, parse_way
 
@@ -122,6 +123,13 @@ class TestSearch:
         assert theirs is not None
         assert (best.way.name, best.speedup) == ("ours+channels_last", 2.5)
         assert theirs.way.name == "pytorch+graph"
+
+    def test_our_best_is_of_fused_layers_too_and_never_pytorchs(self) -> None:
+        search = run(Bench({"pytorch+graph": 10, "ours": 30, "fused+graph": 20}))
+        found = StageWays("step", search.rows)
+        assert found.our_best is not None
+        assert found.our_best.way.name == "fused+graph"
+        assert StageWays("step", [row for row in search.rows if row.way.layers == "pytorch"]).our_best is None
 
     def test_what_requires_less_wins_where_it_is_as_fast(self) -> None:
         almost = 20 * (1 + EQUAL_WITHIN / 2)

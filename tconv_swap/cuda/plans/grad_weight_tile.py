@@ -10,6 +10,7 @@ import torch
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.problem import Problem
+from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Pair
 
 #: Bytes of the largest copy.
@@ -236,3 +237,22 @@ def _copies(problem: Problem, channels: int, group: int, multiple: int, span: in
     most = COPY_BYTES // item_bytes(problem)
     aligned = math.gcd(channels, group) if problem.channels_last else math.gcd(multiple, span)
     return [copy for copy in (8, 4, 2, 1) if copy <= most and aligned % copy == 0]
+
+
+def tile_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
+    """The constants of a kernel that say which tile it computes; how many warps share a sum is the kernel's to say."""
+    return (
+        ("WARPS_M", tile.warps[0]),
+        ("WARPS_N", tile.warps[1]),
+        ("WARPS_T", tile.warps[2]),
+        ("WARP_M", tile.warp_m),
+        ("WARP_N", tile.warp_n),
+        ("WARP_TAPS", tile.warp_taps),
+        ("TAP_ROWS", tile.taps[0]),
+        ("TAP_COLS", tile.taps[1]),
+        ("TAP_ROW_STEP", tile.tap_step[0]),
+        ("TAP_COL_STEP", tile.tap_step[1]),
+        ("TILE_N", tile.images),
+        ("TILE_H", tile.rows),
+        ("TILE_W", tile.cols),
+    )

@@ -15,17 +15,16 @@ from tconv_swap.cuda.plans.grad_weight_boxes import (
     BOX_STEP,
     STEP_PIXELS,
     Boxes,
-    Schedule,
     box_shape,
-    choose,
     has_gaps,
     last_reached,
     leaves_sizes,
     shared_bytes,
 )
+from tconv_swap.cuda.plans.grad_weight_boxes_classes import Schedule, choose
 from tconv_swap.cuda.plans.grad_weight_classes import of_any_size, pixel_tiles
 from tconv_swap.cuda.plans.grad_weight_reduction import Sums, flush_of, reduction, reduction_kernel
-from tconv_swap.cuda.plans.grad_weight_tile import tap_blocks
+from tconv_swap.cuda.plans.grad_weight_tile import tap_blocks, tile_constants
 from tconv_swap.cuda.plans.sizes import pixel_sizes
 from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
@@ -139,20 +138,8 @@ def _kernels(schedule: Schedule, with_bias: bool, reduced_channels_last: bool) -
             *problem.geometry.layer_constants,
             ("CHANNELS_LAST", True),
             ("WEIGHT_CHANNELS_LAST", weight_channels_last),
-            ("WARPS_M", tile.warps[0]),
-            ("WARPS_N", tile.warps[1]),
-            ("WARPS_T", tile.warps[2]),
+            *tile_constants(tile),
             ("WARPS_K", 1),
-            ("WARP_M", tile.warp_m),
-            ("WARP_N", tile.warp_n),
-            ("WARP_TAPS", tile.warp_taps),
-            ("TAP_ROWS", tile.taps[0]),
-            ("TAP_COLS", tile.taps[1]),
-            ("TAP_ROW_STEP", tile.tap_step[0]),
-            ("TAP_COL_STEP", tile.tap_step[1]),
-            ("TILE_N", tile.images),
-            ("TILE_H", tile.rows),
-            ("TILE_W", tile.cols),
             ("INPUT_COPY", 8),
             ("OUTPUT_COPY", 8),
             ("STAGES", tile.stages),
