@@ -26,14 +26,20 @@ from tconv_swap.cuda.program import Plan
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
-from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.measurement.timing import Timing
 from tconv_swap.tuning import WRONG
 
+#: The stages that share their tensors.
 DIRECTIONS = {"forward": ("forward",), "backward": tuple(MASKS)}
 #: Called with the name of what runs next: whoever hears nothing more knows what hung or died.
 Announce = Callable[[str], None]
 Call = Callable[[], list[Tensor]]
 Tensors = tuple[Tensor, Tensor, Tensor | None]
+#: Of a problem, a stage, whether there is a bias, and the GPU: the plans to measure, by a name each, and the name of
+#: what the rule takes.
+Ways = Callable[[Problem, str, bool, Device], tuple[dict[str, Plan], str]]
+#: Times calls side by side, given which of them the rule takes.
+Timer = Callable[[Mapping[str, Call], str], Mapping[str, Timing]]
 TIMING = "timing"
 #: What takes so many times as long as the fastest, in one call, is not timed again.
 HOPELESS = 10
@@ -84,15 +90,34 @@ class Prepared:
         """Of all plans."""
         return sum(len(made.launches) for stage in self.stages.values() for made in stage.plans.values())
 
+    def without(self, running: str, how: str) -> Prepared | None:
+        """The same without the way that ran when the process stopped; None: it was PyTorch's operator, or nobody's
+        fault in particular."""
+        stage, _, way = running.partition("/")
+        if stage not in self.stages or way == TIMING or way not in self.stages[stage].plans:
+            return None
+        return replace(self, stages={**self.stages, stage: self.stages[stage].without(way, how)})
 
-def prepare(task: Task, device: Device) -> Prepared:
-    """Plan and compile; needs no GPU."""
+
+def best_of_families(
+    problem: Problem, stage: str, has_bias: bool, device: Device
+) -> tuple[dict[str, Plan], str]:
+    """The best plan of each family, by the family's name."""
+    plans = plans_of(problem, stage, has_bias, device)
+    return plans, chosen(problem, stage, has_bias, device, plans)
+
+
+def prepare(
+    task: Task, device: Device, ways: Ways, directions: Mapping[str, tuple[str, ...]] = DIRECTIONS
+) -> Prepared:
+    """Plan and compile; needs no GPU. ``directions``: the stages to measure of each."""
     problem = problem_of(task.layer, MODES[task.mode], task.layout)
     if task.direction == "backward":
         problem = with_weight_layout(problem, problem.channels_last)
     stages: dict[str, StagePlans] = {}
-    for stage in DIRECTIONS[task.direction]:
-        plans, failures = plans_of(problem, stage, task.layer.bias, device), {}
+    for stage in directions[task.direction]:
+        plans, taken = ways(problem, stage, task.layer.bias, device)
+        failures: dict[str, str] = {}
         for family, made in list(plans.items()):
             try:
                 for one in made.launches:
@@ -102,7 +127,6 @@ def prepare(task: Task, device: Device) -> Prepared:
                 del plans[family]
         if stage == "gradients" and not plans:
             continue  # nothing that computing both apart does not show
-        taken = chosen(problem, stage, task.layer.bias, device, (*plans, *failures))
         stages[stage] = StagePlans(problem, taken, plans, failures)
     return Prepared(task, stages)
 
@@ -111,10 +135,10 @@ def measure(
     prepared: Prepared,
     device: torch.device,
     architecture: str,
-    seconds: float,
+    timer: Timer,
     announce: Announce,
 ) -> list[Row]:
-    """The rows of a task; ``seconds`` for the samples of each way in each stage.
+    """The rows of a task.
 
     PyTorch's operator comes first, and what differs from its result is not timed but a failure.
 
@@ -137,7 +161,7 @@ def measure(
             limit = HOPELESS * min(times.values())
             running = {name: calls[name] for name, time in times.items() if time <= limit}
             announce(f"{stage}/{TIMING}")
-            timings = time_interleaved(running, device=device, budget_s=seconds * len(running))
+            timings = timer(running, planned.chosen)
             times |= {name: timing.median_ms * 1e3 for name, timing in timings.items()}
             fastest[stage] = running[min(running, key=lambda name: times[name])]
             rows.append(_row(task, stage, planned.chosen, times, failures))
