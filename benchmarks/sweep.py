@@ -42,8 +42,6 @@ SAVE_SECONDS = 30.0
 SILENCE_SECONDS, START_SECONDS = 45.0, 240.0
 #: Of the GPU's memory held by the allocator, above which it is given back between tasks.
 MOST_RESERVED_BYTES = 48 << 30
-#: Tasks on their way to a worker: enough to keep all at work, few enough to keep their order.
-TASKS_PER_WORKER = 3
 #: The settings in which the parts of one run differ.
 OF_A_PART = ("created", "part")
 
@@ -208,7 +206,7 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
             complete = self.run(
                 waiting,
                 results,
-                partial(prepared, pool, self.prepare, workers * TASKS_PER_WORKER),
+                partial(prepared, pool, self.prepare),
                 process,
                 options.json,
                 lambda: options.seconds - (time.monotonic() - begin),
@@ -292,18 +290,11 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
 
 
 def prepared(
-    pool: Executor, prepare: Callable[[TaskT], ReadyT], most: int, waiting: Sequence[TaskT]
+    pool: Executor, prepare: Callable[[TaskT], ReadyT], waiting: Sequence[TaskT]
 ) -> Iterator[tuple[TaskT, Future[ReadyT]]]:
-    """The tasks as they become ready, about in their order; at most ``most`` are on their way."""
-    left = iter(waiting)
-    pending: dict[Future[ReadyT], TaskT] = {}
-    while True:
-        for task in left:
-            pending[pool.submit(prepare, task)] = task
-            if len(pending) >= most:
-                break
-        if not pending:
-            return
+    """The tasks as they become ready, about in their order."""
+    pending = {pool.submit(prepare, task): task for task in waiting}
+    while pending:
         done, _ = wait(pending, return_when=FIRST_COMPLETED)
         # One at a time, in the order in which they were asked for: meanwhile others become ready.
         first = next(future for future in pending if future in done)

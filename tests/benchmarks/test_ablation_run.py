@@ -280,23 +280,24 @@ def test_the_report_comes_from_the_file_without_a_gpu(
     assert "| forward | a | 8 | 8 | 2.00 | 2.000 |" in capsys.readouterr().out
 
 
-def test_workers_prepare_ahead_in_about_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_come_as_they_are_ready_about_in_their_order() -> None:
+    futures: list[Future[Prepared]] = []
+
     class Pool:
-        submitted = 0
-
         def submit(self, work: Callable[[Task], Prepared], task: Task) -> Future[Prepared]:
-            self.submitted += 1
-            future: Future[Prepared] = Future()
-            future.set_result(work(task))
-            return future
+            futures.append(Future())
+            if len(futures) in (3, 6):
+                futures[-1].set_result(work(task))
+            return futures[-1]
 
-    pool = Pool()
-    found = []
-    for task, future in prepared(pool, ready, 3, WAITING):  # type: ignore[arg-type]
-        found.append(task)
-        assert future.result().task == task
-        assert pool.submitted <= len(found) + 2
-    assert found == WAITING
+    tasks = prepared(Pool(), ready, WAITING)  # type: ignore[arg-type]
+    task, future = next(tasks)
+    assert len(futures) == len(WAITING)
+    assert future.result().task == task
+    for one, unfinished in zip(WAITING, futures, strict=True):
+        if not unfinished.done():
+            unfinished.set_result(ready(one))
+    assert [task, *(one for one, _ in tasks)] == [WAITING[2], *WAITING[:2], *WAITING[3:]]
 
 
 def test_parts_are_merged_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
