@@ -211,7 +211,7 @@ def _calls(
     calls: dict[str, Call] = {}
     failures = dict(planned.failures)
     if PYTORCH not in failures:
-        calls[PYTORCH] = partial(_pytorch, planned.problem, stage, tensors)
+        calls[PYTORCH] = partial(pytorchs, planned.problem, stage, tensors)
     for family, made in planned.plans.items():
         announce(f"{stage}/{family}")
         try:
@@ -223,7 +223,8 @@ def _calls(
     return calls, failures
 
 
-def _pytorch(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
+def pytorchs(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
+    """What PyTorch's operator computes of a stage."""
     g = problem.geometry
     arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     first, second, third = tensors
@@ -254,15 +255,15 @@ def _that_agree(
         try:
             for result in call():
                 result.fill_(math.nan)  # freed at once: the next call takes its memory
-            _synchronize(device)
+            synchronize(device)
             begin = perf_counter()
             results = call()
-            _synchronize(device)
+            synchronize(device)
             elapsed = perf_counter() - begin
             distances = list(map(_distance, results, truth))
         except RuntimeError as error:
             failures[name] = first_line(error)
-            _check_alive(device)
+            check_alive(device)
             continue
         truth = truth or results
         if all(distance <= _allowed(problem) for distance in distances):
@@ -282,14 +283,15 @@ def _allowed(problem: Problem) -> float:
     return WRONG["tf32" if problem.is_tf32 else str(problem.dtype).removeprefix("torch.")]
 
 
-def _check_alive(device: torch.device) -> None:
+def check_alive(device: torch.device) -> None:
     """End the process where the GPU's context is lost: nothing would run in it any more."""
     try:
-        _synchronize(device)
+        synchronize(device)
     except RuntimeError as error:
         raise SystemExit(f"the GPU is lost: {first_line(error)}") from error
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -22,23 +22,17 @@ from benchmarks.ablation_measure import Announce, Call, Prepared, Task, measure,
 from benchmarks.ablation_rows import MOST_REGRET, Row, geometric_mean, worst
 from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.measuring_process import Work
-from benchmarks.random_layers import SEED, random_layers
-from benchmarks.sweep import Sweep, add_options, measuring, shuffled
+from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
+from benchmarks.sweep import Sweep, add_options, measuring
 from benchmarks.table import Table
 from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.choice import CANDIDATES, Step, choose_backward, choose_forward
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Plan
-from tconv_swap.measurement.modes import LAYOUTS
-from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.measurement.timing import Timing, time_interleaved
 
 BENCHMARK = "regret"
 SECONDS = 300.0
-MODES = ("tf32", "fp16")
-STAGES = {"forward": "forward", "grad_input": "backward", "grad_weight": "backward"}
-#: 60 layers in all.
-OF_EACH_CLASS = 5
 #: The plans of ours that are timed; more only where there are more families.
 MOST_PLANS = CANDIDATES
 WARMUP = 2
@@ -81,21 +75,6 @@ def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> 
     return found, next(iter(found)) if taken else PYTORCH
 
 
-def tasks(layers: Iterable[tuple[Layer, bool]], modes: Sequence[str], layouts: Sequence[str]) -> list[Task]:
-    """All that is to be measured, in an order whose every beginning is a sample of the whole. ``layers``: each, and
-    whether it is of the suite."""
-    return shuffled(
-        [
-            Task(layer, of_suite, mode, layout, direction)
-            for layer, of_suite in layers
-            for mode in modes
-            for layout in layouts
-            for direction in ("forward", "backward")
-        ],
-        SEED,
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(
@@ -107,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add_selection(parser)
     options = parser.parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
-    directions = directions_of(options.stage or STAGES)
+    directions = directions_of(options)
     found = sweep(facts, directions)
     code = found.read(options)
     if code is not None:
@@ -115,48 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if facts is None:
         found.say("torch.cuda.is_available() is False: no GPU")
         return 2
-    waiting = tasks(layers_of(options.layers), options.mode or MODES, options.layout or tuple(LAYOUTS))
-    return found.main([task for task in waiting if directions[task.direction]], settings_of(options), options)
-
-
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """The options that take a part of the rows."""
-    parser.add_argument(
-        "--layers", choices=["suite", "random", "both"], default="both", help="default: %(default)s"
-    )
-    parser.add_argument("--mode", choices=MODES, action="append", help="repeatable; all without it")
-    parser.add_argument(
-        "--layout", choices=list(LAYOUTS), action="append", help="repeatable; both without it"
-    )
-    parser.add_argument("--stage", choices=list(STAGES), action="append", help="repeatable; all without it")
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What ``add_selection`` took, for the file."""
-    return {
-        "seed": SEED,
-        "random_layers_of_each_class": OF_EACH_CLASS,
-        "layers": options.layers,
-        "modes": options.mode or MODES,
-        "layouts": options.layout or list(LAYOUTS),
-        "stages": options.stage or list(STAGES),
-    }
-
-
-def layers_of(which: str) -> list[tuple[Layer, bool]]:
-    """Each layer, and whether it is of the suite."""
-    suite = [] if which == "random" else [(layer, True) for layer in load_suite().layers]
-    drawn = [] if which == "suite" else [(layer, False) for layer in random_layers(OF_EACH_CLASS)]
-    return suite + drawn
-
-
-def directions_of(stages: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The stages of each direction: those that share their tensors."""
-    wanted = set(stages)
-    return {
-        direction: tuple(stage for stage, of in STAGES.items() if of == direction and stage in wanted)
-        for direction in ("forward", "backward")
-    }
+    return found.main(tasks_of(options), settings_of(options), options)
 
 
 def sweep(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -13,18 +14,19 @@ import torch
 from ablation_cases import DRAWN, SUITE
 from pretended_gpu import H200, pretended_gpu
 
-from benchmarks import ablation_measure, regret
+from benchmarks import ablation_measure, regret, selection
 from benchmarks.ablation_measure import Call, Task, measure, prepare
 from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.kernels import problem_of
-from benchmarks.regret import RegretRow, candidates, directions_of
+from benchmarks.regret import RegretRow, candidates
 from benchmarks.sweep import Results
 from tconv_swap.cuda import plan
 from tconv_swap.geometry import Geometry
-from tconv_swap.measurement.modes import LAYOUTS, MODES
+from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import Timing
 
+DIRECTIONS = selection.directions_of(argparse.Namespace(stage=None))
 LAYERS = {layer.name: layer for layer in (*SUITE, *DRAWN)}
 TASK = Task(
     Layer("small", "made up", Geometry(2, 128, 8, 8, 64, (4, 4), (2, 2), (1, 1)), True, False),
@@ -72,28 +74,41 @@ def test_where_pytorchs_operator_is_taken() -> None:
     assert PYTORCH not in found
 
 
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    selection.add_selection(parser)
+    return parser.parse_args(arguments)
+
+
 def test_about_1100_rows_of_which_any_beginning_is_a_sample() -> None:
-    layers = regret.layers_of("both")
-    assert (len(regret.layers_of("suite")), len(regret.layers_of("random"))) == (len(SUITE), 60)
-    found = regret.tasks(layers, regret.MODES, tuple(LAYOUTS))
-    assert found == regret.tasks(layers, regret.MODES, tuple(LAYOUTS))
+    layers = selection.layers_of("both")
+    assert (len(selection.layers_of("suite")), len(selection.layers_of("random"))) == (len(SUITE), 60)
+    found = selection.tasks_of(options())
+    assert found == selection.tasks_of(options())
     assert len(set(found)) == len(found) == 8 * len(layers)
     for beginning in (found[:80:2], found[1:80:2]):
-        assert {task.mode for task in beginning} == set(regret.MODES)
+        assert {task.mode for task in beginning} == set(selection.MODES)
         assert 0.15 < sum(task.of_suite for task in beginning) / len(beginning) < 0.5
-    assert directions_of(["grad_weight"]) == {"forward": (), "backward": ("grad_weight",)}
-    assert directions_of(regret.STAGES)["backward"] == ("grad_input", "grad_weight")
+    assert DIRECTIONS == {"forward": ("forward",), "backward": ("grad_input", "grad_weight")}
+
+
+def test_a_part_of_the_rows() -> None:
+    wanted = options("--stage", "grad_weight", "--mode", "fp16", "--layers", "suite", "--layout", "nchw")
+    assert selection.directions_of(wanted) == {"forward": (), "backward": ("grad_weight",)}
+    found = selection.tasks_of(wanted)
+    assert len(found) == len(SUITE)
+    assert {task.key[1:] for task in found} == {("fp16", "nchw", "backward")}
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(ablation_measure.jit, "compile_kernel", lambda kernel, architecture: b"")
-    ready = prepare(replace(TASK, direction=direction), H200, candidates, directions_of(regret.STAGES))
+    ready = prepare(replace(TASK, direction=direction), H200, candidates, DIRECTIONS)
     timer = partial(regret.timed, device=torch.device("cpu"))
     with pretended_gpu(monkeypatch):
         measured = measure(ready, torch.device("cpu"), H200.architecture, timer, lambda _: None)
     rows = regret.rows_of(ready, measured)
-    assert [row.stage for row in rows] == [s for s, of in regret.STAGES.items() if of == direction]
+    assert [row.stage for row in rows] == [s for s, of in selection.STAGES.items() if of == direction]
     for row in rows:
         assert row.microseconds.keys() == {PYTORCH, *row.plans}
         assert row.chosen in row.microseconds
