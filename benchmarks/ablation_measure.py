@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -19,6 +19,7 @@ from benchmarks.ablation_rows import Row
 from benchmarks.families import APART, MASKS, PYTORCH, chosen, plans_of
 from benchmarks.kernels import problem_of
 from benchmarks.random_layers import class_of
+from benchmarks.truth import Data, errors
 from tconv_swap.cuda import jit, launch, native
 from tconv_swap.cuda.plan import with_weight_layout
 from tconv_swap.cuda.problem import Device, Problem
@@ -41,6 +42,12 @@ Ways = Callable[[Problem, str, bool, Device], tuple[dict[str, Plan], str]]
 #: Times calls side by side, given which of them the rule takes.
 Timer = Callable[[Mapping[str, Call], str], Mapping[str, Timing]]
 TIMING = "timing"
+#: The results of a stage, as benchmarks.truth calls them.
+_GRADIENTS = {
+    "grad_input": ("grad_input",),
+    "grad_weight": ("grad_weight",),
+    "gradients": ("grad_input", "grad_weight"),
+}
 #: What takes so many times as long as the fastest, in one call, is not timed again.
 HOPELESS = 10
 
@@ -140,7 +147,8 @@ def measure(
 ) -> list[Row]:
     """The rows of a task.
 
-    PyTorch's operator comes first, and what differs from its result is not timed but a failure.
+    PyTorch's operator comes first. Where something differs from its result, float64 says which of the two is wrong;
+    that is not timed but a failure.
 
     Raises:
         RuntimeError: there is no memory for the tensors themselves.
@@ -155,7 +163,7 @@ def measure(
             calls, failures = _calls(stage, planned, tensors, device, architecture, announce)
             if stage == "gradients" and {"grad_input", "grad_weight"} <= fastest.keys():
                 calls[APART] = _both(fastest["grad_input"], fastest["grad_weight"])
-            times = _that_agree(calls, planned.problem, stage, failures, device, announce)
+            times = _that_agree(calls, planned.problem, stage, tensors, failures, device, announce)
             if not times:
                 continue
             limit = HOPELESS * min(times.values())
@@ -242,12 +250,13 @@ def _that_agree(
     calls: Mapping[str, Call],
     problem: Problem,
     stage: str,
+    tensors: Tensors,
     failures: dict[str, str],
     device: torch.device,
     announce: Announce,
 ) -> dict[str, float]:
-    """Those that run and give the result of the first that does, with the microseconds of one call, launch and all;
-    ``failures`` learns of the others."""
+    """Those that run and give the right result, which is that of the first until another differs, with the microseconds
+    of one call, launch and all; ``failures`` learns of the others."""
     truth: list[Tensor] = []
     times: dict[str, float] = {}
     for name, call in calls.items():
@@ -265,13 +274,34 @@ def _that_agree(
             failures[name] = first_line(error)
             check_alive(device)
             continue
-        truth = truth or results
+        times[name] = elapsed * 1e6
         if all(distance <= _allowed(problem) for distance in distances):
-            times[name] = elapsed * 1e6
-        else:
-            worst = ", ".join(f"{distance:.1e}" for distance in distances)
-            failures[name] = f"wrong: {worst} from the result of {next(iter(times))}"
+            truth = truth or results
+            continue
+        theirs, ours = (_from_float64(found, problem, stage, tensors) for found in (truth, results))
+        if not theirs <= _allowed(problem):
+            before = [other for other in times if other != name]
+            failures.update(dict.fromkeys(before, f"wrong: {theirs:.1e} from float64"))
+            times, truth = {name: times[name]}, results
+        if not ours <= _allowed(problem):
+            failures[name] = f"wrong: {ours:.1e} from float64"
+            del times[name]
+            truth = truth if times else []
     return times
+
+
+def _from_float64(results: Sequence[Tensor], problem: Problem, stage: str, tensors: Tensors) -> float:
+    """Relative L2 distance of the worst result."""
+    first, second, third = tensors
+    if stage == "forward":
+        names, data = ("output",), Data(first, second, third, first)
+    else:
+        assert third is not None
+        names, data = _GRADIENTS[stage], Data(second, third, None, first)
+    return max(
+        errors(name, {stage: result}, problem.geometry, data)[stage].l2
+        for name, result in zip(names, results, strict=True)
+    )
 
 
 def _distance(found: Tensor, truth: Tensor) -> float:

@@ -130,7 +130,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Two tables as text: every group, and the rows with the worst neighbours."""
+    """Every group, and the rows with the worst neighbours, as text."""
     if not rows:
         return "nothing was measured"
     groups = [
@@ -138,22 +138,11 @@ def report(rows: Sequence[Row]) -> str:
         for one in groups_of(rows)
     ]
     worst = sorted(rows, key=lambda row: -row.ratio(row.worst))[:WORST_SHOWN]
-    tables = (
-        Table(["group", "rows", "worst neighbour", "largest", f"above {MOST}", "and slower"], groups),
-        Table(
-            ["layer", "mode", "layout", "stage", "neighbour", "own", "its", "own us", "its us", "ratio"],
-            map(_cells, worst),
-            left=7,
-        ),
-    )
-    return "\n".join(table.text() for table in tables)
+    headings = ["group", "rows", "worst neighbour", "largest", f"above {MOST}", "and slower"]
+    return "\n".join([Table(headings, groups).text(), *map(_line, worst)])
 
 
-def _cells(row: Row) -> list[str]:
-    name = row.worst
-    return [
-        *(row.layer, row.mode, row.layout, row.stage, name),
-        *(row.families[one] for one in (OWN, name)),
-        *(f"{row.microseconds[one]:.1f}" for one in (OWN, name)),
-        f"{row.ratio(name):.2f}",
-    ]
+def _line(row: Row) -> str:
+    own, its = (f"{row.families[name]} {row.microseconds[name]:.1f} us" for name in (OWN, row.worst))
+    where = " ".join((row.layer, row.mode, row.layout, row.stage))
+    return f"{row.ratio(row.worst):6.2f} {where}: {own}, {row.worst}: {its}"

@@ -233,7 +233,7 @@ def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
 
 
 def report(rows: Sequence[Row]) -> str:
-    """Two tables as text: the regret of each group, and the worst rows."""
+    """The regret of each group, and the worst rows, as text."""
     if not rows:
         return "nothing was measured"
     groups = [
@@ -249,18 +249,14 @@ def report(rows: Sequence[Row]) -> str:
         for one in regrets(rows)
     ]
     headings = ["group", "rows", "regret", "largest", "within 5 %", "above 1.25", "over PyTorch"]
-    return "\n\n".join(
-        [Table(headings, groups, left=1).text(), Table(_HEADINGS, [*map(_cells, worst(rows))], left=6).text()]
-    )
+    lines = [Table(headings, groups, left=1).text(), *map(_line, worst(rows))]
+    return "\n".join(lines)
 
 
-_HEADINGS = ["layer", "mode", "layout", "stage", "taken", "fastest", "taken us", "fastest us", "regret"]
-
-
-def _cells(row: Row) -> list[str]:
+def _line(row: Row) -> str:
     best = min(row.microseconds, key=lambda name: row.microseconds[name])
-    times = [f"{row.microseconds[name]:.1f}" for name in (row.chosen, best)]
-    return [row.layer, row.mode, row.layout, row.stage, row.chosen, best, *times, f"{row.regret:.2f}"]
+    taken, fastest = (f"{name} {row.microseconds[name]:.1f} us" for name in (row.chosen, best))
+    return f"{row.regret:6.2f} {' '.join(row.key)}: {taken}, {fastest}"
 
 
 def _told(rows: Sequence[RegretRow]) -> str:

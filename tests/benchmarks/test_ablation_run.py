@@ -97,10 +97,30 @@ def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPa
     with pretended_gpu(monkeypatch):
         (row,) = measure(ready, CPU, H200.architecture, timed, lambda _: None)
     assert row.failures == {
-        wrong: "wrong: 5.0e-01 from the result of pytorch",
+        wrong: "wrong: 5.0e-01 from float64",
         refused: "RuntimeError: refused",
     }
     assert row.microseconds.keys() == {PYTORCH, *ready.stages["forward"].plans} - {wrong, refused}
+
+
+@pytest.mark.usefixtures("_no_compiler")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_where_pytorch_is_wrong_float64_says_so(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare(replace(TASK, direction=direction))
+    pytorchs = ablation_measure.pytorchs
+
+    def wrong(*arguments: Any) -> list[torch.Tensor]:
+        return [1.5 * result for result in pytorchs(*arguments)]
+
+    monkeypatch.setattr(ablation_measure, "pytorchs", wrong)
+    with pretended_gpu(monkeypatch):
+        rows = measure(ready, CPU, H200.architecture, timed, lambda _: None)
+    for row in rows:
+        if row.stage == "gradients":  # whose fastest parts apart are ours
+            assert row.failures[PYTORCH] == "wrong: 5.0e-01 from float64"
+            continue
+        assert row.failures == {PYTORCH: "wrong: 5.0e-01 from float64"}
+        assert row.microseconds.keys() == ready.stages[row.stage].plans.keys()
 
 
 @pytest.mark.usefixtures("_no_compiler")
