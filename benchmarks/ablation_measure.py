@@ -43,7 +43,8 @@ Ways = Callable[[Problem, str, bool, Device], tuple[dict[str, Plan], str]]
 Timer = Callable[[Mapping[str, Call], str], Mapping[str, Timing]]
 TIMING = "timing"
 #: The results of a stage, as benchmarks.truth calls them.
-_GRADIENTS = {
+_RESULTS = {
+    "forward": ("output",),
     "grad_input": ("grad_input",),
     "grad_weight": ("grad_weight",),
     "gradients": ("grad_input", "grad_weight"),
@@ -294,13 +295,13 @@ def _from_float64(results: Sequence[Tensor], problem: Problem, stage: str, tenso
     """Relative L2 distance of the worst result."""
     first, second, third = tensors
     if stage == "forward":
-        names, data = ("output",), Data(first, second, third, first)
+        data = Data(first, second, third, first)
     else:
         assert third is not None
-        names, data = _GRADIENTS[stage], Data(second, third, None, first)
+        data = Data(second, third, None, first)
     return max(
         errors(name, {stage: result}, problem.geometry, data)[stage].l2
-        for name, result in zip(names, results, strict=True)
+        for name, result in zip(_RESULTS[stage], results, strict=True)
     )
 
 
