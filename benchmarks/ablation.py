@@ -67,20 +67,7 @@ def tasks(suite: Sequence[Layer], drawn: Sequence[Layer]) -> list[Task]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ablation",
-        description="Time every family of kernels on the suite and on random layers: what each is worth.",
-        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
-    )
-    add_options(parser, SECONDS)
-    parser.add_argument(
-        "--seconds-per-way",
-        type=_positive(float),
-        default=SECONDS_PER_WAY,
-        metavar="S",
-        help="for the timing of one family in one stage of one layer (default: %(default)s)",
-    )
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     found = sweep(facts, options.seconds_per_way)
     code = found.read(options)
@@ -129,6 +116,23 @@ def _told(rows: Sequence[Row]) -> str:
         + ("" if row.regret is None else f", {row.chosen} x{row.regret:.2f}")
         for row in rows
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ablation",
+        description="Time every family of kernels on the suite and on random layers: what each is worth.",
+        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    )
+    add_options(parser, SECONDS)
+    parser.add_argument(
+        "--seconds-per-way",
+        type=_positive(float),
+        default=SECONDS_PER_WAY,
+        metavar="S",
+        help="for the timing of one family in one stage of one layer (default: %(default)s)",
+    )
+    return parser
 
 
 if __name__ == "__main__":

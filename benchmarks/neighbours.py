@@ -216,14 +216,7 @@ def _view(buffer: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.neighbours",
-        description='Time what "auto" takes of layers beside what it takes of the layers next to them.',
-        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
-    )
-    add_options(parser, SECONDS)
-    add_selection(parser)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     found = sweep(facts, directions_of(options))
     code = found.read(options)
@@ -261,6 +254,17 @@ def _told(rows: Sequence[Row]) -> str:
     return "; ".join(
         f"{row.stage} {row.microseconds[OWN]:.1f} us, {row.worst} x{row.ratio(row.worst):.2f}" for row in rows
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.neighbours",
+        description='Time what "auto" takes of layers beside what it takes of the layers next to them.',
+        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    )
+    add_options(parser, SECONDS)
+    add_selection(parser)
+    return parser
 
 
 if __name__ == "__main__":

@@ -240,16 +240,7 @@ def committed_file(document: Document) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.ratchet",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("new", type=Path)
-    parser.add_argument(
-        "committed", type=Path, nargs="?", help="default: the file of that benchmark in benchmarks/results"
-    )
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
         new = json.loads(options.new.read_text(encoding="utf-8"))
         path = options.committed or committed_file(new)
@@ -259,6 +250,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(f"{options.new} beside {path}\n\n{verdict}")
     return 0 if verdict.holds else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.ratchet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("new", type=Path)
+    parser.add_argument(
+        "committed", type=Path, nargs="?", help="default: the file of that benchmark in benchmarks/results"
+    )
+    return parser
 
 
 if __name__ == "__main__":

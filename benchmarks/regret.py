@@ -77,14 +77,7 @@ def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.regret",
-        description='Time what "auto" takes beside the other plans there are and PyTorch\'s operator.',
-        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
-    )
-    add_options(parser, SECONDS)
-    add_selection(parser)
-    options = parser.parse_args(arguments)
+    options = _parser().parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     directions = directions_of(options)
     found = sweep(facts, directions)
@@ -265,6 +258,17 @@ def _told(rows: Sequence[RegretRow]) -> str:
         + ("" if row.regret is None else f" {row.microseconds[row.chosen]:.1f} us x{row.regret:.2f}")
         for row in rows
     )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.regret",
+        description='Time what "auto" takes beside the other plans there are and PyTorch\'s operator.',
+        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    )
+    add_options(parser, SECONDS)
+    add_selection(parser)
+    return parser
 
 
 if __name__ == "__main__":
