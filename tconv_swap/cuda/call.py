@@ -223,9 +223,7 @@ def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], for
         formats = _AS_THEY_LIE
     else:
         told = {
-            index: tensor.stride()
-            for index, tensor in enumerate(tensors)
-            if _can_be_told(made, index, tensor)
+            index: tensor.stride() for index, tensor in enumerate(tensors) if can_be_told(made, index, tensor)
         }
         formats = tuple(None if index in told else form for index, form in enumerate(formats))
         architecture = device_facts(input.get_device()).architecture
@@ -234,7 +232,7 @@ def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], for
     return [handle, *map(int, mask), *(FORMAT_WORDS[form] for form in formats)]
 
 
-def _can_be_told(made: Plan, index: int, tensor: Tensor | None) -> TypeGuard[Tensor]:
+def can_be_told(made: Plan, index: int, tensor: Tensor | None) -> TypeGuard[Tensor]:
     """Returns whether the kernels read this input however it lies: its offsets must be of 32 bits."""
     if tensor is None or index not in made.read_as_they_lie:
         return False
