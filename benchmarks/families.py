@@ -119,7 +119,7 @@ def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]
     yield from plan_tile.plan_candidates(problem, has_bias, device, _ALL)
     for family in (plan_strips, plan_fold, plan_cells, plan_narrow, plan_pixel):
         yield from family.plan_candidates(problem, has_bias, device, 1)
-    tiny = plan_tiny.plan_forward(problem, has_bias, device)
+    tiny = plan_tiny.plan_forward(problem)
     if tiny is not None:
         yield tiny
 
@@ -167,8 +167,10 @@ _BACKWARD = {"grad_input": _grad_input, "grad_weight": _grad_weight, "gradients"
 def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]:
     """Families that compute either gradient, and both from one pass or from the same copies."""
     mask = MASKS[stage]
-    for family in (plan_tiny, plan_pixel_gradients):
-        whole = family.plan_backward(problem, mask, device)
+    for whole in (
+        plan_tiny.plan_backward(problem, mask),
+        plan_pixel_gradients.plan_backward(problem, mask, device),
+    ):
         if whole is not None:
             yield whole
     depthwise = plan_depthwise_backward.plan_gradients(problem, mask, device)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -223,7 +223,9 @@ def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], for
         formats = _AS_THEY_LIE
     else:
         told = {
-            index: tensor.stride() for index, tensor in enumerate(tensors) if can_be_told(made, index, tensor)
+            index: tensor.stride()
+            for index, tensor in enumerate(tensors)
+            if tensor is not None and can_be_told(made, index, tensor)
         }
         formats = tuple(None if index in told else form for index, form in enumerate(formats))
         architecture = device_facts(input.get_device()).architecture
@@ -232,9 +234,9 @@ def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], for
     return [handle, *map(int, mask), *(FORMAT_WORDS[form] for form in formats)]
 
 
-def can_be_told(made: Plan, index: int, tensor: Tensor | None) -> TypeGuard[Tensor]:
+def can_be_told(made: Plan, index: int, tensor: Tensor) -> bool:
     """Returns whether the kernels read this input however it lies: its offsets must be of 32 bits."""
-    if tensor is None or index not in made.read_as_they_lie:
+    if index not in made.read_as_they_lie:
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last < INT32_LIMIT and max(tensor.stride()) < INT32_LIMIT

@@ -57,8 +57,13 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     channels as a product that is then folded); strips large images of stride 1 in NCHW; the halo-tile kernels what
     has channels enough to fill a tile of the tensor cores; the general kernels what remains, and all of float64.
     """
+    made = _forward_of_larger_families(problem, has_bias, device)
+    tiny = plan_tiny.plan_forward(problem) if plan_tiny.replaces(made) else None
+    return tiny or made
+
+
+def _forward_of_larger_families(problem: Problem, has_bias: bool, device: Device) -> Plan:
     families = (
-        plan_tiny.plan_forward,
         plan_pixel.plan_forward,
         plan_fold.plan_forward,
         plan_cells.plan_forward,
@@ -130,13 +135,13 @@ def _in_turn(*families: list[_T]) -> list[_T]:
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Returns the plan of a backward pass. Its inputs are grad_output, input and weight; its outputs are the
     gradients that the mask asks for (input, weight, bias)."""
-    families = (
-        plan_tiny.plan_backward,
-        plan_pixel_gradients.plan_backward,
-        plan_arrange.plan_backward,
-        _depthwise,
-    )
-    for family in families:
+    made = _of_larger_families(problem, output_mask, device)
+    tiny = plan_tiny.plan_backward(problem, output_mask) if plan_tiny.replaces(made) else None
+    return tiny or made
+
+
+def _of_larger_families(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
+    for family in (plan_pixel_gradients.plan_backward, plan_arrange.plan_backward, _depthwise):
         made = family(problem, output_mask, device)
         if made is not None:
             return made

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tconv_swap.cuda.integers import ceil_div
-from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.problem import Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
     Argument,
@@ -24,13 +24,11 @@ from tconv_swap.geometry import Geometry
 
 FAMILY = "tiny"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Up to so many multiply-adds one launch of simple kernels was measured to take no longer than two of fast ones
-#: (docs/kernels/tiny.md).
+#: Multiply-adds up to which one launch of simple kernels was measured to take no longer than several of fast ones
+#: (docs/kernels/tiny.md); products that a thread may add up, one after the other; pixels that a warp may.
 MOST_MACS = 1 << 16
-#: Products that one thread adds up, one after the other.
-LONGEST_SUM = 256
-#: Pixels of all images: a warp adds them up, for each weight and for each channel of the bias.
-MOST_PIXELS = 4096
+LONGEST_SUM = 128
+MOST_PIXELS = 512
 _THREADS = 128
 _WARPS = _THREADS // 32
 _WHY = "one launch, nothing copied or packed"
@@ -52,7 +50,12 @@ def claims(problem: Problem) -> bool:
     )
 
 
-def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
+def replaces(made: Plan) -> bool:
+    """Whether one launch is fewer than the plan of another family has. Alone a fast kernel stays the faster."""
+    return len(made.launches) > 1
+
+
+def plan_forward(problem: Problem) -> Plan | None:
     """Inputs: input, weight, bias (or none), the first two with any strides. Output: the output. None where the problem
     is larger."""
     if not claims(problem):
@@ -76,7 +79,7 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
     return Plan(FAMILY, _WHY, (Output(g.output_shape, images),), (launch,))
 
 
-def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
+def plan_backward(problem: Problem, output_mask: tuple[bool, ...]) -> Plan | None:
     """Inputs: grad_output, input, weight with any strides. Outputs: the gradients that the mask asks for. None where
     the problem is larger."""
     if not claims(problem):
