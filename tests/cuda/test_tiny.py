@@ -98,9 +98,11 @@ def test_what_is_larger_is_not_claimed(change: dict) -> None:
     assert plan.plan_backward(larger, (True, True, True), H200).family != "tiny"
 
 
-def test_an_image_that_is_mostly_bias_is_not_claimed() -> None:
+def test_an_output_that_is_mostly_bias_is_not_claimed() -> None:
     """Few products, many outputs."""
-    assert not plan_tiny.claims(problem(Geometry(1, 1, 8, 8, 1, (1, 1), (64, 64))))
+    sparse = Geometry(1, 4096, 1, 1, 4096, (1, 1), (16, 16), output_padding=(15, 15), groups=4096)
+    assert sparse.macs < plan_tiny.MOST_MACS
+    assert not plan_tiny.claims(problem(sparse))
 
 
 def test_float64_is_left_to_others() -> None:
