@@ -8,7 +8,6 @@ from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.schedules import (
     CHANNEL_COLUMNS,
     ONE_PIXEL,
-    PATCHES,
     SINGLE,
     SIZES,
     SIZES_OF_ONE_ROW,
@@ -177,7 +176,7 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
         sizes = ONE_PIXEL if layer.one_pixel else SIZES_OF_ONE_ROW
         weights = [SINGLE if batch == 1 else 1.0 for batch, _, _ in sizes]
     else:
-        sizes = (*SIZES, PATCHES) if layer.geometry.kernel == layer.step else SIZES
+        sizes = SIZES
         weights = [
             (SINGLE if batch == 1 else 1.0) * (1.0 if least <= channels * columns <= most else UNUSUAL)
             for batch, _, columns in sizes

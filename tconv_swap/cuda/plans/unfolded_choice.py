@@ -13,9 +13,10 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     of_any_size,
     representatives,
     schedules_at_most,
+    sized,
 )
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.schedules import covering
+from tconv_swap.cuda.plans.schedules import PATCHES, covering
 from tconv_swap.cuda.plans.unfolded_tile import (
     MULTIPLY_MACS,
     UnfoldedTile,
@@ -91,6 +92,8 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """The tiles of a layer (``of_any_size``), each the one that brings the expected time of ``representatives`` closest
     to the best of all tiles."""
     sizes, weights = representatives(layer)
+    if layer.geometry.kernel == layer.step and not layer.one_pixel:
+        sizes, weights = [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
 
     def times(tile: UnfoldedTile, passes: float) -> list[float]:
         return [_least(tile, passes, size, device) for size in sizes]
@@ -109,7 +112,10 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
 
 def _least(tile: UnfoldedTile, passes: float, problem: StridedProblem, device: Device) -> float:
     """The expected time with the best number of splits, or that of grad_input_wgmma.cu where that computes it."""
-    best = min((clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem)), default=math.inf)
+    best = min(
+        (clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem)),
+        default=math.inf,
+    )
     most = _most_clocks(problem, device)
     return LEAST_CLOCKS + (best if best <= most else most * OTHERS_CLOCKS / MOST_CLOCKS)
 

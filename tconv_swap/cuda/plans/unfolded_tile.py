@@ -31,9 +31,10 @@ MOST_OFFSETS = 36
 MOST_OFFSETS_256 = 20
 #: Warpgroups, multiplies of 64 cells of each, channels: of 128 sums a thread, or 64.
 SHAPES = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
-#: Bytes a clock from the L2 to each multiprocessor, multiply-adds a clock for each element of a word, clocks that a row
-#: of a box takes for each line of shared memory that it touches, and at least (fitted, docs/kernels/grad_input_unfolded.md), bytes a
-#: clock of its outputs and of the memory, clocks that a tile takes beside its multiplies, and a launch.
+#: Bytes a clock from the L2 to each multiprocessor; multiply-adds a clock for each element of a word; lines of shared
+#: memory, clocks that a row of a box takes for each that it touches, and at least (fitted,
+#: docs/kernels/grad_input_unfolded.md); bytes a clock of its outputs and of the memory, clocks that a tile takes beside
+#: its multiplies, and a launch.
 FILL_BYTES = 36
 MULTIPLY_MACS = 1024
 LINE_BYTES, LINE_CLOCKS, ROW_CLOCKS = 128, 3.3, 4
