@@ -1,9 +1,12 @@
 // The memory accesses of the narrow forward kernel, from the constants a plan gives
 // (geometry.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
 #pragma once
+#include "geometry.cuh"
 #include "phases.cuh"
 #include "tile_index.cuh"
 
+constexpr int CELLS_H = ceil_div(OUT_HEIGHT, STRIDE_H);
+constexpr int CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);
 constexpr bool ALL_H = PHASES_H == STRIDE_H;
 constexpr bool ALL_W = PHASES_W == STRIDE_W;
 

@@ -16,6 +16,12 @@ struct Divisor {
   __device__ __forceinline__ int remainder(int n) const { return remainder(n, quotient(n)); }
 };
 
+/// Of the kernels that find their pixels one by one (images.cuh).
+struct ImageSizes {
+  int batch, height, width, out_height, out_width;
+  Divisor rows, columns;  // of the input
+};
+
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;
@@ -43,7 +49,8 @@ struct TilePlace {
   }
 };
 
-/// Of the kernels that cut the map into tiles of cells (tile_shape.cuh, grad_input_boxes.cu, grad_input_unfolded.cu).
+/// Of the kernels that cut the map into tiles of cells (tile_shape.cuh, grad_input_boxes.cu, grad_input_unfolded.cu,
+/// forward_cells.cu, forward_narrow.cu).
 struct Sizes {
   int batch, height, width, out_height, out_width;
   int cells_h, cells_w;

@@ -42,6 +42,10 @@ FEWEST_PRODUCTS = 16
 #: The most that are worth it in channels_last with 16 bits and strides, where gathering is at its fastest.
 GATHERED_PRODUCTS = 72
 MOST_OUT_CHANNELS = 8
+#: Of the input and its rows that are worth it: channels, and pixels.
+FEWEST_COLUMNS = 16
+#: Kernels for all sizes of a layer.
+MOST_SCHEDULES = 2
 MOST_STRIPS = 64
 #: Bytes of a block's shared memory that are not its own; registers of a multiprocessor.
 RESERVED_BYTES = 1024
@@ -72,16 +76,30 @@ class Tile:
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: the copy engine's layouts, and offsets of 32 bits."""
     geometry = problem.geometry
-    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.batch == 0:
+    if not _claims_layer(problem, device) or geometry.batch == 0:
         return False
-    line = geometry.in_channels if problem.channels_last else geometry.width
-    if geometry.groups != 1 or line * problem.dtype.itemsize % 16:
-        return False
-    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MOST_OUT_CHANNELS:
+    if not problem.channels_last and geometry.width * problem.dtype.itemsize % 16:
         return False
     image = geometry.out_channels * geometry.out_height * geometry.out_width
     tiles = geometry.batch * geometry.out_height * geometry.out_width
-    return products(geometry) <= MOST_PRODUCTS and max(image, tiles) < INT32_LIMIT // 2
+    return max(image, tiles) < INT32_LIMIT // 2
+
+
+def _claims_layer(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes some sizes of the layer."""
+    geometry = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
+        return False
+    if problem.channels_last and geometry.in_channels * problem.dtype.itemsize % 16:
+        return False
+    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MOST_OUT_CHANNELS:
+        return False
+    return products(geometry) <= MOST_PRODUCTS
+
+
+def computes_some_size(problem: Problem, device: Device) -> bool:
+    """Whether ``plan_forward`` makes plans for some sizes of the layer."""
+    return _claims_layer(problem, device) and _pays_off(problem)
 
 
 def products(geometry: Geometry) -> int:
@@ -235,10 +253,15 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
 
 def pays(problem: Problem) -> bool:
     """Whether it is expected to be faster than gathering: little to fold, much to multiply."""
+    return _pays_off(problem) and problem.geometry.width >= FEWEST_COLUMNS
+
+
+def _pays_off(problem: Problem) -> bool:
+    """The same of rows that are long enough."""
     geometry = problem.geometry
     fast_gather = problem.channels_last and problem.dtype.itemsize == 2 and max(geometry.stride) > 1
     most = GATHERED_PRODUCTS if fast_gather else MOST_PRODUCTS
-    return FEWEST_PRODUCTS <= products(geometry) <= most and min(geometry.in_channels, geometry.width) >= 16
+    return FEWEST_PRODUCTS <= products(geometry) <= most and geometry.in_channels >= FEWEST_COLUMNS
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:

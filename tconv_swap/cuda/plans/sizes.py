@@ -20,6 +20,15 @@ def divisor(value: int) -> Words:
     return value, signed(ceil_div(1 << (31 + shift), value)), shift
 
 
+def image_sizes(geometry: Geometry) -> Words:
+    """``ImageSizes``, of the kernels that find their pixels one by one."""
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *divisor(geometry.height),
+        *divisor(geometry.width),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
@@ -53,7 +62,14 @@ def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
 
 def cell_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
     """The same with so many ``tiles`` along the images, the rows and the columns."""
-    geometry, (cells_h, cells_w), (images, rows, cols) = problem.geometry, problem.cells, tiles
+    return map_sizes(problem.geometry, problem.cells, tiles, splits)
+
+
+def map_sizes(
+    geometry: Geometry, cells: tuple[int, int], tiles: tuple[int, int, int], splits: int = 1
+) -> Words:
+    """The same of a map of so many ``cells``."""
+    (cells_h, cells_w), (images, rows, cols) = cells, tiles
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         *(cells_h, cells_w, images * rows * cols),

@@ -1,0 +1,15 @@
+"""How many of a layer's kernels each family of the forward pass may have, over all sizes: at most ``MOST_KERNELS`` in
+all. Pure functions of data."""
+
+from __future__ import annotations
+
+from tconv_swap.cuda.plans import plan_fold
+from tconv_swap.cuda.problem import Device, Problem
+
+#: Kernels of the forward pass of a layer in one dtype and layout, beside those that pack, arrange and add up.
+MOST_KERNELS = 4
+
+
+def share(problem: Problem, device: Device) -> int:
+    """Those of the family that computes what plan_fold.py leaves over of a narrow layer."""
+    return MOST_KERNELS - (plan_fold.MOST_SCHEDULES if plan_fold.computes_some_size(problem, device) else 0)
