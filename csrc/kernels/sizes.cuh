@@ -62,3 +62,13 @@ struct Sizes {
   __device__ __forceinline__ constexpr int pixels() const { return height * width; }
   __device__ __forceinline__ constexpr int out_pixels() const { return out_height * out_width; }
 };
+
+/// Of forward_fold.cu, which goes down strips of images.
+struct FoldSizes {
+  int height, out_height, out_width;
+  int tiles;        // strips, of tiles of columns, of all images
+  int cell_rows;    // that have outputs
+  int tile_groups;  // of neighbouring outputs in a tile of columns
+  int whole_rows;   // whether a tile of columns is a whole row
+  Divisor column_tiles, strips;
+};

@@ -73,6 +73,8 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
     shares = {1: (most,), 2: (most - most // 2, most // 2)}[len(multiples)]
     found: dict[Tile, None] = {}
     for multiple, share in zip(multiples, shares, strict=True):
+        if share == 0:
+            continue
         found.update(dict.fromkeys(_covering(layer, device, multiple, share)))
     return tuple(found)
 

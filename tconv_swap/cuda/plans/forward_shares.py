@@ -3,7 +3,10 @@ all. Pure functions of data."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tconv_swap.cuda.plans import plan_fold
+from tconv_swap.cuda.plans.layer_sizes import of_any_size
 from tconv_swap.cuda.problem import Device, Problem
 
 #: Kernels of the forward pass of a layer in one dtype and layout, beside those that pack, arrange and add up.
@@ -12,4 +15,7 @@ MOST_KERNELS = 4
 
 def share(problem: Problem, device: Device) -> int:
     """Those of the family that computes what plan_fold.py leaves over of a narrow layer."""
-    return MOST_KERNELS - (plan_fold.MOST_SCHEDULES if plan_fold.computes_some_size(problem, device) else 0)
+    if not plan_fold.computes_some_size(problem, device):
+        return MOST_KERNELS
+    layer = replace(problem, geometry=of_any_size(problem.geometry))
+    return MOST_KERNELS - len(plan_fold.schedules(layer, device))
