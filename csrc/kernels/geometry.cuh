@@ -14,18 +14,3 @@ __device__ __forceinline__ Index at_input(Index n, int c, int h, int w) {
 __device__ __forceinline__ Index at_output(Index n, int c, int h, int w) {
   return activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(n, c, h, w);
 }
-
-// The taps of one axis that reach the output positions congruent to `residue` (= (o + padding) mod stride):
-// first, first + step, ..., `count` of them. None when no k * dilation is congruent to the residue.
-struct PhaseTaps {
-  int first, count;
-};
-template <int KERNEL, int STRIDE, int DILATION>
-struct Axis {
-  static constexpr int STEP = STRIDE / gcd(STRIDE, DILATION);
-  __device__ static PhaseTaps taps(int residue) {
-    int first = 0;
-    while (first < KERNEL && first * DILATION % STRIDE != residue) ++first;
-    return {first, first < KERNEL ? (KERNEL - 1 - first) / STEP + 1 : 0};
-  }
-};

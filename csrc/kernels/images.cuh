@@ -22,7 +22,7 @@ __device__ __forceinline__ long long output_image(const ImageSizes& sizes) {
   return (long long)OUT_CHANNELS * sizes.out_height * sizes.out_width;
 }
 
-/// Which pixel of the input has this number, counted through all images.
+/// Which pixel of the input, or which cell, has this number, counted through all images.
 struct Pixel {
   Index image;
   int row, column;
@@ -32,8 +32,8 @@ struct Pixel {
       const int line = sizes.columns.quotient((int)number), image = sizes.rows.quotient(line);
       return {image, sizes.rows.remainder(line, image), sizes.columns.remainder((int)number, line)};
     } else {
-      const long long line = number / sizes.width;
-      return {line / sizes.height, (int)(line % sizes.height), (int)(number % sizes.width)};
+      const long long line = number / sizes.columns.value;
+      return {line / sizes.rows.value, (int)(line % sizes.rows.value), (int)(number % sizes.columns.value)};
     }
   }
 };

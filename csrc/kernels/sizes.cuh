@@ -19,7 +19,7 @@ struct Divisor {
 /// Of the kernels that find their pixels one by one (images.cuh).
 struct ImageSizes {
   int batch, height, width, out_height, out_width;
-  Divisor rows, columns;  // of the input
+  Divisor rows, columns;  // of the input; general_forward.cu: of the cells
 };
 
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).

@@ -37,7 +37,7 @@ WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
 INT32_ELEMENTS = 2**31 - 1
-#: A tile may reach so many pixels beyond the last one.
+#: A tile may reach so many pixels, or cells, beyond the last one.
 MOST_TILE_PIXELS = 256
 _WHY = "covers every geometry"
 
@@ -99,16 +99,17 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
     geometry = problem.geometry
     tile = _tile(geometry.out_channels_per_group)
     phases = geometry.stride[0] * geometry.stride[1]
-    cells = ceil_div(geometry.out_height, geometry.stride[0]) * ceil_div(
-        geometry.out_width, geometry.stride[1]
+    cells = (
+        ceil_div(geometry.out_height, geometry.stride[0]),
+        ceil_div(geometry.out_width, geometry.stride[1]),
     )
-    tiles_m = ceil_div(geometry.batch * cells, tile.m)
+    tiles_m = ceil_div(geometry.batch * cells[0] * cells[1], tile.m)
     tiles_n = ceil_div(geometry.out_channels_per_group, tile.n)
     kernel = Kernel(
         "general_forward.cu",
         "general_forward",
         (
-            *_common(problem, geometry.constants),
+            *_common(problem, geometry.layer_constants),
             *tile.constants,
             ("HAS_BIAS", has_bias),
         ),
@@ -117,7 +118,8 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
         kernel,
         grid=tiles_m * phases * geometry.groups * tiles_n,
         block=tile.threads,
-        arguments=(input_(0), input_(1), input_(2), output(0), int64(geometry.batch)),
+        arguments=(input_(0), input_(1), input_(2), output(0), struct(0)),
+        structs=(image_sizes(geometry, cells),),
     )
     return Plan(
         "general",

@@ -20,12 +20,14 @@ def divisor(value: int) -> Words:
     return value, signed(ceil_div(1 << (31 + shift), value)), shift
 
 
-def image_sizes(geometry: Geometry) -> Words:
-    """``ImageSizes``, of the kernels that find their pixels one by one."""
+def image_sizes(geometry: Geometry, counted: tuple[int, int] | None = None) -> Words:
+    """``ImageSizes``, of the kernels that find their pixels one by one: those of the input, or of a map of so many
+    ``counted`` rows and columns."""
+    rows, columns = counted or (geometry.height, geometry.width)
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
-        *divisor(geometry.height),
-        *divisor(geometry.width),
+        *divisor(rows),
+        *divisor(columns),
     )
 
 
