@@ -63,6 +63,16 @@ struct Sizes {
   __device__ __forceinline__ constexpr int out_pixels() const { return out_height * out_width; }
 };
 
+/// Of forward_strips.cu, which goes down strips of images, `segment` rows of the output at a time.
+struct StripSizes {
+  int height, width, out_height, out_width;
+  int segment;
+  int columns;  // segments of strips, of all images
+  Divisor strips, segments;
+
+  __device__ __forceinline__ constexpr int pixels() const { return height * width; }
+};
+
 /// Of forward_fold.cu, which goes down strips of images.
 struct FoldSizes {
   int height, out_height, out_width;

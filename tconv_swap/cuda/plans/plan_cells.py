@@ -8,7 +8,7 @@ from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans import plan_narrow
 from tconv_swap.cuda.plans.cells_choice import choose, useful_share
 from tconv_swap.cuda.plans.cells_tile import Tile, packed_bytes, product, shared_bytes
-from tconv_swap.cuda.plans.forward_shares import share
+from tconv_swap.cuda.plans.forward_shares import share_of_narrow
 from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.cuda.plans.sizes import map_sizes
 from tconv_swap.cuda.problem import Device, Problem
@@ -73,7 +73,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     """The ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
     if not claims(problem, device) or not plan_narrow.claims(problem.geometry, problem.dtype):
         return []
-    tiles = choose(problem, device, share(problem, device), count)
+    tiles = choose(problem, device, share_of_narrow(problem, device), count)
     return [plan_with_tile(problem, has_bias, tile, device) for tile in tiles]
 
 

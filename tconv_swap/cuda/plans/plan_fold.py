@@ -48,8 +48,6 @@ MOST_OUT_CHANNELS = 8
 FEWEST_COLUMNS = 16
 #: Columns of the maps that the kernels of a layer are chosen for, each one's images and rows too.
 COLUMNS = (32, 64, 128)
-#: Kernels for all sizes of a layer.
-MOST_SCHEDULES = len(COLUMNS)
 MOST_STRIPS = 64
 #: Bytes of a block's shared memory that are not its own; registers of a multiprocessor.
 RESERVED_BYTES = 1024
@@ -302,8 +300,8 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 
 def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
-    """The ``count`` tiles that are expected to be the fastest for this size, the best first: of the layer's, then, to be
-    measured, of all."""
+    """The ``count`` tiles that are expected to be the fastest for this size, the best first: of the layer's, then, to
+    be measured, of all."""
     layer = replace(problem, geometry=of_any_size(problem.geometry))
     found = [tile for tile in schedules(layer, device) if _tile_groups(problem, tile)[1]]
     found.sort(key=lambda tile: (_tile_groups(problem, tile)[1] * tile.columns, -tile.columns))
