@@ -50,7 +50,7 @@ struct TilePlace {
 };
 
 /// Of the kernels that cut the map into tiles of cells (tile_shape.cuh, grad_input_boxes.cu, grad_input_unfolded.cu,
-/// forward_cells.cu, forward_narrow.cu).
+/// forward_cells.cu).
 struct Sizes {
   int batch, height, width, out_height, out_width;
   int cells_h, cells_w;
@@ -61,6 +61,14 @@ struct Sizes {
 
   __device__ __forceinline__ constexpr int pixels() const { return height * width; }
   __device__ __forceinline__ constexpr int out_pixels() const { return out_height * out_width; }
+};
+
+/// Of forward_narrow.cu, whose blocks walk down tiles of cells.
+struct CellWalkSizes {
+  int batch, height, width, out_height, out_width;
+  int all_tiles;                // below each other, over all images
+  int repeat;                   // tiles of a walk
+  Divisor down, across, walks;  // tiles below each other in an image, and side by side; walks of all images
 };
 
 /// Of forward_strips.cu, which goes down strips of images, `segment` rows of the output at a time.

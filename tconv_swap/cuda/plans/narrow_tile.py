@@ -41,6 +41,8 @@ class Tile:
     async_: bool
     partial: int
     min_blocks: int
+    #: A power of two that divides the rows of the output.
+    out_row_multiple: int
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
