@@ -121,7 +121,7 @@ def _in_a_process(tree: Path, cache: Path, stage: str, families: set[str]) -> di
 
 
 def times(stage: str, families: set[str]) -> dict[str, float]:
-    """Microseconds of each row that one of the families computes, by the library of this process: the median of the calls."""
+    """Microseconds of each row that one of the families computes, by the library of this process: medians of calls."""
     from tconv_swap import conv_transpose2d
     from tconv_swap.cuda import call, plan
     from tconv_swap.measurement.suite import load_suite
