@@ -48,8 +48,8 @@ TOLERANCE = {
 
 
 def sizes_of(layer: Geometry) -> Iterator[Geometry]:
-    """200 of them or so: random ones, maps of one pixel, and images so large that strips compute them. Inputs of at most
-    1 GiB of float32, of larger ones no copy is made; images so small that offsets within them are of 32 bits."""
+    """200 of them or so: random ones, maps of one pixel, and images so large that strips compute them. Inputs of at
+    most 1 GiB of float32, of larger ones no copy is made; images so small that offsets in them are of 32 bits."""
     rng = random.Random(str(layer))
     for batch in (1, 7, 64, 200, 256, 300):
         yield replace(layer, batch=batch, height=1, width=1)
