@@ -36,7 +36,7 @@ from tconv_swap.cuda.plans import (
 )
 from tconv_swap.cuda.plans.grad_weight_candidates import choose
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
+from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Output, Part, Plan
 

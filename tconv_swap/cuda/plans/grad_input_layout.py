@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.schedules import (
     CHANNEL_COLUMNS,
+    MOST_SCHEDULES,
     ONE_PIXEL,
     SINGLE,
     SIZES,
     SIZES_OF_ONE_ROW,
     UNUSUAL,
 )
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,

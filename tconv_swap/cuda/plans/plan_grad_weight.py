@@ -32,8 +32,8 @@ from tconv_swap.cuda.plans.grad_weight_tile import (
     tile_constants,
     windows,
 )
+from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
 from tconv_swap.cuda.plans.sizes import pixel_sizes
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,

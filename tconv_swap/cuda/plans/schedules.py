@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+#: Kernels of one stage of a layer that compute it, in one dtype and layout, over all sizes.
+MOST_SCHEDULES = 4
 #: Of a schedule for a size that it cannot compute.
 MOST_REGRET = 1e3
 #: Batch, rows and columns of the maps that stand for all, those first that many networks have; and of those of patches,
