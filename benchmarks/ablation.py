@@ -34,7 +34,7 @@ import torch
 from benchmarks.ablation_measure import DIRECTIONS, TIMING, Announce, Prepared, Task, measure, prepare
 from benchmarks.ablation_report import report
 from benchmarks.ablation_rows import Row, summary
-from benchmarks.layers import _commit, _positive
+from benchmarks.layers import commit_of_tree, positive
 from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
 from tconv_swap.cuda import call, host
@@ -123,7 +123,7 @@ def tasks(suite: Sequence[Layer], drawn: Sequence[Layer]) -> list[Task]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if options.report:
         print(report(Results.load(options.json).rows))
         return 0
@@ -135,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device, facts = torch.device("cuda", index), call.device_facts(index)
     settings = {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit_of_tree(),
         "seed": SEED,
         "random_layers_of_each_class": OF_EACH_CLASS,
         "seconds_per_way": options.seconds_per_way,
@@ -153,7 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complete = run(
             waiting,
             results,
-            partial(_prepared, pool, partial(prepare, device=facts), options.workers * TASKS_PER_WORKER),
+            partial(prepared, pool, partial(prepare, device=facts), options.workers * TASKS_PER_WORKER),
             process,
             options.json,
             lambda: options.seconds - (time.monotonic() - begin),
@@ -240,7 +240,7 @@ def _measured(
             ready = replace(ready, stages=stages)
 
 
-def _prepared(
+def prepared(
     pool: Executor, prepare: Callable[[Task], Prepared], most: int, waiting: Sequence[Task]
 ) -> Iterator[tuple[Task, Future[Prepared]]]:
     """The tasks as they become ready, about in their order; at most ``most`` are on their way."""
@@ -294,7 +294,7 @@ def say(line: str) -> None:
     print(f"benchmarks.ablation: {line}", file=sys.stderr, flush=True)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ablation",
         description="Time every family of kernels on the suite and on random layers: what each is worth.",
@@ -307,21 +307,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=positive(float),
         default=SECONDS,
         metavar="S",
         help="stop after so many (default: %(default)s)",
     )
     parser.add_argument(
         "--seconds-per-way",
-        type=_positive(float),
+        type=positive(float),
         default=SECONDS_PER_WAY,
         metavar="S",
         help="for the timing of one family in one stage of one layer (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
-        type=_positive(int),
+        type=positive(int),
         default=os.cpu_count() or 1,
         metavar="N",
         help="processes that compile (default: one for each CPU)",

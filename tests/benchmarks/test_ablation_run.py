@@ -270,7 +270,7 @@ def test_workers_prepare_ahead_in_about_the_order(monkeypatch: pytest.MonkeyPatc
 
     pool = Pool()
     found = []
-    for task, future in ablation._prepared(pool, ready, 3, WAITING):  # type: ignore[arg-type]
+    for task, future in ablation.prepared(pool, ready, 3, WAITING):  # type: ignore[arg-type]
         found.append(task)
         assert future.result().task == task
         assert pool.submitted <= len(found) + 2
