@@ -26,7 +26,7 @@ from benchmarks.ablation_measure import (
 )
 from benchmarks.ablation_report import report
 from benchmarks.ablation_rows import Row, summary
-from benchmarks.layers import _positive
+from benchmarks.layers import positive
 from benchmarks.measuring_process import Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
 from benchmarks.sweep import Sweep, add_options, measuring, shuffled
@@ -67,7 +67,7 @@ def tasks(suite: Sequence[Layer], drawn: Sequence[Layer]) -> list[Task]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     found = sweep(facts, options.seconds_per_way)
     code = found.read(options)
@@ -118,7 +118,7 @@ def _told(rows: Sequence[Row]) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ablation",
         description="Time every family of kernels on the suite and on random layers: what each is worth.",
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add_options(parser, SECONDS)
     parser.add_argument(
         "--seconds-per-way",
-        type=_positive(float),
+        type=positive(float),
         default=SECONDS_PER_WAY,
         metavar="S",
         help="for the timing of one family in one stage of one layer (default: %(default)s)",

@@ -62,7 +62,7 @@ class Configuration(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     suite = load_suite()
-    parser = _parser()
+    parser = make_parser()
     options = parser.parse_args(arguments)
     try:
         if options.render:
@@ -148,7 +148,7 @@ def _plans(configuration: Configuration, machine: Machine) -> list[Plan]:
     return [step.plan for steps in stages for step in steps if step.plan is not None]
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.layers",
         description="Time every layer of the suite on a GPU: PyTorch's and ours, paired, in one run.",
@@ -176,12 +176,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--seconds-per-row",
-        type=_positive(float),
+        type=positive(float),
         default=SECONDS_PER_ROW,
         metavar="S",
         help="for the timing of one layer in one dtype and layout (default: %(default)s)",
     )
-    parser.add_argument("--iters", type=_positive(int), metavar="N", help="exactly so many samples instead")
+    parser.add_argument("--iters", type=positive(int), metavar="N", help="exactly so many samples instead")
     parser.add_argument(
         "--render",
         action="store_true",
@@ -194,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
+def positive(kind: Callable[[str], float]) -> Callable[[str], float]:
     def positive(argument: str) -> float:
         value = kind(argument)
         if not value > 0:
@@ -208,7 +208,7 @@ def _positive(kind: Callable[[str], float]) -> Callable[[str], float]:
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": _commit(),
+        "commit": commit_of_tree(),
         "direction": options.direction,
         "backend": options.backend,
         "seconds_per_row": options.seconds_per_row,
@@ -217,7 +217,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _commit() -> str | None:
+def commit_of_tree() -> str | None:
     """Returns git's name of the tree that is measured, None outside a checkout."""
     command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=12"]
     try:

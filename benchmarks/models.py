@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.layers import _commit
+from benchmarks.layers import commit_of_tree
 from benchmarks.models_best import best_chart
 from benchmarks.models_report import chart, fill_readmes, table
 from benchmarks.models_row import Case, Setting, measure, run_once
@@ -51,7 +51,7 @@ NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error b
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code: 0 all was measured, 1 something was not (it is listed), 2 usage."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     if options.show:
         print(table(json.loads(options.json.read_text(encoding="utf-8"))))
         return 0
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say("torch.cuda.is_available() is False: no GPU; --device cpu --tiny tries the program")
         return 2
     setting = Setting(device, options.tiny, options.iters, options.budget)
-    cases = options.part.of(list(_cases(options)))
+    cases = options.part.of(list(every_case(options)))
     document = run(cases, setting, options)
     print(table(document))
     return 1 if document["not_measured"] else 0
@@ -87,7 +87,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         "environment": environment(setting.device),
         "settings": {
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": commit_of_tree(),
             "iters": setting.iters,
             "budget_s": setting.budget_s,
             "tiny": setting.tiny,
@@ -225,7 +225,7 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
         worker.join()
 
 
-def _cases(options: argparse.Namespace) -> Iterator[Case]:
+def every_case(options: argparse.Namespace) -> Iterator[Case]:
     """Eager ones first: they are what most people run, and compile fastest."""
     for runtime in options.runtime or RUNTIMES:
         if runtime == RUNTIME:
@@ -247,15 +247,15 @@ def _best_cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _save(document: dict[str, Any], path: Path) -> None:
-    """Writes one row on a line, in the order of `_cases`, all at once or not at all."""
-    every = list(_cases(_parser().parse_args([])))
+    """Writes one row on a line, in the order of `every_case`, all at once or not at all."""
+    every = list(every_case(make_parser().parse_args([])))
     document["rows"].sort(key=lambda row: every.index(_case(row)))
     rows = ",\n".join("  " + json.dumps(row) for row in document["rows"])
     head = json.dumps({key: value for key, value in document.items() if key != "rows"}, indent=1)
     write_atomically(path, f'{head[:-2]},\n "rows": [\n{rows}\n ]\n}}\n'.encode())
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.models",
         description=__doc__,

@@ -75,7 +75,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     """
     network = NETWORKS[case.network]
     with _switched(case):
-        original, swapped, inputs = _pair(case, network, setting)
+        original, swapped, inputs = original_and_swapped(case, network, setting)
         difference = _difference(original, swapped, inputs)
         if not difference <= MOST_DIFFERENCE:
             raise ValueError(f"the outputs of a layer differ by {difference:.1e} of their norm")
@@ -90,13 +90,15 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
             warmup=None if setting.iters is None else min(2, setting.iters - 1),
             budget_s=setting.budget_s,
             per_layer=case.runtime == "eager",
-            loss=_loss,
+            loss=summed_loss,
         )
         if not timing.network:
             raise ValueError("; ".join(timing.notes))
         replayed = None
         if setting.device.type == "cuda" and not network.no_compile:
-            replayed = _replayed({"original": original, "swapped": swapped}, inputs, setting, timing.notes)
+            replayed = time_replayed(
+                {"original": original, "swapped": swapped}, inputs, setting, timing.notes
+            )
     return {
         **case._asdict(),
         "batch": 2 if setting.tiny else network.batch,
@@ -112,7 +114,7 @@ def measure(case: Case, setting: Setting) -> dict[str, Any]:
     }
 
 
-def _replayed(
+def time_replayed(
     networks: Mapping[str, nn.Module], inputs: Inputs, setting: Setting, notes: list[str]
 ) -> dict[str, Any] | None:
     """The forward pass replayed from a CUDA graph, by what the GPU takes for it; None, and a note, where it has none.
@@ -190,7 +192,9 @@ def _switched(case: Case) -> Iterator[None]:
         yield
 
 
-def _pair(case: Case, network: Network, setting: Setting) -> tuple[nn.Module, nn.Module, Inputs]:
+def original_and_swapped(
+    case: Case, network: Network, setting: Setting
+) -> tuple[nn.Module, nn.Module, Inputs]:
     torch.manual_seed(0)
     original = network.build(setting.tiny).to(setting.device)
     inputs = Inputs.of(network.inputs(2 if setting.tiny else network.batch, setting.tiny, setting.device))
@@ -208,7 +212,7 @@ def _compiled(network: nn.Module) -> nn.Module:
     return found  # type: ignore[no-any-return]
 
 
-def _loss(output: Any) -> Tensor:
+def summed_loss(output: Any) -> Tensor:
     """Torchvision's detectors give a dict of losses in train mode, the others outputs."""
     return sum_of_squares(output)
 
@@ -244,10 +248,10 @@ def run_once(case: Case, setting: Setting) -> None:
     # Dynamo stops compiling a function that it has seen in too many versions: those of the cases before.
     torch.compiler.reset()
     with _switched(case):
-        original, swapped, inputs = _pair(case, NETWORKS[case.network], setting)
+        original, swapped, inputs = original_and_swapped(case, NETWORKS[case.network], setting)
         networks = [swapped]
         if case.runtime == "compile":
             networks = [_compiled(original), _compiled(swapped)]
         for network, stage in product(networks, get_args(Stage)):
-            variant = network_variant(network.train(stage != "forward"), inputs, stage, _loss)
+            variant = network_variant(network.train(stage != "forward"), inputs, stage, summed_loss)
             variant.run(variant.prepare())

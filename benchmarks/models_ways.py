@@ -12,9 +12,9 @@ from benchmarks.models_row import (
     Case,
     Setting,
     _difference,
-    _loss,
-    _pair,
     _switched,
+    original_and_swapped,
+    summed_loss,
 )
 from benchmarks.networks import NETWORKS
 from tconv_swap.inputs import named_tensors
@@ -56,14 +56,14 @@ def measure_best(case: Case, setting: Setting) -> dict[str, Any]:
     network = NETWORKS[case.network]
     stages, notes = [], []
     with _switched(case):
-        original, swapped, inputs = _pair(case, network, setting)
+        original, swapped, inputs = original_and_swapped(case, network, setting)
         difference = _difference(original, swapped, inputs)
         if not difference <= MOST_DIFFERENCE:
             raise ValueError(f"the outputs of a layer differ by {difference:.1e} of their norm")
         del swapped
         for training in (True, False):
             searched = WaySearch(
-                original, inputs, training=training, loss=_loss, timing_s=TIMING_S, final_s=FINAL_S
+                original, inputs, training=training, loss=summed_loss, timing_s=TIMING_S, final_s=FINAL_S
             )
             ways = [way for way in searched.chosen_from(None) if not (network.no_compile and way.compiled)]
             searched.search.hopeless = HOPELESS

@@ -216,7 +216,7 @@ def _view(buffer: Tensor, shape: tuple[int, ...], channels_last: bool) -> Tensor
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     found = sweep(facts, directions_of(options))
     code = found.read(options)
@@ -256,7 +256,7 @@ def _told(rows: Sequence[Row]) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.neighbours",
         description='Time what "auto" takes of layers beside what it takes of the layers next to them.',

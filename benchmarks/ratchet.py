@@ -240,7 +240,7 @@ def committed_file(document: Document) -> Path:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         new = json.loads(options.new.read_text(encoding="utf-8"))
         path = options.committed or committed_file(new)
@@ -252,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if verdict.holds else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.ratchet",
         description=__doc__,

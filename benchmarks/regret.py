@@ -77,7 +77,7 @@ def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
     directions = directions_of(options)
     found = sweep(facts, directions)
@@ -260,7 +260,7 @@ def _told(rows: Sequence[RegretRow]) -> str:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.regret",
         description='Time what "auto" takes beside the other plans there are and PyTorch\'s operator.',

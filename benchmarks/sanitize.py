@@ -228,7 +228,7 @@ def _truths(geometry: Geometry, mask: Mask, grad_output: Tensor, *operands: Tens
     return list(torch.autograd.grad(output, wanted, grad_output.double()))
 
 
-def _share(text: str) -> tuple[int, int]:
+def share(text: str) -> tuple[int, int]:
     first, shares = (int(number) for number in text.split("/"))
     if not 0 <= first < shares:
         raise ValueError(text)
@@ -246,7 +246,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="say what is run")
     parser.add_argument(
         "--share",
-        type=_share,
+        type=share,
         metavar="I/N",
         help="every Nth plan from the Ith on (from 0), for N beside each other",
     )

@@ -31,7 +31,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from benchmarks.layers import _commit, _positive
+from benchmarks.layers import commit_of_tree, positive
 from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
 from tconv_swap.cuda import host
 from tconv_swap.cuda.cache import write_atomically
@@ -189,7 +189,7 @@ class Sweep(Generic[TaskT, ReadyT, RowT]):
         device = torch.device("cuda", torch.cuda.current_device())
         settings = {
             "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "commit": _commit(),
+            "commit": commit_of_tree(),
             "part": str(options.part),
             **settings,
         }
@@ -374,14 +374,14 @@ def add_options(parser: argparse.ArgumentParser, seconds: float) -> None:
     )
     parser.add_argument(
         "--seconds",
-        type=_positive(float),
+        type=positive(float),
         default=seconds,
         metavar="S",
         help="stop after so many (default: %(default)s)",
     )
     parser.add_argument(
         "--workers",
-        type=_positive(int),
+        type=positive(int),
         metavar="N",
         help="processes that compile (default: one for each CPU, shared out over the parts)",
     )

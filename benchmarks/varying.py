@@ -36,7 +36,7 @@ GRACE_SECONDS = 60.0
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code: 0 all was measured, 1 a process failed (it is listed), 2 usage."""
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print(
@@ -182,7 +182,7 @@ def table(entries: Sequence[Mapping[str, Any]], head: bool = True) -> str:
     return "\n".join(lines)
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.varying", description=__doc__)
     parser.add_argument("--json", type=Path, help="write the seconds of every call here")
     parser.add_argument("--stream", action="append", choices=list(STREAMS), help="only this one (repeatable)")

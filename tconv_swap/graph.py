@@ -104,7 +104,7 @@ def _is_for_a_compiler(input: Tensor) -> bool:
 
 
 # What leaves these two lies as the fake kernels promise, also where PyTorch's operator had another idea.
-def _compute_output(
+def compute_output(
     input: Tensor, weight: Tensor, bias: Tensor | None, geometry: list[int], backend: str
 ) -> Tensor:
     arguments = from_list(geometry)
@@ -118,7 +118,7 @@ def _compute_output(
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
 
-def _compute_gradients(
+def compute_gradients(
     grad_output: Tensor, input: Tensor, weight: Tensor, geometry: list[int], mask: list[bool], backend: str
 ) -> list[Tensor]:
     tensors, arguments = (grad_output, input, weight), from_list(geometry)
@@ -224,8 +224,8 @@ def register_autocast(
 
 # The host part's kernels are for CUDA and its autograd by name, and so come before these.
 for _name, _compute, _autograd, _by_pytorch in (
-    ("conv_transpose2d_output", _compute_output, _output_autograd, _output_by_pytorch),
-    ("conv_transpose2d_gradients", _compute_gradients, _gradients_autograd, _gradients_by_pytorch),
+    ("conv_transpose2d_output", compute_output, _output_autograd, _output_by_pytorch),
+    ("conv_transpose2d_gradients", compute_gradients, _gradients_autograd, _gradients_by_pytorch),
 ):
     _library.impl(_name, _compute, "CompositeExplicitAutograd")
     _library.impl(_name, _autograd, "Autograd", with_keyset=True)

@@ -40,7 +40,7 @@ def end_at_signals() -> None:
 
 def obey_signals() -> None:
     """From now on SIGINT and SIGTERM raise, unless they are ignored."""
-    _handle(_on_signal)
+    _handle(on_signal)
 
 
 def ignore_signals() -> None:
@@ -96,7 +96,7 @@ def obeyed() -> None:
         _received.remove(signal.SIGINT)
 
 
-def _on_signal(number: int, _: FrameType | None) -> None:
+def on_signal(number: int, _: FrameType | None) -> None:
     _received.append(number)
     raise_again()
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Operands: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Any, Any, Any, int, Any]
 
 
-def _may_use_packed(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+def may_use_packed(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return input.is_cuda and is_unseen(input, weight, bias)
 
 
@@ -73,7 +73,7 @@ class LayerState(nn.Module):
         if input.shape in packed.unpacked_shapes:
             return None
         # Another weight for this one call (functional_call) does not change what is frozen.
-        if weight is not packed.weight or input.dim() != 4 or not _may_use_packed(input, weight, bias):
+        if weight is not packed.weight or input.dim() != 4 or not may_use_packed(input, weight, bias):
             return None
         if not packed.is_unchanged():
             self.tconv_let_packed_go()

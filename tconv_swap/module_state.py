@@ -35,7 +35,7 @@ class ModuleState:
         tensors = unique_tensors(modules)
         shared = {id(saved.tensor): saved for saved in beside._saved} if beside else {}
         self._saved: list[_Saved] = [shared[id(tensor)] for tensor in tensors if id(tensor) in shared]
-        self._saved += _saved([t for t in tensors if _writable(t) and id(t) not in shared])
+        self._saved += save([t for t in tensors if _writable(t) and id(t) not in shared])
         self._values = {id(tensor): tensor.detach() for tensor in tensors}
         self._values |= {id(saved.tensor): saved.value for saved in self._saved}
 
@@ -113,7 +113,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
         return ()
 
 
-def _saved(tensors: list[Tensor]) -> list[_Saved]:
+def save(tensors: list[Tensor]) -> list[_Saved]:
     """Returns every tensor with a copy of its values."""
     needed = Counter[torch.device]()
     for tensor in tensors:

@@ -178,7 +178,7 @@ def tune(
     try:
         for one in posed:
             with cudnn_benchmark():
-                problem, winner = _measure(one, candidates, budget_s)
+                problem, winner = measure_problem(one, candidates, budget_s)
             problems.append(problem)
             if winner is None:
                 continue
@@ -221,7 +221,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
 
 
-def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
+def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
     """Measures the candidates for one problem. There is no winner if nothing ran."""
     problem, mask, has_bias, index = posed
     device, facts = torch.device("cuda", index), call.device_facts(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imports_are_not_searched() -> None:
+    """A collection of garbage takes a second where torch's compilers are imported, and the tests ask for thousands:
+    what is alive before a file's tests is left out of them."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

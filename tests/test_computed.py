@@ -284,5 +284,5 @@ def test_float64_copy_computes_in_float64_where_no_hook_has_run(norm: Norm) -> N
 def test_memory_of_the_float64_copy_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.utils.spectral_norm(nn.ConvTranspose2d(64, 64, 4))
     weight = 64 * 64 * 16 * 8
-    monkeypatch.setattr("tconv_swap.verification.memory._free_bytes", lambda device: 1.5 * weight)
+    monkeypatch.setattr("tconv_swap.verification.memory.free_bytes", lambda device: 1.5 * weight)
     assert "float64 needs" in float64_does_not_fit(model, Inputs.of(torch.randn(1, 64, 1, 1)), 0, False)

@@ -228,7 +228,7 @@ def test_other_devices_are_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(conv_transpose2d(x, w, None, 2, 1), F.conv_transpose2d(x, w, None, 2, 1))
     # Whoever calls the op itself is told.
     with pytest.raises(NotImplementedError, match="input is on meta"):
-        graph._compute_output(x.to("meta"), w.to("meta"), None, [2, 2, 1, 1, 0, 0, 1, 1, 1], "auto")
+        graph.compute_output(x.to("meta"), w.to("meta"), None, [2, 2, 1, 1, 0, 0, 1, 1, 1], "auto")
 
 
 def test_compiles_without_a_graph_break_forward_and_backward() -> None:

@@ -96,7 +96,7 @@ def test_commands_of_the_benchmarks_are_understood(line: str) -> None:
     module, *arguments = shlex.split(line)[2:]
     found = importlib.import_module(module)
     if hasattr(found, "_parser"):
-        found._parser().parse_args(arguments)
+        found.make_parser().parse_args(arguments)
     else:
         assert callable(found.main)
         source = Path(found.__file__ or "").read_text()

@@ -148,10 +148,10 @@ class Snapshot(PackedWeight):
 @pytest.fixture
 def snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU too, a frozen layer has something that may grow stale."""
-    plain = layer_state._may_use_packed
+    plain = layer_state.may_use_packed
     monkeypatch.setattr(
         layer_state,
-        "_may_use_packed",
+        "may_use_packed",
         lambda x, w, b: plain(x, w, b) or (x.is_cpu and not needs_gradient(x, w, b)),
     )
     monkeypatch.setattr(

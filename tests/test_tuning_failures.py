@@ -74,7 +74,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
 def test_pytorchs_operator_may_fail_as_every_candidate_may(measured: Measured) -> None:
     measured.fails = {NATIVE}
     measured.results = {measured.plans[1].digest: 2.0}
-    problem, winner = tuning._measure(POSED, 3, 0.1)
+    problem, winner = tuning.measure_problem(POSED, 3, 0.1)
     by_family = {candidate.what: candidate for candidate in problem.candidates}
     assert "out of memory" in by_family["PyTorch's operator"].failure
     wrong = f"RuntimeError: wrong: 1.0e+00 from the result of {measured.plans[0].family}"
@@ -87,7 +87,7 @@ def test_pytorchs_operator_may_fail_as_every_candidate_may(measured: Measured) -
 
 def test_where_nothing_runs_nothing_wins(measured: Measured) -> None:
     measured.fails = {NATIVE, *(made.digest for made in measured.plans)}
-    problem, winner = tuning._measure(POSED, 3, 0.1)
+    problem, winner = tuning.measure_problem(POSED, 3, 0.1)
     assert winner is None
     assert all("out of memory" in candidate.failure for candidate in problem.candidates)
 
@@ -125,14 +125,14 @@ def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Winner]:
 def test_an_interruption_keeps_what_is_measured(
     measured: Measured, kept: dict[str, Winner], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = tuning._measure
+    real = tuning.measure_problem
 
     def interrupted(posed: Posed, *arguments: Any) -> Any:
         if posed.has_bias:
             raise KeyboardInterrupt
         return real(posed, *arguments)
 
-    monkeypatch.setattr(tuning, "_measure", interrupted)
+    monkeypatch.setattr(tuning, "measure_problem", interrupted)
     with pytest.raises(KeyboardInterrupt):
         tconv_swap.tune(LAYER, torch.randn(1, 2, 2, 2))
     assert set(kept) == {tuned.problem_key(PROBLEM, (), False)}

@@ -24,7 +24,7 @@ class BlockChoice:
     def __init__(self, plan: SwapPlan) -> None:
         self.left: dict[str, str] = {}
         self._names = [block.name for block in plan.blocks if block.swap]
-        self._times = BlockTimes()
+        self.times = BlockTimes()
 
     def leave_slower(
         self, original: nn.Module, swapped: nn.Module, inputs: Inputs, request: Request, progress: Progress
@@ -33,7 +33,7 @@ class BlockChoice:
         in evaluation or in training; whether that is any, so that ``swapped`` is to be made again."""
         if not self._names:
             return False
-        self._times = time_blocks(
+        self.times = time_blocks(
             original,
             swapped,
             inputs,
@@ -44,7 +44,7 @@ class BlockChoice:
             progress=progress,
         )
         slower: dict[str, list[str]] = {}
-        for timed in self._times.comparisons:
+        for timed in self.times.comparisons:
             if verdict_of(timed.speedup, timed.interval) == "slower":
                 ours, theirs = (milliseconds(t.median_ms) for t in (timed.swapped, timed.original))
                 slower.setdefault(timed.name, []).append(
@@ -75,11 +75,11 @@ class BlockChoice:
         these inputs."""
         others = [name for name in self._remaining() if not self._may_be_ours(name)]
         if not others:
-            return self._times.notes
+            return self.times.notes
         if device.type == "cuda":
-            return [*self._times.notes, f"on these inputs PyTorch's modules compute {', '.join(others)}"]
+            return [*self.times.notes, f"on these inputs PyTorch's modules compute {', '.join(others)}"]
         return [
-            *self._times.notes,
+            *self.times.notes,
             f"on {device.type} PyTorch's modules compute norms and activations; our kernels for {len(others)} of them, "
             "on CUDA alone, were neither verified nor timed",
         ]
@@ -88,7 +88,7 @@ class BlockChoice:
         return (name for name in self._names if name not in self.left)
 
     def _may_be_ours(self, name: str) -> bool:
-        return name in self._times.computed or not self._times.complete
+        return name in self.times.computed or not self.times.complete
 
 
 def _buffers(norm: str) -> tuple[str, ...]:

@@ -83,19 +83,19 @@ def run(request: Request, progress: Progress, placed: Callable[[Path], None] | N
     if out is not None:
         _checked(lambda: network_file.check_writable(loaded, request))
 
-    original, swapped = _pair(loaded.model, request, device)
+    original, swapped = original_and_swapped(loaded.model, request, device)
     found = _inputs_that_run(request, original, loaded.inputs, progress)
     notes += map(str, find_functional_calls(original, found.inputs))
     choice = BlockChoice(plan)
     if choice.leave_slower(original, swapped, found.inputs, request, progress):
         del original, swapped
-        original, swapped = _pair(loaded.model, request, device, choice.left)
+        original, swapped = original_and_swapped(loaded.model, request, device, choice.left)
     progress(f"verifying on {found.inputs.describe()}")
     verification = _verified(original, swapped, found.inputs, request)
     while choice.leave_failing(verification):
         progress("verifying without the blocks that fail")
         del original, swapped
-        original, swapped = _pair(loaded.model, request, device, choice.left)
+        original, swapped = original_and_swapped(loaded.model, request, device, choice.left)
         verification = _verified(original, swapped, found.inputs, request)
     notes += choice.notes(device)
     plan = _plan(loaded.model, request, choice.left)
@@ -149,7 +149,7 @@ def tune_layers(request: NetworkRequest, progress: Progress) -> TuneReport | Non
     loaded = _load(request)
     if not _plan(loaded.model, request).swapped:
         return None
-    original, swapped = _pair(loaded.model, request, device)
+    original, swapped = original_and_swapped(loaded.model, request, device)
     found = _inputs_that_run(request, original, loaded.inputs, progress)
     progress(f"tuning on {found.inputs.describe()}")
     return tune(swapped, found.inputs, backward=None if request.backward else False)
@@ -180,7 +180,7 @@ def explain_request(request: ExplainRequest, progress: Progress) -> Explained:
     places = (device,) if here else (torch.device("meta"), torch.device("cpu"))
     for place in places:
         try:
-            original, swapped = _pair(loaded.model, request, place)
+            original, swapped = original_and_swapped(loaded.model, request, place)
             found = _inputs(request, original, loaded.inputs)
             made = explain(
                 swapped, found.inputs, architecture=request.architecture, backward=request.backward
@@ -256,7 +256,7 @@ def _checked(check: Callable[[], None]) -> None:
         raise RequestError(str(error)) from None
 
 
-def _pair(
+def original_and_swapped(
     model: nn.Module, request: NetworkRequest, device: torch.device, left: Mapping[str, str] = NO_BLOCKS
 ) -> tuple[nn.Module, nn.Module]:
     """Returns the original and the swapped network on `device`, with the same parameters. The file may be swapped

@@ -68,7 +68,7 @@ def library() -> ctypes.CDLL:
         OSError: the system cannot load it.
     """
     with _without_stand_ins():  # torch's builder also loads the library
-        loaded = _build_and_load()
+        loaded = build_and_load()
     loaded.tconv_last_error.restype = ctypes.c_char_p
     loaded.tconv_known.restype = ctypes.c_int64
     return loaded
@@ -90,15 +90,15 @@ def is_available() -> bool:
     return True
 
 
-def _build_and_load() -> ctypes.CDLL:
+def build_and_load() -> ctypes.CDLL:
     try:
-        return _load(build())
+        return load(build())
     except OSError:  # built by another system that shares this cache
         library_path().unlink(missing_ok=True)
-        return _load(build())
+        return load(build())
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def load(path: Path) -> ctypes.CDLL:
     torch.ops.load_library(path)
     return ctypes.CDLL(str(path))
 
@@ -160,7 +160,7 @@ def build() -> Path:
                     "tconv_swap: building the host part for torch %s, once (some 10 seconds)",
                     torch.__version__,
                 )
-                built = _built(Path(directory))
+                built = compile_library(Path(directory))
                 digest = hashlib.sha256(built.read_bytes()).hexdigest()
                 os.replace(built, target)
                 write_atomically(target.with_suffix(".sha256"), digest.encode())
@@ -175,7 +175,7 @@ def build() -> Path:
     return target
 
 
-def _built(directory: Path) -> Path:
+def compile_library(directory: Path) -> Path:
     from torch.utils import cpp_extension
 
     libraries = Path(torch.__file__).parent / "lib"

@@ -86,7 +86,7 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
         write_atomically(cubin_path, cubin)
     except OSError as error:
         # The disk is full, or `cache clear` is running: the machine code is valid all the same.
-        _warn_of_unkept(cache_directory(), error.strerror or str(error))
+        warn_of_unkept(cache_directory(), error.strerror or str(error))
     return cubin, log
 
 
@@ -109,7 +109,7 @@ def _seal(cubin: bytes, log: str) -> str:
 
 
 @lru_cache(maxsize=16)
-def _warn_of_unkept(directory: Path, reason: str) -> None:
+def warn_of_unkept(directory: Path, reason: str) -> None:
     """Warns once, however many kernels there are."""
     logger.warning(
         "compiled kernels are not kept in %s (%s): the next process compiles them again", directory, reason

@@ -14,7 +14,7 @@ _lock = threading.Lock()
 _kernels: dict[tuple[Kernel, str], int] = {}
 
 
-def _check(code: int) -> None:
+def raise_for(code: int) -> None:
     if code != 0:
         raise RuntimeError(host.library().tconv_last_error().decode())
 
@@ -24,7 +24,7 @@ def _kernel(kernel: Kernel, architecture: str) -> int:
     if key not in _kernels:
         handle = ctypes.c_void_p()
         cubin = jit.compile_kernel(kernel, architecture)
-        _check(host.library().tconv_load_kernel(cubin, kernel.entry.encode(), ctypes.byref(handle)))
+        raise_for(host.library().tconv_load_kernel(cubin, kernel.entry.encode(), ctypes.byref(handle)))
         assert handle.value is not None
         _kernels[key] = handle.value
     return _kernels[key]
@@ -91,7 +91,7 @@ def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture:
         words = plan_words(plan, dtype, architecture)
         array = (ctypes.c_int64 * len(words))(*words)
         handle = ctypes.c_int64()
-        _check(host.library().tconv_add_program(array, device.index, ctypes.byref(handle)))
+        raise_for(host.library().tconv_add_program(array, device.index, ctypes.byref(handle)))
         return handle.value
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from tconv_swap.computed import computed_tensors
 from tconv_swap.inputs import Inputs, named_tensors
-from tconv_swap.memory import free_bytes as _free_bytes
+from tconv_swap.memory import free_bytes
 
 _FLOAT64_BYTES = 8
 # Outputs of modules are about half of what a forward keeps; functional calls, which nobody sees, the rest.
@@ -49,7 +49,7 @@ def float64_does_not_fit(module: nn.Module, inputs: Inputs, activations: int, gr
     state = sum(tensor.numel() for tensor in tensors) * (3 if gradients else 2)
     needed = _FLOAT64_BYTES * (state + (activations / _SEEN if gradients else activations * 0.1))
     for device in devices:
-        free = _free_bytes(device)
+        free = free_bytes(device)
         if free is not None and needed > free:
             return (
                 f"float64 needs about {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB are free on {device}"

@@ -146,7 +146,7 @@ class Standard:
 
     def _limit(self, kind: Kind, name: str, original: Tensor, error: Norms) -> Norms:
         real = original.is_floating_point() or original.is_complex()
-        unit, elements = self._roundoff(original), max(original.numel(), 1)
+        unit, elements = self.roundoff(original), max(original.numel(), 1)
         if real:
             floor = compare.allowed_without_error(unit, elements)
         else:
@@ -170,7 +170,7 @@ class Standard:
             return Check(self.mode, kind, name, 0.0, math.inf, 0.0, False, detail)
         return Check(self.mode, kind, name, 0.0, 0.0, 0.0, True, f"{detail}; all zeros")
 
-    def _roundoff(self, tensor: Tensor) -> float:
+    def roundoff(self, tensor: Tensor) -> float:
         """Of the coarser of the tensor's dtype and the network's: a float32 sum of bfloat16 is no finer."""
         dtypes = {self.dtype, tensor.dtype if tensor.is_floating_point() else self.dtype}
         devices = {tensor.device, *self.devices}

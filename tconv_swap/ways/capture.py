@@ -43,10 +43,10 @@ class Captured:
             NotCapturableError: it waits for the GPU in its forward or backward pass.
             Exception: whatever the network or the capture raises.
         """
-        self._surface = _Surface(network, inputs)
+        self._surface = Surface(network, inputs)
         tensors = tuple(_static(tensor) for _, tensor in inputs.named_tensors())
         with preserved(network), torch.set_grad_enabled(training), _no_autocast(tensors):
-            _check_no_wait(self._surface, tensors, training=training)
+            check_no_wait(self._surface, tensors, training=training)
             self._replay = _graphed(self._surface, tensors)
         self._calls = 0
 
@@ -69,7 +69,7 @@ class Captured:
         return self._surface.rebuilt([output.clone() for output in outputs])
 
 
-def _graphed(surface: _Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
+def _graphed(surface: Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tuple[Tensor, ...]]:
     try:
         graphed: Any = torch.cuda.make_graphed_callables(surface, tensors, allow_unused_input=True)
     except torch.AcceleratorError as error:
@@ -81,7 +81,7 @@ def _graphed(surface: _Surface, tensors: tuple[Tensor, ...]) -> Callable[..., tu
     return graphed  # type: ignore[no-any-return]
 
 
-class _Surface(nn.Module):
+class Surface(nn.Module):
     """The network as a function from tensors to tensors: only such functions can be captured."""
 
     def __init__(self, network: nn.Module, inputs: Inputs) -> None:
@@ -168,7 +168,7 @@ def _no_autocast(tensors: tuple[Tensor, ...]) -> Iterator[None]:
             context.__exit__(None, None, None)
 
 
-def _check_no_wait(surface: _Surface, tensors: tuple[Tensor, ...], *, training: bool) -> None:
+def check_no_wait(surface: Surface, tensors: tuple[Tensor, ...], *, training: bool) -> None:
     """Check before the capture that the network does not wait for the GPU: a failed capture may break the GPU's
     context."""
 

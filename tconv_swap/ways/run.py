@@ -52,7 +52,7 @@ class Running(nn.Module):
         self.way = way
         self.for_training = for_training
         self.calls = 0
-        self._built: Callable[[Inputs], Any] | None = None
+        self.built: Callable[[Inputs], Any] | None = None
         self._built_for: dict[str, object] = {}
         self.warned = False
 
@@ -76,14 +76,14 @@ class Running(nn.Module):
             return self._run(inputs)
 
     def _run(self, inputs: Inputs) -> Any:
-        if self._built is not None:
+        if self.built is not None:
             found = self._circumstances(inputs)
             differing = [what for what, value in found.items() if not _same(value, self._built_for[what])]
             if differing:
                 self._warn(differing)
                 return self._eagerly(inputs)
         self.calls += 1
-        return (self._built or self._eagerly)(inputs)
+        return (self.built or self._eagerly)(inputs)
 
     def _eagerly(self, inputs: Inputs) -> Any:
         return self._laid_out(inputs)(self.network)
@@ -123,7 +123,7 @@ class Running(nn.Module):
     def built_for(self, inputs: Inputs, build: Callable[[Inputs], Callable[[Inputs], Any]]) -> None:
         """Call `build` with the inputs in the way's layout, and use what it returns for calls like this one."""
         self._built_for = self._circumstances(inputs)
-        self._built = build(self._laid_out(inputs))
+        self.built = build(self._laid_out(inputs))
 
     def compiled(self, inputs: Inputs) -> Callable[[Inputs], Any]:
         """Compiles the network with torch.compile, with PyTorch's own random numbers, and with CUDA graphs if the

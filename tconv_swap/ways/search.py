@@ -193,7 +193,8 @@ class Search(Generic[_R]):
 
     def _drop(self, way: Way) -> None:
         self.built.pop(way, None)
-        gc.collect()  # compiled networks contain reference cycles
+        if way.runtime != "eager":
+            gc.collect()  # compiled networks contain reference cycles
 
     def _why_not(self, way: Way, costs: dict[Runtime, float], spent: float) -> str:
         if reason := self._hopeless(way):

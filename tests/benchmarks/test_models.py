@@ -71,7 +71,7 @@ def test_networks_run_forward_and_backward(name: str) -> None:
     torch.manual_seed(0)
     built = network.build(True)
     inputs = Inputs.of(network.inputs(2, True, torch.device("cpu")))
-    models_row._loss(inputs(built.train())).backward()
+    models_row.summed_loss(inputs(built.train())).backward()
     layers = [module for module in built.modules() if isinstance(module, nn.ConvTranspose2d)]
     assert all(layer.weight.grad is not None for layer in layers)
 
@@ -142,10 +142,10 @@ def test_rows_of_other_commits_are_measured_again_after_what_is_missing(
         return {**case._asdict(), "stages": [], "share": {"forward": None, "step": None}}
 
     monkeypatch.setattr(models, "measure", measure)
-    monkeypatch.setattr(models, "_commit", lambda: "old")
+    monkeypatch.setattr(models, "commit_of_tree", lambda: "old")
     options = ("--network", "vae", "--precision", "tf32", "--runtime", "eager")
     assert run(path, *options, "--layout", "nchw")[0] == 0
-    monkeypatch.setattr(models, "_commit", lambda: "new")
+    monkeypatch.setattr(models, "commit_of_tree", lambda: "new")
     mixed = run(path, *options, "--resume")[1]
     assert [row["commit"] for row in mixed["rows"]] == ["old", "new"]
     assert "commits old (1 rows), new (1 rows)" in models_report.table(mixed)
@@ -247,7 +247,7 @@ def test_interrupted_it_leaves_the_rows_that_it_has(tmp_path: Path, monkeypatch:
 
 
 def test_the_committed_set() -> None:
-    cases = list(models._cases(models._parser().parse_args([])))
+    cases = list(models.every_case(models.make_parser().parse_args([])))
     eager = [case for case in cases if case.runtime == "eager"]
     compiled = [case for case in cases if case.runtime == "compile"]
     assert len(eager) == 4 * len(NETWORKS)
@@ -307,7 +307,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch, factor: float) -> tuple[Any, list[
     networks: dict[str, nn.Module] = {"original": nn.Identity(), "swapped": nn.Identity()}
     notes: list[str] = []
     setting = models.Setting(torch.device("cpu"), True, 2)
-    return models_row._replayed(networks, Inputs.of(torch.randn(4, 4)), setting, notes), notes, graphs
+    return models_row.time_replayed(networks, Inputs.of(torch.randn(4, 4)), setting, notes), notes, graphs
 
 
 def test_what_is_replayed_is_what_the_network_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,7 +328,7 @@ def test_a_network_that_cannot_be_captured(monkeypatch: pytest.MonkeyPatch) -> N
     notes: list[str] = []
     setting = models.Setting(torch.device("cpu"), True, 2)
     inputs = Inputs.of(torch.zeros(1))
-    assert models_row._replayed({"original": nn.Identity()}, inputs, setting, notes) is None
+    assert models_row.time_replayed({"original": nn.Identity()}, inputs, setting, notes) is None
     assert notes == ["no CUDA graph: operation not permitted when stream is capturing"]
 
 

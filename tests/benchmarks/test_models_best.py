@@ -23,7 +23,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def options(*arguments: str) -> Any:
-    return models._parser().parse_args([*arguments, "--device", "cpu", "--tiny"])
+    return models.make_parser().parse_args([*arguments, "--device", "cpu", "--tiny"])
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_way_that_computes_something_else_is_no_row(
 
 
 def test_large_networks_and_float16_come_first() -> None:
-    cases = list(models._cases(options("--runtime", "best")))
+    cases = list(models.every_case(options("--runtime", "best")))
     assert len(cases) == 20
     assert cases[0] == Case("maskrcnn", "fp16", "any", "best")
     assert [case.network for case in cases[:10]] == [*models_ways.ORDER]

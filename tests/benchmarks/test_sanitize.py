@@ -32,11 +32,11 @@ def test_a_source_without_a_case_is_named() -> None:
 
 def test_shares_hold_every_plan_once() -> None:
     plans = list(range(11))
-    shares = [sanitize._share(f"{first}/4") for first in range(4)]
+    shares = [sanitize.share(f"{first}/4") for first in range(4)]
     assert sorted(plan for first, every in shares for plan in plans[first::every]) == plans
     for wrong in ("4/4", "-1/4", "1", "a/b"):
         with pytest.raises(ValueError):
-            sanitize._share(wrong)
+            sanitize.share(wrong)
 
 
 def test_needs_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,7 +140,7 @@ def test_a_state_dict_is_loaded_with_the_same_blocks(kernels: Pretended) -> None
 
 def test_a_fault_of_none_by_itself_leaves_all_out() -> None:
     choice = BlockChoice(tconv_swap.plan_swap(network(), fuse="blocks"))
-    choice._times.complete = False
+    choice.times.complete = False
     report = VerifyReport()
     report.failures.append("output: too far away")
     assert choice.leave_failing(report)

@@ -129,9 +129,9 @@ class TestExplain:
         self, model: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         devices = []
-        pair = workflow._pair
+        pair = workflow.original_and_swapped
         monkeypatch.setattr(
-            workflow, "_pair", lambda *given: (devices.append(str(given[2])), pair(*given))[1]
+            workflow, "original_and_swapped", lambda *given: (devices.append(str(given[2])), pair(*given))[1]
         )
         result = run("explain", model, "--arch", "sm_90a", "--input-shape", "32,100,1,1")
         assert result.exit_code == 0, result.output

@@ -35,9 +35,9 @@ def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compil
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(jit.nvrtc, "version", lambda: (12, 8))
     monkeypatch.setattr(jit.nvrtc, "compile_cubin", compiler)
-    jit._warn_of_unkept.cache_clear()
+    jit.warn_of_unkept.cache_clear()
     yield compiler
-    jit._warn_of_unkept.cache_clear()
+    jit.warn_of_unkept.cache_clear()
 
 
 def files(directory: Path) -> tuple[Path, Path]:

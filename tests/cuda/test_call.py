@@ -374,9 +374,9 @@ def test_without_the_host_part_pytorchs_operator_computes(monkeypatch: pytest.Mo
         is_cuda = True
 
     on_cuda = x.as_subclass(OnCuda)
-    found = graph._compute_output(on_cuda, w, b, GEOMETRY, "auto")
+    found = graph.compute_output(on_cuda, w, b, GEOMETRY, "auto")
     torch.testing.assert_close(found.as_subclass(Tensor), F.conv_transpose2d(x, w, b, 2, 1))
-    gradients = graph._compute_gradients(grad_output(), on_cuda, w, GEOMETRY, ALL, "auto")
+    gradients = graph.compute_gradients(grad_output(), on_cuda, w, GEOMETRY, ALL, "auto")
     assert [one.shape for one in gradients] == [x.shape, w.shape, b.shape]
     with pytest.raises(host.BuildError, match="no compiler"):
-        graph._compute_output(on_cuda, w, b, GEOMETRY, "kernel")
+        graph.compute_output(on_cuda, w, b, GEOMETRY, "kernel")

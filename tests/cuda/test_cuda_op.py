@@ -339,7 +339,7 @@ def test_no_call_to_cudnn_or_pytorchs_convolution() -> None:
 
 def test_a_cuda_error_is_raised() -> None:
     with pytest.raises(RuntimeError, match="CUDA error"):
-        launch._check(host.library().tconv_load_kernel(b"no machine code", b"none", None))
+        launch.raise_for(host.library().tconv_load_kernel(b"no machine code", b"none", None))
 
 
 def test_bad_arguments_raise_before_anything_is_launched() -> None:

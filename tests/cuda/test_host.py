@@ -102,7 +102,7 @@ def test_a_damaged_library_is_built_again(
         (directory / "new.so").write_bytes(b"whole")
         return directory / "new.so"
 
-    monkeypatch.setattr(host, "_built", build)
+    monkeypatch.setattr(host, "compile_library", build)
     path = host.build()
     assert host.build() == path
     assert built == [1]
@@ -128,9 +128,9 @@ def test_a_library_of_another_system_is_built_again(own_cache: Path, monkeypatch
         if loaded[-1] == b"theirs":
             raise OSError("version `GLIBC_2.38' not found")
 
-    monkeypatch.setattr(host, "_built", build)
-    monkeypatch.setattr(host, "_load", load)
-    host._build_and_load()
+    monkeypatch.setattr(host, "compile_library", build)
+    monkeypatch.setattr(host, "load", load)
+    host.build_and_load()
     assert loaded == [b"theirs", b"ours"]
 
 
@@ -149,7 +149,7 @@ def test_a_file_system_without_locks(own_cache: Path, monkeypatch: pytest.Monkey
         return directory / "new.so"
 
     monkeypatch.setattr("fcntl.flock", refused)
-    monkeypatch.setattr(host, "_built", build)
+    monkeypatch.setattr(host, "compile_library", build)
     assert host.build().exists()
 
 
@@ -197,7 +197,7 @@ def test_a_source_that_does_not_build_is_said_and_not_compiled_again(
     for source in host.SOURCES:
         (own_cache / source).write_text("#error deliberately broken")
     monkeypatch.setattr(host, "csrc_directory", lambda: own_cache)
-    monkeypatch.setattr(host, "library", host._build_and_load)
+    monkeypatch.setattr(host, "library", host.build_and_load)
     assert not host.is_available.__wrapped__()
     assert "deliberately broken" in caplog.text
     assert "computed by PyTorch's operator" in caplog.text
@@ -205,7 +205,7 @@ def test_a_source_that_does_not_build_is_said_and_not_compiled_again(
     assert "deliberately broken" in path.read_text()
     caplog.clear()
     with monkeypatch.context() as patched:
-        patched.setattr(host, "_built", lambda _: pytest.fail("compiled again"))
+        patched.setattr(host, "compile_library", lambda _: pytest.fail("compiled again"))
         assert not host.is_available.__wrapped__()
         assert f"{path} says why, and is to be removed" in caplog.text
         patched.setenv("CXX", "g++")
@@ -222,7 +222,7 @@ def test_a_compiler_that_was_killed_is_asked_again(
     )
     killed.chmod(0o755)
     monkeypatch.setenv("CXX", str(killed))
-    monkeypatch.setattr(host, "library", host._build_and_load)
+    monkeypatch.setattr(host, "library", host.build_and_load)
     assert not host.is_available.__wrapped__()
     assert "Killed signal" in caplog.text
     assert list(own_cache.rglob("tconv_swap.txt")) == []

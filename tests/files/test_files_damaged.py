@@ -118,7 +118,7 @@ def test_devices(tmp_path: Path) -> None:
 
 def test_the_two_networks_share_their_parameters_and_nothing_that_a_run_changes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.ConvTranspose2d(4, 3, 2, 2), nn.BatchNorm2d(3))
-    original, swapped = workflow._pair(model, workflow.Request(tmp_path), torch.device("cpu"))
+    original, swapped = workflow.original_and_swapped(model, workflow.Request(tmp_path), torch.device("cpu"))
     assert all(a is b for a, b in zip(original.parameters(), swapped.parameters(), strict=True))
     assert not any(a is b for a, b in zip(original.buffers(), swapped.buffers(), strict=True))
     assert not any(a is b for a, b in zip(original.modules(), swapped.modules(), strict=True))

@@ -124,7 +124,7 @@ def test_operator_without_float64_falls_back_to_the_original() -> None:
 
 
 def test_too_little_memory_falls_back_to_the_original(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tconv_swap.verification.memory._free_bytes", lambda device: 1000)
+    monkeypatch.setattr("tconv_swap.verification.memory.free_bytes", lambda device: 1000)
     model = generator()
     report = verify(model, swapped_copy(model), latent())
     assert report.passed, report.failures

@@ -111,8 +111,8 @@ def test_what_two_networks_share_is_kept_once_and_nothing_else_with_it() -> None
 
 def test_verify_keeps_the_parameters_of_a_shared_network_once(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[Tensor] = []
-    saved = module_state._saved
-    monkeypatch.setattr(module_state, "_saved", lambda tensors: copied.extend(tensors) or saved(tensors))
+    saved = module_state.save
+    monkeypatch.setattr(module_state, "save", lambda tensors: copied.extend(tensors) or saved(tensors))
     original = autoencoder()
     shared = {id(parameter): parameter for parameter in original.parameters()}
     swapped = tconv_swap.swap_layers(copy.deepcopy(original, shared))

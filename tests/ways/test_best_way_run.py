@@ -228,16 +228,16 @@ class TestVerification:
     @pytest.mark.parametrize("training", [False, True])
     def test_a_wrong_replay_is_found(self, stand: Stand, training: bool) -> None:
         running = captured(generator(), training=training)
-        replay = running._built
+        replay = running.built
         assert replay is not None
-        running._built = lambda inputs: replay(inputs) * 1.001
+        running.built = lambda inputs: replay(inputs) * 1.001
         assert not check.verify_way(generator(), running, Inputs.of(images())).passed
 
     def test_a_buffer_that_a_replay_forgets_is_found(self, stand: Stand) -> None:
         """A network that replaces a buffer instead of writing to it: the graph writes somewhere else."""
         network = generator()
         running = captured(network)
-        replay = running._built
+        replay = running.built
         assert replay is not None
 
         def forgetful(inputs: Inputs) -> Any:
@@ -247,7 +247,7 @@ class TestVerification:
                 buffer.data.copy_(before[name])  # behind autograd's back, as a replay does
             return output
 
-        running._built = forgetful
+        running.built = forgetful
         failures = check.verify_way(generator(), running, Inputs.of(images())).failures
         assert any("running_mean" in line for line in failures)
 
@@ -326,7 +326,7 @@ def test_a_network_that_waits_is_told_before_the_capture(
     with pytest.raises(
         NotCapturableError, match=r"waits for the GPU \(called a synchronizing CUDA operation\)$"
     ):
-        capture._check_no_wait(capture._Surface(Waits(), Inputs.of(images())), (images(),), training=False)
+        capture.check_no_wait(capture.Surface(Waits(), Inputs.of(images())), (images(),), training=False)
     assert modes == [0, "error", 0]
     assert stand.replays == 0
 
@@ -344,7 +344,7 @@ def test_an_autocast_inside_the_network_does_not_keep_old_weights() -> None:
             with torch.autocast("cpu", torch.bfloat16, cache_enabled=True):
                 return self.layer(x)
 
-    surface = capture._Surface(Inside(), Inputs.of(images()))
+    surface = capture.Surface(Inside(), Inputs.of(images()))
     bias = layer.bias.detach().bfloat16()[:, None, None]
     with torch.autocast("cpu", enabled=False):
         with torch.autocast("cpu", torch.bfloat16):

@@ -159,7 +159,9 @@ def test_a_network_larger_than_half_of_what_its_gpu_allows(tmp_path: Path) -> No
         ).eval()
         with pytest.raises(torch.OutOfMemoryError):
             copy.deepcopy(model)
-        original, swapped = workflow._pair(model, workflow.Request(tmp_path), torch.device("cuda"))
+        original, swapped = workflow.original_and_swapped(
+            model, workflow.Request(tmp_path), torch.device("cuda")
+        )
         assert all(a is b for a, b in zip(model.parameters(), swapped.parameters(), strict=True))
         x = torch.randn(1, 1 << 14, device="cuda")
         report = verify(original, swapped, x)
@@ -220,10 +222,11 @@ def test_a_network_that_fills_its_gpu_is_not_copied(
     if crowded:
         monkeypatch.setattr(workflow, "free_bytes", lambda device: 1000)
     request = workflow.Request(tmp_path)
-    original, swapped = workflow._pair(theirs, request, torch.device("cuda"))
+    original, swapped = workflow.original_and_swapped(theirs, request, torch.device("cuda"))
     pairs = list(zip(theirs.parameters(), original.parameters(), swapped.parameters(), strict=True))
     assert all(b is c for _, b, c in pairs)
     assert all((a is b) == crowded for a, b, _ in pairs)
-    moved, _ = workflow._pair(theirs, workflow.Request(tmp_path, dtype=torch.float16), torch.device("cuda"))
+    halved = workflow.Request(tmp_path, dtype=torch.float16)
+    moved, _ = workflow.original_and_swapped(theirs, halved, torch.device("cuda"))
     assert {p.dtype for p in moved.parameters()} == {torch.float16}
     assert {p.dtype for p in theirs.parameters()} == {torch.float32}

@@ -151,7 +151,7 @@ class Tiling:
         """
         norm = self.norm
         segment = norm.pixels // self.values if not self.walks_channels_last else 1
-        magic, shift = _division(segment)
+        magic, shift = division(segment)
         per_set = ceil_div(norm.channels // self.values, self.lanes) if self.walks_channels_last else 1
         return (
             norm.channels,
@@ -186,7 +186,7 @@ def _common_power_of_two(number: int, most: int) -> int:
     return min(most, number & -number)
 
 
-def _division(divisor: int) -> tuple[int, int]:
+def division(divisor: int) -> tuple[int, int]:
     """``magic, shift``: for ``0 <= n < 2**31``, ``n // divisor == ((n * magic >> 32) + n) >> shift`` (Granlund and
     Montgomery 1994, figure 4.1); ``magic`` as the signed integer of the same bits."""
     shift = (divisor - 1).bit_length()
