@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cpu.plan import WHY, choose, choose_backward
-from tconv_swap.cuda import call, choice, plan, tuned
+from tconv_swap.cuda import call, choice, first_use, plan, tuned
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
 from tconv_swap.cuda.program import Launch
 from tconv_swap.inputs import Inputs
@@ -236,11 +236,8 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
         masks = (FORWARD,) if mask is None else (FORWARD, mask)
         stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
     else:
-        where, facts, ceilings, winners = _gpu(device, architecture)
-        steps = [choice.choose_forward(posed, bias is not None, facts, layer.tconv_backend, winners)]
-        if mask is not None:
-            other = plan.with_weight_layout(posed, posed.channels_last)
-            steps += choice.choose_backward(other, mask, facts, layer.tconv_backend, winners)
+        where, facts, ceilings, index = _gpu(device, architecture)
+        steps = _steps(posed, mask, bias is not None, facts, layer.tconv_backend, index)
         stages = tuple(_stage(step, posed, ceilings) for step in steps)
     return LayerExplanation(
         name,
@@ -263,17 +260,39 @@ def _form(tensor: Tensor | None, autocast: torch.dtype | None) -> Any:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
 
+def _steps(
+    problem: plan.Problem,
+    mask: Mask | None,
+    has_bias: bool,
+    device: plan.Device,
+    backend: str,
+    index: int | None,
+) -> list[Step]:
+    """``index``: the GPU, whose winners are used; None: it is not here. ``mask``: the gradients, if any."""
+
+    def winners(of: plan.Problem, mask: Mask, with_bias: bool) -> tuned.Winners:
+        if index is None:
+            return tuned.NONE
+        return first_use.winners(of, mask, with_bias, index, device, "known")
+
+    steps = [choice.choose_forward(problem, has_bias, device, backend, winners(problem, FORWARD, has_bias))]
+    if mask is not None:
+        problem = plan.with_weight_layout(problem, problem.channels_last)
+        steps += choice.choose_backward(problem, mask, device, backend, winners(problem, mask, False))
+    return steps
+
+
 def _gpu(
     device: torch.device, architecture: str | None
-) -> tuple[str, plan.Device, KnownCeilings | None, tuned.Winners]:
-    """Returns its name, what planning must know about it, its ceilings, and its tuned winners."""
+) -> tuple[str, plan.Device, KnownCeilings | None, int | None]:
+    """Returns its name, what planning must know about it, its ceilings, and its number where it is here."""
     if architecture is not None:
         facts = plan.Device(architecture, *DEVICES[architecture])
-        return architecture, facts, known_ceilings(None, facts.compute_capability), tuned.NONE
+        return architecture, facts, known_ceilings(None, facts.compute_capability), None
     index = device.index if device.index is not None else torch.cuda.current_device()
     facts, name = call.device_facts(index), torch.cuda.get_device_name(index)
     ceilings = known_ceilings(name, facts.compute_capability)
-    return f"{name} ({facts.architecture})", facts, ceilings, tuned.winners(index)
+    return f"{name} ({facts.architecture})", facts, ceilings, index
 
 
 def _stage(step: Step, posed: plan.Problem, known: KnownCeilings | None) -> StageExplanation:

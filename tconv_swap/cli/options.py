@@ -115,9 +115,10 @@ ChosenBackend = Annotated[
     option(
         "--backend",
         parse=check_backend,
-        metavar="auto|kernel|native",
+        metavar="auto|rules|kernel|native",
         help="What computes the swapped layers: kernel means our kernels, native PyTorch's operator, and auto our "
-        "kernels unless measurements say that PyTorch's operator is faster.",
+        "kernels unless measurements say that PyTorch's operator is faster; on a GPU for which none were made, auto "
+        "makes them at the first use of each layer, and rules does not.",
         show_default="as in MODEL, auto where newly swapped",
     ),
 ]
