@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -232,7 +229,8 @@ def _measure(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, t
     else:
         plans = plan.forward_candidates(problem, has_bias, facts, count)
         default = choice.choose_forward(problem, has_bias, facts, "auto")
-    _compile(plans, facts.architecture)
+    # What does not compile is said by loading its plan.
+    jit.compile_all((one.kernel for made in plans for one in made.launches), facts.architecture)
     tensors = _tensors(posed, device)
     runs, failures = _that_run(posed, plans, tensors, facts.architecture)
     times: dict[int, float] = {}
@@ -292,18 +290,6 @@ def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
     """Returns the first in ``order`` that is as fast as the fastest, up to noise."""
     limit = MARGIN * min(times.values())
     return next(n for n in order if n in times and times[n] <= limit)
-
-
-def _compile(plans: Iterable[Plan], architecture: str) -> None:
-    """Compiles all kernels in parallel: the compiler runs without the interpreter's lock."""
-    kernels = {one.kernel for made in plans for one in made.launches}
-
-    def compiled(kernel: Any) -> None:
-        with suppress(RuntimeError):  # loading its plan says so
-            jit.compile_kernel(kernel, architecture)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compiled, kernels))
 
 
 def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
