@@ -4,34 +4,22 @@ kernel."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cpu.plan import WHY, choose, choose_backward
-from tconv_swap.cuda import call, choice, first_use, plan, tuned
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
 from tconv_swap.cuda.program import Launch
 from tconv_swap.inputs import Inputs
-from tconv_swap.layer_state import LayerState, Operands
+from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, steps_of
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
-from tconv_swap.measurement.stages import LayerCall, capture_calls
 from tconv_swap.op import SUPPORTED_DTYPES
-from tconv_swap.preserving import preserved
 
-#: For one GPU of each architecture: its multiprocessors, and the bytes of shared memory that a block may request.
-DEVICES = {
-    "sm_75": (40, 64 << 10),  # T4
-    "sm_80": (108, 163 << 10),  # A100
-    "sm_86": (72, 99 << 10),  # A10
-    "sm_89": (142, 99 << 10),  # L40S
-    "sm_90a": (132, 227 << 10),  # H100, H200
-    "sm_100": (148, 227 << 10),  # B200
-    "sm_120": (170, 99 << 10),  # RTX 5090
-}
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 
 
@@ -179,107 +167,40 @@ def explain(
         ValueError: there is no such architecture.
         RuntimeError: the inputs do not fit the layer.
     """
-    if architecture is not None and architecture not in DEVICES:
-        raise ValueError(f"architecture: expected one of {', '.join(DEVICES)}, got {architecture!r}")
-    calls = _calls(module, Inputs.of(inputs))
+    check_architecture(architecture)
+    calls = calls_of(module, Inputs.of(inputs))
     return Explanation(tuple(_explain(called, architecture, backward) for called in calls))
 
 
-class _Called(NamedTuple):
-    """A call of a layer; the tensors among the operands have no numbers, and stand for some on `device`."""
-
-    layer: LayerState
-    name: str
-    input_shape: tuple[int, ...]
-    device: torch.device
-    operands: Operands
-
-
-def _calls(module: nn.Module, inputs: Inputs) -> list[_Called]:
-    if isinstance(module, LayerState):
-        return [_called(module, LayerCall("", inputs, None))]
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, LayerState)}
-    with preserved(module), torch.no_grad():
-        found = capture_calls(module, list(layers), lambda: inputs.map(Tensor.clone)(module))
-        # Inside the run: a weight that a hook computes has the network's dtype and layout only after the hook has
-        # run.
-        return [_called(layers[captured.name], captured) for captured in found]
-
-
-def _called(layer: LayerState, captured: LayerCall) -> _Called:
-    with torch.no_grad():
-        input, weight, bias, *arguments = layer.tconv_operands(
-            *captured.inputs.args, **captured.inputs.kwargs
-        )
-    # What has no numbers stands for the layer's own device, and for this machine's CPU where that has none either.
-    device = next((one.device for one in (input, weight) if not one.is_meta), torch.device("cpu"))
-    forms = (_form(tensor, captured.autocast) for tensor in (input, weight, bias))
-    return _Called(layer, captured.name, tuple(captured.input.shape), device, (*forms, *arguments))
-
-
-def _explain(called: _Called, architecture: str | None, backward: bool) -> LayerExplanation:
-    layer, name, input_shape, device, (input, weight, bias, *arguments) = called
-    if input.dim() == 3:
-        input = input.unsqueeze(0)
-    posed = call.problem_of(input, weight, bias, tuple(arguments))
+def _explain(called: Called, architecture: str | None, backward: bool) -> LayerExplanation:
+    layer, device, (input, weight, bias, *_) = called.layer, called.device, called.operands
     on_cpu = architecture is None and device.type != "cuda"
-    if not on_cpu and posed.dtype == torch.float64:
-        posed = replace(posed, channels_last=False)
-    mask = (True, True, bias is not None) if backward else None
+    posed = called.problem() if on_cpu else called.problem_on_gpu()
+    has_bias = bias is not None
+    masks: tuple[Mask, ...] = (FORWARD, (True, True, has_bias)) if backward else (FORWARD,)
     if on_cpu:
         # Only GPUs have TF32.
         posed = replace(posed, precision="ieee")
         where = str(device)
-        stages = _on_cpu(posed, input, weight, layer.tconv_backend, mask)
+        stages = _on_cpu(posed, input, weight, layer.tconv_backend, masks[1] if backward else None)
     elif posed.dtype not in SUPPORTED_DTYPES:
         where, _, ceilings, _ = _gpu(device, architecture)
-        masks = (FORWARD,) if mask is None else (FORWARD, mask)
         stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
     else:
         where, facts, ceilings, index = _gpu(device, architecture)
-        steps = _steps(posed, mask, bias is not None, facts, layer.tconv_backend, index)
+        asked = (facts, layer.tconv_backend, index)
+        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *asked)]
         stages = tuple(_stage(step, posed, ceilings) for step in steps)
     return LayerExplanation(
-        name,
+        called.name,
         str(posed.geometry),
-        input_shape,
+        called.input_shape,
         _name(posed.dtype),
         "channels_last" if posed.channels_last else "contiguous",
         posed.precision if posed.dtype == torch.float32 else "",
         where,
         stages,
     )
-
-
-def _form(tensor: Tensor | None, autocast: torch.dtype | None) -> Any:
-    """Returns a tensor without data that has the layout of ``tensor``, cast as autocast casts it."""
-    if tensor is None:
-        return None
-    casts = autocast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-    dtype = autocast if casts else tensor.dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
-
-
-def _steps(
-    problem: plan.Problem,
-    mask: Mask | None,
-    has_bias: bool,
-    device: plan.Device,
-    backend: str,
-    index: int | None,
-) -> list[Step]:
-    """``index``: the GPU, whose winners are used; None: it is not here. ``mask``: the gradients, if any."""
-
-    def winners(of: plan.Problem, mask: Mask, with_bias: bool) -> tuned.Winners:
-        if index is None:
-            return tuned.NONE
-        return first_use.winners(of, mask, with_bias, index, device, "known")
-
-    steps = [choice.choose_forward(problem, has_bias, device, backend, winners(problem, FORWARD, has_bias))]
-    if mask is not None:
-        problem = plan.with_weight_layout(problem, problem.channels_last)
-        steps += choice.choose_backward(problem, mask, device, backend, winners(problem, mask, False))
-    return steps
 
 
 def _gpu(

@@ -23,7 +23,7 @@ ROOMS = (
     ("files", "files"),
     ("measurement", "measurement"),
     ("verification", "verification"),
-    ("choosing", "explanation tuning ways"),
+    ("choosing", "layer_calls explanation tuning preparation ways"),
     ("report", "report"),
     ("library", "__init__"),
     ("command line", "cli __main__"),

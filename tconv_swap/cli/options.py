@@ -19,9 +19,9 @@ from tconv_swap.cli.parsers import (
     parse_shape,
 )
 from tconv_swap.cuda.choice import Backend, check_backend
-from tconv_swap.explanation import DEVICES
 from tconv_swap.files.loading import parse_trust
 from tconv_swap.files.usercode import parse_factory, parse_file
+from tconv_swap.layer_calls import DEVICES
 from tconv_swap.measurement.modes import MODES
 
 Shape: TypeAlias = tuple[int, ...]

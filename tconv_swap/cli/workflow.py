@@ -28,13 +28,14 @@ from tconv_swap.cli.request import (
     Result,
 )
 from tconv_swap.computed import deep_copy
-from tconv_swap.explanation import DEVICES, Explanation, explain
+from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
 from tconv_swap.functional import find_functional_calls
 from tconv_swap.input_search import InferredInputs, InputShapeError, advice, infer_inputs, try_modes
 from tconv_swap.inputs import Inputs, model_device, random_inputs
+from tconv_swap.layer_calls import DEVICES
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
