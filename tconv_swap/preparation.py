@@ -211,7 +211,7 @@ def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:
             continue
         buffers = [norm.running_mean, norm.running_var, norm.num_batches_tracked]
         form = form_words(
-            type(norm),
+            type(norm),  # type: ignore[arg-type]  # mypy compares the hash of the instances
             norm.num_features,
             norm.training or buffers[0] is None,
             norm.training and buffers[0] is not None,

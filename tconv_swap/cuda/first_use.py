@@ -128,12 +128,12 @@ class _Stage(NamedTuple):
     problem: Problem
     mask: Mask
     has_bias: bool
-    index: int
+    gpu: int
     device: Device
 
     def known(self) -> Winner | None:
         """Returns the winner of this class of sizes or, once many are known, of the nearest."""
-        everything = {**tuned.winners(self.index), **_unwritten.get(self.index, {})}
+        everything = {**tuned.winners(self.gpu), **_unwritten.get(self.gpu, {})}
         own = _class_of(self.problem.geometry)
         of_class = {
             number: everything[key]
@@ -156,25 +156,25 @@ class _Stage(NamedTuple):
     def timed(self) -> Winner | None:
         """Times the stage and keeps the winner of its class; None where that cannot be done now."""
         key = self._key(_class_of(self.problem.geometry))
-        if (self.index, key) in _untimed or not measures or not is_on() or _wants_determinism():
+        if (self.gpu, key) in _untimed or not measures or not is_on() or _wants_determinism():
             return None
-        if _is_capturing(self.index):
+        if _is_capturing(self.gpu):
             # What is answered now is asked again: the next call may come outside of the capture.
             launch.forget_answers()
             return None
         with _lock:
-            if (found := self.known()) is not None or (self.index, key) in _untimed:
+            if (found := self.known()) is not None or (self.gpu, key) in _untimed:
                 return found
             winner = self._measured()
             if winner is None:
-                _untimed.add((self.index, key))
+                _untimed.add((self.gpu, key))
                 return None
             try:
                 # Another process may have been first: what is on disk stays.
-                tuned.keep(self.index, {key: winner}, replacing=False)
+                tuned.keep(self.gpu, {key: winner}, replacing=False)
             except OSError as error:
                 logger.warning("what was timed at first use is not kept (%s)", error.strerror or error)
-                _unwritten.setdefault(self.index, {})[key] = winner
+                _unwritten.setdefault(self.gpu, {})[key] = winner
             return self.known()
 
     def _candidates(self) -> list[Plan]:
@@ -184,14 +184,14 @@ class _Stage(NamedTuple):
         candidates = self._candidates()
         if all(made.family == GENERAL for made in candidates):
             return None
-        problem, device = self.problem, torch.device("cuda", self.index)
+        problem, device = self.problem, torch.device("cuda", self.gpu)
         (measure,) = measures
         try:
             free = free_bytes(device)
             if free is not None and _bytes_of(problem) > _SHARE_OF_MEMORY * free:
                 raise RuntimeError("too little memory is free")
             with torch.cuda.device(device), torch.no_grad(), without_autocast():
-                found = measure(problem, self.mask, self.has_bias, self.index, CANDIDATES, BUDGET_S)
+                found = measure(problem, self.mask, self.has_bias, self.gpu, CANDIDATES, BUDGET_S)
         except RuntimeError as error:  # out of memory, or a compiler that is missing
             reason = str(error).partition("\n")[0]
             logger.info("not timed at first use, so chosen by rule: %s", reason)
