@@ -338,7 +338,7 @@ def _compiled(kernels: Iterable[Kernel], architecture: str, tell: Progress) -> j
         done = jit.compile_all(
             wanted, architecture, lambda count, total: tell("compiling kernels", count, total)
         )
-        if not building.done():
+        if not building.done() and not host.is_built():
             tell("building the launcher", None, None)
         building.result()
     if done.failures:

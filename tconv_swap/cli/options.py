@@ -275,7 +275,28 @@ Architecture = Annotated[
     option(
         "--arch",
         metavar="|".join(DEVICES),
-        help="Plan for this GPU, whether or not one is installed.",
+        help="For this GPU, whether or not one is installed.",
+    ),
+]
+PreparedShapes = Annotated[
+    tuple[Shape, ...],
+    option(
+        "--input-shape",
+        parse=parse_shape,
+        metavar="N,C,H,W",
+        help="The shape of one positional input, which is filled with random numbers. Repeat it for further inputs. "
+        "Without it and --inputs, layers are prepared for sizes that stand for all.",
+    ),
+]
+Training = Annotated[bool, option("--training", help="Prepare the gradients too.")]
+PreparedAutocast = Annotated[
+    torch.dtype | None,
+    option(
+        "--autocast",
+        given=Literal["float16", "bfloat16"],
+        parse=parse_dtype,
+        help="Prepare for torch.autocast with this dtype.",
+        show_default="for no autocast",
     ),
 ]
 Directory = Annotated[

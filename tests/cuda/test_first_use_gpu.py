@@ -140,7 +140,7 @@ def test_tuning_does_not_time_twice(counted: Counted) -> None:
     assert counted.masks == []
     model(tensors(torch.float16)[0])
     assert counted.masks == []
-    assert len(report.problems) == 3
+    assert len(report.problems) == 2, "the input needs no gradient"
 
 
 def test_preparing_times_before_the_first_call(counted: Counted) -> None:
