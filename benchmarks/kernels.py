@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor
-from itertools import repeat
-from multiprocessing import get_context
 
 import torch
 
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cuda import jit, plan
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
-from tconv_swap.cuda.nvrtc import CompileError
-from tconv_swap.cuda.program import Kernel, Plan
+from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import NONE, Winners
 from tconv_swap.measurement.modes import LAYOUTS, Mode
 from tconv_swap.measurement.suite import Layer
-
-#: Kernels whose compilation takes longer than it takes to start Python on every core.
-WORTH_WORKERS = 24
 
 STAGE_MASKS = {
     "backward": (True, True, True),
@@ -71,23 +63,9 @@ def problem_of(layer: Layer, mode: Mode, layout: str) -> plan.Problem:
 
 
 def compile_ahead(plans: Iterable[Plan], architecture: str) -> int:
-    """Put the machine code of all kernels of some plans into the disk cache, on all cores; returns how many.
+    """Put the machine code of all kernels of some plans into the disk cache, on all cores; returns how many are there.
 
-    The measurements would compile them one by one, and do so where they are few. A kernel that does not compile
-    is left for them to report.
+    A kernel that does not compile is left for the measurements to report.
     """
-    kernels = list({launch.kernel: None for made in plans for launch in made.launches})
-    if len(kernels) < WORTH_WORKERS:
-        return 0
-    # Spawned, because a forked process must not touch CUDA.
-    workers = min(len(kernels), os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        return sum(pool.map(_compiles, kernels, repeat(architecture)))
-
-
-def _compiles(kernel: Kernel, architecture: str) -> bool:
-    try:
-        jit.compile_kernel(kernel, architecture)
-    except CompileError:
-        return False
-    return True
+    done = jit.compile_all((launch.kernel for made in plans for launch in made.launches), architecture)
+    return done.compiled + done.found

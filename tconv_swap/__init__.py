@@ -18,6 +18,7 @@ from tconv_swap.inputs import Inputs
 from tconv_swap.layer import ConvTranspose1d, ConvTranspose2d
 from tconv_swap.measurement.bench import BenchmarkReport, benchmark
 from tconv_swap.op import conv_transpose2d
+from tconv_swap.preparation import PrepareReport, prepare
 from tconv_swap.surgery import (
     LayerPlan,
     SwapPlan,
@@ -42,6 +43,7 @@ __all__ = [
     "Inputs",
     "LayerPlan",
     "Optimized",
+    "PrepareReport",
     "SwapPlan",
     "SwapWarning",
     "TuneReport",
@@ -57,6 +59,7 @@ __all__ = [
     "in_way",
     "optimize",
     "plan_swap",
+    "prepare",
     "swap_layers",
     "swap_program",
     "tune",

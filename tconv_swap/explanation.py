@@ -4,34 +4,22 @@ kernel."""
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cpu.plan import WHY, choose, choose_backward
-from tconv_swap.cuda import call, choice, plan, tuned
+from tconv_swap.cuda import call, plan
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
 from tconv_swap.cuda.program import Launch
 from tconv_swap.inputs import Inputs
-from tconv_swap.layer_state import LayerState, Operands
+from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, steps_of
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
-from tconv_swap.measurement.stages import LayerCall, capture_calls
 from tconv_swap.op import SUPPORTED_DTYPES
-from tconv_swap.preserving import preserved
 
-#: For one GPU of each architecture: its multiprocessors, and the bytes of shared memory that a block may request.
-DEVICES = {
-    "sm_75": (40, 64 << 10),  # T4
-    "sm_80": (108, 163 << 10),  # A100
-    "sm_86": (72, 99 << 10),  # A10
-    "sm_89": (142, 99 << 10),  # L40S
-    "sm_90a": (132, 227 << 10),  # H100, H200
-    "sm_100": (148, 227 << 10),  # B200
-    "sm_120": (170, 99 << 10),  # RTX 5090
-}
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 
 
@@ -179,73 +167,34 @@ def explain(
         ValueError: there is no such architecture.
         RuntimeError: the inputs do not fit the layer.
     """
-    if architecture is not None and architecture not in DEVICES:
-        raise ValueError(f"architecture: expected one of {', '.join(DEVICES)}, got {architecture!r}")
-    calls = _calls(module, Inputs.of(inputs))
+    check_architecture(architecture)
+    calls = calls_of(module, Inputs.of(inputs))
     return Explanation(tuple(_explain(called, architecture, backward) for called in calls))
 
 
-class _Called(NamedTuple):
-    """A call of a layer; the tensors among the operands have no numbers, and stand for some on `device`."""
-
-    layer: LayerState
-    name: str
-    input_shape: tuple[int, ...]
-    device: torch.device
-    operands: Operands
-
-
-def _calls(module: nn.Module, inputs: Inputs) -> list[_Called]:
-    if isinstance(module, LayerState):
-        return [_called(module, LayerCall("", inputs, None))]
-    layers = {name: m for name, m in module.named_modules() if isinstance(m, LayerState)}
-    with preserved(module), torch.no_grad():
-        found = capture_calls(module, list(layers), lambda: inputs.map(Tensor.clone)(module))
-        # Inside the run: a weight that a hook computes has the network's dtype and layout only after the hook has
-        # run.
-        return [_called(layers[captured.name], captured) for captured in found]
-
-
-def _called(layer: LayerState, captured: LayerCall) -> _Called:
-    with torch.no_grad():
-        input, weight, bias, *arguments = layer.tconv_operands(
-            *captured.inputs.args, **captured.inputs.kwargs
-        )
-    # What has no numbers stands for the layer's own device, and for this machine's CPU where that has none either.
-    device = next((one.device for one in (input, weight) if not one.is_meta), torch.device("cpu"))
-    forms = (_form(tensor, captured.autocast) for tensor in (input, weight, bias))
-    return _Called(layer, captured.name, tuple(captured.input.shape), device, (*forms, *arguments))
-
-
-def _explain(called: _Called, architecture: str | None, backward: bool) -> LayerExplanation:
-    layer, name, input_shape, device, (input, weight, bias, *arguments) = called
-    if input.dim() == 3:
-        input = input.unsqueeze(0)
-    posed = call.problem_of(input, weight, bias, tuple(arguments))
+def _explain(called: Called, architecture: str | None, backward: bool) -> LayerExplanation:
+    layer, device, (input, weight, bias, *_) = called.layer, called.device, called.operands
     on_cpu = architecture is None and device.type != "cuda"
-    if not on_cpu and posed.dtype == torch.float64:
-        posed = replace(posed, channels_last=False)
-    mask = (True, True, bias is not None) if backward else None
+    posed = called.problem() if on_cpu else called.problem_on_gpu()
+    has_bias = bias is not None
+    masks: tuple[Mask, ...] = (FORWARD, (True, True, has_bias)) if backward else (FORWARD,)
     if on_cpu:
         # Only GPUs have TF32.
         posed = replace(posed, precision="ieee")
         where = str(device)
-        stages = _on_cpu(posed, input, weight, layer.tconv_backend, mask)
+        stages = _on_cpu(posed, input, weight, layer.tconv_backend, masks[1] if backward else None)
     elif posed.dtype not in SUPPORTED_DTYPES:
         where, _, ceilings, _ = _gpu(device, architecture)
-        masks = (FORWARD,) if mask is None else (FORWARD, mask)
         stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
     else:
-        where, facts, ceilings, winners = _gpu(device, architecture)
-        steps = [choice.choose_forward(posed, bias is not None, facts, layer.tconv_backend, winners)]
-        if mask is not None:
-            other = plan.with_weight_layout(posed, posed.channels_last)
-            steps += choice.choose_backward(other, mask, facts, layer.tconv_backend, winners)
+        where, facts, ceilings, index = _gpu(device, architecture)
+        asked = (facts, layer.tconv_backend, index)
+        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *asked)]
         stages = tuple(_stage(step, posed, ceilings) for step in steps)
     return LayerExplanation(
-        name,
+        called.name,
         str(posed.geometry),
-        input_shape,
+        called.input_shape,
         _name(posed.dtype),
         "channels_last" if posed.channels_last else "contiguous",
         posed.precision if posed.dtype == torch.float32 else "",
@@ -254,26 +203,17 @@ def _explain(called: _Called, architecture: str | None, backward: bool) -> Layer
     )
 
 
-def _form(tensor: Tensor | None, autocast: torch.dtype | None) -> Any:
-    """Returns a tensor without data that has the layout of ``tensor``, cast as autocast casts it."""
-    if tensor is None:
-        return None
-    casts = autocast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
-    dtype = autocast if casts else tensor.dtype
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
-
-
 def _gpu(
     device: torch.device, architecture: str | None
-) -> tuple[str, plan.Device, KnownCeilings | None, tuned.Winners]:
-    """Returns its name, what planning must know about it, its ceilings, and its tuned winners."""
+) -> tuple[str, plan.Device, KnownCeilings | None, int | None]:
+    """Returns its name, what planning must know about it, its ceilings, and its number where it is here."""
     if architecture is not None:
         facts = plan.Device(architecture, *DEVICES[architecture])
-        return architecture, facts, known_ceilings(None, facts.compute_capability), tuned.NONE
+        return architecture, facts, known_ceilings(None, facts.compute_capability), None
     index = device.index if device.index is not None else torch.cuda.current_device()
     facts, name = call.device_facts(index), torch.cuda.get_device_name(index)
     ceilings = known_ceilings(name, facts.compute_capability)
-    return f"{name} ({facts.architecture})", facts, ceilings, tuned.winners(index)
+    return f"{name} ({facts.architecture})", facts, ceilings, index
 
 
 def _stage(step: Step, posed: plan.Problem, known: KnownCeilings | None) -> StageExplanation:

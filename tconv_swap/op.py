@@ -60,7 +60,9 @@ def conv_transpose2d(
         bias: ``[out_channels]`` or None.
         backend: ``"kernel"`` computes by our kernels (on the CPU: our formulations), ``"native"`` by PyTorch's
             operator. ``"auto"``: ours, save where measurements say that PyTorch's is faster on this GPU, the
-            forward pass and each gradient apart (``tconv_swap.explain`` tells).
+            forward pass and each gradient apart (``tconv_swap.explain`` tells). On a GPU for which nothing was
+            measured it times our best candidates and PyTorch's operator at the first use of each stage and keeps the
+            winner on disk; ``"rules"`` does not.
 
     All three of one dtype and on one device; what is not float64, float32, float16 or bfloat16 on the CPU or on CUDA,
     or is a DTensor, is computed by PyTorch's operator. float32 on CUDA obeys

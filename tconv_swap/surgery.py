@@ -185,8 +185,9 @@ def swap_layers(
 
     Args:
         model, include, exclude, filter_fn, include_1d, fuse, leave_blocks: as in ``plan_swap``.
-        backend: what computes the layers that are ours after the swap: ``"auto"``, ``"kernel"`` or ``"native"``
-            (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where newly swapped.
+        backend: what computes the layers that are ours after the swap: ``"auto"``, ``"rules"``, ``"kernel"`` or
+            ``"native"`` (see ``tconv_swap.conv_transpose2d``). None leaves each with what it has: ``"auto"`` where
+            newly swapped.
         inplace: False swaps in a deep copy and leaves ``model`` as it is.
 
     Returns:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -15,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda import call, choice, jit, launch, native, plan, tuned
+from tconv_swap.cuda import call, choice, first_use, jit, launch, native, plan, tuned
 from tconv_swap.cuda.call import Posed
 from tconv_swap.cuda.choice import NATIVE, backward_units
 from tconv_swap.cuda.program import Plan
@@ -232,7 +229,8 @@ def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedPro
     else:
         plans = plan.forward_candidates(problem, has_bias, facts, count)
         default = choice.choose_forward(problem, has_bias, facts, "auto")
-    _compile(plans, facts.architecture)
+    # What does not compile is said by loading its plan.
+    jit.compile_all((one.kernel for made in plans for one in made.launches), facts.architecture)
     tensors = _tensors(posed, device)
     runs, failures = _that_run(posed, plans, tensors, facts.architecture)
     times: dict[int, float] = {}
@@ -294,25 +292,15 @@ def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
     return next(n for n in order if n in times and times[n] <= limit)
 
 
-def _compile(plans: Iterable[Plan], architecture: str) -> None:
-    """Compiles all kernels in parallel: the compiler runs without the interpreter's lock."""
-    kernels = {one.kernel for made in plans for one in made.launches}
-
-    def compiled(kernel: Any) -> None:
-        with suppress(RuntimeError):  # loading its plan says so
-            jit.compile_kernel(kernel, architecture)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(compiled, kernels))
-
-
 def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
     problem, mask, has_bias, _ = posed
     geometry = problem.geometry
+    # The user's random numbers stay what they would have been.
+    generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], channels_last: bool) -> Tensor:
-        values = torch.randn(shape, dtype=problem.dtype, device=device)
+        values = torch.randn(shape, dtype=problem.dtype, device=device, generator=generator)
         return values.contiguous(memory_format=torch.channels_last) if channels_last else values
 
     input = random(geometry.input_shape, problem.channels_last)
@@ -346,6 +334,24 @@ def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
         if not distance <= allowed:
             return f"{distance:.1e}"
     return ""
+
+
+def _timed(
+    problem: plan.Problem, mask: choice.Mask, has_bias: bool, index: int, count: int, budget_s: float
+) -> first_use.Timed | None:
+    """Measures as ``tune`` does, but PyTorch's operator as the user's switches have it."""
+    report, winner = _measure(Posed(problem, mask, has_bias, index), count, budget_s)
+    if winner is None:
+        return None
+    pytorch = next(one.microseconds for one in report.candidates if one.family == NATIVE)
+    times = [one.microseconds for one in report.candidates if one.family != NATIVE]
+    ours = report.candidates[report.chosen].microseconds
+    if winner.native:
+        ours = min((time for time in times if time is not None), default=None)
+    return first_use.Timed(winner.native, winner.kernel, ours, pytorch)
+
+
+first_use.measures.append(_timed)
 
 
 def _ratio(slower: Candidate, faster: Candidate) -> float:

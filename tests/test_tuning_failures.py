@@ -47,7 +47,7 @@ class Measured:
         self.benchmark: list[bool] = []
         nothing = torch.zeros(1)
         monkeypatch.setattr(tuning.call, "device_facts", lambda index: H200)
-        monkeypatch.setattr(tuning, "_compile", lambda plans, architecture: None)
+        monkeypatch.setattr(tuning.jit, "compile_all", lambda kernels, architecture: None)
         monkeypatch.setattr(tuning, "_tensors", lambda posed, device: (nothing, nothing, None))
         monkeypatch.setattr(tuning.launch, "add_plan", lambda made, *_: made.digest)
         monkeypatch.setattr(tuning, "_launching", lambda digest, tensors: lambda: self.of(digest))

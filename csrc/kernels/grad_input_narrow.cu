@@ -58,7 +58,7 @@ using Out = OutOf<(SPLITS > 1)>::type;
 // N neighbours, the first `inside` of them.
 template <int N, bool ALIGNED>
 __device__ __forceinline__ void store(Out* to, const float (&values)[N], int inside) {
-  constexpr int MOST = 16 / sizeof(Out), WIDTH_ = !ALIGNED ? 1 : N < MOST ? N : MOST;
+  constexpr int WIDTH_ = !ALIGNED ? 1 : gcd(N, 16 / sizeof(Out));  // N may be six
 #pragma unroll
   for (int i = 0; i < N; i += WIDTH_) {
     if (i >= inside) continue;

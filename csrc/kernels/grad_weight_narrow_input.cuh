@@ -22,7 +22,7 @@ __device__ __forceinline__ constexpr int pixel_of(int q, int t) {
 constexpr int input_load() {
   if (!NEIGHBOURS) return WIDTH % INPUT_VECTOR == 0 && !CHANNELS_LAST ? INPUT_VECTOR : 1;
   if (IN_CHANNELS % LANE_CHANNELS != 0 || CI_GROUP % LANE_CHANNELS != 0) return 1;
-  return LANE_CHANNELS * sizeof(Element) < 16 ? LANE_CHANNELS : 16 / sizeof(Element);
+  return gcd(LANE_CHANNELS, 16 / sizeof(Element));  // a lane's channels may be six
 }
 constexpr int INPUT_LOAD = input_load();  // elements that travel together: pixels, or channels where NEIGHBOURS
 constexpr int LOAD_BYTES = INPUT_LOAD * sizeof(Element), LOAD_WORDS = ceil_div(LOAD_BYTES, 4);

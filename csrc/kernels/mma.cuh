@@ -205,6 +205,7 @@ __device__ __forceinline__ void load_global(u32* words, const void* from) {
   } else if constexpr (BYTES == 4) {
     asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(words[0]) : "l"(from));
   } else {
+    static_assert(BYTES == 2);
     words[0] = __ldg(static_cast<const unsigned short*>(from));
   }
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -19,9 +21,31 @@ Observer = Callable[..., None]
 observers: list[Observer] = []
 
 
+class Recorded(NamedTuple):
+    """A call as ``kernels.planned`` takes it; the tensors have no numbers."""
+
+    tensors: tuple[Tensor | None, ...]
+    form: list[int]
+
+
+#: Each gets every call that our kernels might compute, wherever its tensors are; PyTorch's modules compute it then.
+recorders: list[list[Recorded]] = []
+
+
+@contextmanager
+def recording() -> Iterator[list[Recorded]]:
+    """Collects the calls of blocks that are made inside, which no kernel of ours computes."""
+    found: list[Recorded] = []
+    recorders.append(found)
+    try:
+        yield found
+    finally:
+        recorders.remove(found)
+
+
 def is_on_gpu(x: object) -> bool:
-    """Returns whether ``x`` is a plain tensor on CUDA."""
-    return type(x) is Tensor and x.is_cuda
+    """Returns whether ``x`` is a plain tensor on CUDA, or stands for one."""
+    return type(x) is Tensor and (x.is_cuda or bool(recorders))
 
 
 def takes(x: object) -> bool:
@@ -57,7 +81,9 @@ def computed(
     except KeyError:  # they are computed, and kept elsewhere
         return None
     applied = activation_of(activation)
-    if applied is None or not host.is_available() or not (added is None or is_on_gpu(added)):
+    if applied is None or not (added is None or is_on_gpu(added)):
+        return None
+    if not recorders and not host.is_available():
         return None
     given: Any = norm
     updates = norm.training and given.track_running_stats and running_mean is not None
@@ -79,9 +105,20 @@ def computed(
         given.momentum,
         *applied,
     )
+    if recorders:
+        tensors = (x, weight, bias, running_mean, running_var, batches, added)
+        for recorder in recorders:
+            recorder.append(Recorded(tuple(map(_without_numbers, tensors)), form))
+        return None
     before = {name: one.clone() for name, one in buffers.items() if one is not None} if observers else {}
     output: Tensor | None = norm_activation(x, weight, bias, running_mean, running_var, batches, added, form)
     if output is not None:
         for observe in observers:
             observe(norm, activation, x, output, before, added)
     return output
+
+
+def _without_numbers(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None:
+        return None
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 from tconv_swap.blocks.form import NORMS, Form, by_pytorch
 from tconv_swap.cuda import launch
 from tconv_swap.cuda.call import ALIGNMENT, FORMAT_WORDS, device_facts, reads_as_it_lies
+from tconv_swap.cuda.problem import Device
 from tconv_swap.cuda.program import Plan
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
@@ -112,17 +113,28 @@ def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) ->
     Raises:
         BuildError, CompileError, RuntimeError: as ``launch.add_plan``.
     """
+    x = tensors[stage >= BACKWARD]
+    assert x is not None
+    made = planned(tensors, form, stage, device_facts(x.get_device()))
+    if made is None:
+        return _DECLINED
+    return _words(made, x, (None, None, None) if stage < BACKWARD else _formats(tensors, bool(_lies(x))))
+
+
+def planned(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int, device: Device) -> Plan | None:
+    """The plan of such a call, as ``answer`` is asked for it; None where the modules compute it. The tensors need no
+    numbers."""
     posed = _Posed.read(form)
     if stage < BACKWARD:
-        return _forward(posed, tensors, stage == FORWARD_THAT_SAVES)
-    return _backward(posed, tensors, (bool(stage - BACKWARD & 1), bool(stage - BACKWARD & 2)))
+        return _forward(posed, tensors, stage == FORWARD_THAT_SAVES, device)
+    return _backward(posed, tensors, (bool(stage - BACKWARD & 1), bool(stage - BACKWARD & 2)), device)
 
 
-def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> list[int]:
+def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool, device: Device) -> Plan | None:
     x, _, _, running_mean, running_var, batches, added = tensors
     assert x is not None
     if not _fits(posed, x, running_mean, running_var, batches) or not _can_be_added(added, x):
-        return _DECLINED
+        return None
     given = [one for one in tensors[1:6] if one is not None]
     dtypes = {one.dtype for one in given if one is not batches} or {torch.float32}
     channels_last = _lies(x)
@@ -131,16 +143,15 @@ def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> li
         or len(dtypes) > 1
         or any(one.device != x.device or not one.is_contiguous() for one in given)
     ):
-        return _DECLINED
-    made = plan.plan_forward(
+        return None
+    return plan.plan_forward(
         _norm(posed, x, dtypes.pop(), channels_last, added is not None),
         trains=bool(posed.trains),
         updates=bool(posed.updates),
         momentum=None if posed.averages else posed.momentum,
         saves=saves,
-        device=device_facts(x.get_device()),
+        device=device,
     )
-    return _DECLINED if made is None else _words(made, x, (None, None, None))
 
 
 def _fits(
@@ -174,25 +185,29 @@ def _can_be_added(added: Tensor | None, x: Tensor) -> bool:
     )
 
 
-def _backward(posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool, bool]) -> list[int]:
-    grad, x, saved, weight, bias, output = tensors
-    assert grad is not None
+def _backward(
+    posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool, bool], device: Device
+) -> Plan:
+    _, x, _, weight, bias, output = tensors
     assert x is not None
-    assert saved is not None
-    channels_last = _lies(x)
     parameter = bias if weight is None else weight
     parameters = torch.float32 if parameter is None else parameter.dtype
     made = plan.plan_backward(
-        _norm(posed, x, parameters, bool(channels_last), output is not None),
+        _norm(posed, x, parameters, bool(_lies(x)), output is not None),
         trains=bool(posed.trains),
         wants=wants,
-        device=device_facts(x.get_device()),
+        device=device,
     )
     assert made is not None  # what is claimed forward is claimed backward
+    return made
+
+
+def _formats(tensors: Sequence[Tensor | None], channels_last: bool) -> tuple[torch.memory_format | None, ...]:
+    """Of a backward pass: what of the gradient, the tensor and what was saved has to be copied, and into what."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     # What was saved may have been handed back otherwise by a hook of somebody's.
-    wanted = zip((grad, x, saved), (form, form, torch.contiguous_format), strict=True)
-    return _words(made, x, tuple(None if reads_as_it_lies(one, lies) else lies for one, lies in wanted))
+    wanted = zip(tensors[:3], (form, form, torch.contiguous_format), strict=True)
+    return tuple(None if one is None or reads_as_it_lies(one, lies) else lies for one, lies in wanted)
 
 
 def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool, adds: bool) -> Norm:

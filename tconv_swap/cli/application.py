@@ -14,7 +14,7 @@ import torch
 import typer
 from typer.core import TyperGroup
 
-from tconv_swap.cli.commands import bench, cache, demo, doctor, explain, swap, tune
+from tconv_swap.cli.commands import bench, cache, demo, doctor, explain, prepare, swap, tune
 from tconv_swap.cli.console import prepare_streams, print_error
 from tconv_swap.cli.invocation import Invocation
 from tconv_swap.cli.outcome import EXIT_CODES, Interrupted, leave, unwritable
@@ -97,5 +97,6 @@ app.command("demo", epilog=EXIT_CODES)(demo.demo)
 app.command("bench", epilog=bench.EPILOG)(bench.bench)
 app.command("explain", epilog=explain.EPILOG)(explain.explain)
 app.command("tune", epilog=tune.EPILOG)(tune.tune)
+app.command("prepare", epilog=prepare.EPILOG)(prepare.prepare)
 app.command("doctor", epilog=doctor.EPILOG)(doctor.doctor)
 app.add_typer(cache.app, name="cache")

@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from tconv_swap.cuda import call, compiler, host, nvrtc, tuned
+from tconv_swap.cuda import call, compiler, first_use, host, nvrtc, tuned
 from tconv_swap.cuda.cache import cache_problem, cache_use
-from tconv_swap.cuda.choice import choose_backward, choose_forward
+from tconv_swap.cuda.choice import FORWARD, Mask, choose_backward, choose_forward
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.environment import cpu_name, environment
@@ -97,9 +97,10 @@ def _gpu() -> Finding:
     counted = [f"{count} x {name}" if count > 1 else name for name, count in Counter(found).items()]
     oldest = min(torch.cuda.get_device_capability(index) for index in range(len(found)))
     text = ", ".join(counted)
+    how = dict.fromkeys(first_use.describe(call.device_facts(index)) for index in range(len(found)))
     if oldest < (7, 5):
         return Finding("GPU", "missing", f"{text}: the kernels need compute capability 7.5")
-    return Finding("GPU", "ok", text)
+    return Finding("GPU", "ok", f"{text}; {'; '.join(how)}")
 
 
 def _nvrtc() -> Finding:
@@ -153,7 +154,11 @@ def _fallbacks() -> Finding:
         text = "all, in what is fastest on a CPU: no GPU for the kernels"
         return Finding("PyTorch's", "note", text)
     index = torch.cuda.current_device()
-    facts, winners = call.device_facts(index), tuned.winners(index)
+    facts = call.device_facts(index)
+
+    def winners(problem: Problem, mask: Mask, has_bias: bool) -> tuned.Winners:
+        return first_use.winners(problem, mask, has_bias, index, facts, "known")
+
     layers = load_suite().layers
     found = []
     reasons: Counter[str] = Counter()
@@ -163,10 +168,12 @@ def _fallbacks() -> Finding:
             for layer in layers:
                 problem = Problem(layer.geometry, MODES[mode].dtype, MODES[mode].precision, False, False)
                 if stage == "forward":
-                    steps = [choose_forward(problem, layer.bias, facts, "auto", winners)]
+                    known = winners(problem, FORWARD, layer.bias)
+                    steps = [choose_forward(problem, layer.bias, facts, "auto", known)]
                 else:
                     mask = (True, True, layer.bias)
-                    steps = [*choose_backward(problem, mask, facts, "auto", winners)]
+                    known = winners(problem, mask, False)
+                    steps = [*choose_backward(problem, mask, facts, "auto", known)]
                 native = [step.why for step in steps if step.plan is None]
                 count += bool(native)
                 reasons.update(native)

@@ -19,9 +19,9 @@ from tconv_swap.cli.parsers import (
     parse_shape,
 )
 from tconv_swap.cuda.choice import Backend, check_backend
-from tconv_swap.explanation import DEVICES
 from tconv_swap.files.loading import parse_trust
 from tconv_swap.files.usercode import parse_factory, parse_file
+from tconv_swap.layer_calls import DEVICES
 from tconv_swap.measurement.modes import MODES
 
 Shape: TypeAlias = tuple[int, ...]
@@ -115,9 +115,10 @@ ChosenBackend = Annotated[
     option(
         "--backend",
         parse=check_backend,
-        metavar="auto|kernel|native",
+        metavar="auto|rules|kernel|native",
         help="What computes the swapped layers: kernel means our kernels, native PyTorch's operator, and auto our "
-        "kernels unless measurements say that PyTorch's operator is faster.",
+        "kernels unless measurements say that PyTorch's operator is faster; on a GPU for which none were made, auto "
+        "makes them at the first use of each layer, and rules does not.",
         show_default="as in MODEL, auto where newly swapped",
     ),
 ]
@@ -274,7 +275,28 @@ Architecture = Annotated[
     option(
         "--arch",
         metavar="|".join(DEVICES),
-        help="Plan for this GPU, whether or not one is installed.",
+        help="For this GPU, whether or not one is installed.",
+    ),
+]
+PreparedShapes = Annotated[
+    tuple[Shape, ...],
+    option(
+        "--input-shape",
+        parse=parse_shape,
+        metavar="N,C,H,W",
+        help="The shape of one positional input, which is filled with random numbers. Repeat it for further inputs. "
+        "Without it and --inputs, layers are prepared for sizes that stand for all.",
+    ),
+]
+Training = Annotated[bool, option("--training", help="Prepare the gradients too.")]
+PreparedAutocast = Annotated[
+    torch.dtype | None,
+    option(
+        "--autocast",
+        given=Literal["float16", "bfloat16"],
+        parse=parse_dtype,
+        help="Prepare for torch.autocast with this dtype.",
+        show_default="for no autocast",
     ),
 ]
 Directory = Annotated[

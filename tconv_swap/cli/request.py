@@ -97,6 +97,17 @@ class ExplainRequest(NetworkRequest):
 
 
 @dataclass(frozen=True)
+class PrepareRequest(NetworkRequest):
+    """A preparation: kernels are compiled, and nothing is verified, timed or written."""
+
+    input_shapes: options.PreparedShapes = ()
+    fuse: options.ChosenFuse = "blocks"
+    architecture: options.Architecture = None
+    training: options.Training = False
+    autocast: options.PreparedAutocast = None
+
+
+@dataclass(frozen=True)
 class Result:
     """The result of a request; parts that were not done are None. `ceilings` are those of the GPU, measured in the
     same run."""

@@ -22,24 +22,27 @@ from tconv_swap.cli.request import (
     ExplainRequest,
     NetworkRequest,
     Place,
+    PrepareRequest,
     Progress,
     Request,
     RequestError,
     Result,
 )
 from tconv_swap.computed import deep_copy
-from tconv_swap.explanation import DEVICES, Explanation, explain
+from tconv_swap.explanation import Explanation, explain
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.files.loading import LoadedModel, load_inputs, load_model
 from tconv_swap.files.saving import SaveError, check_target
 from tconv_swap.functional import find_functional_calls
 from tconv_swap.input_search import InferredInputs, InputShapeError, advice, infer_inputs, try_modes
 from tconv_swap.inputs import Inputs, model_device, random_inputs
+from tconv_swap.layer_calls import DEVICES
 from tconv_swap.measurement.bench import benchmark
 from tconv_swap.measurement.ceilings import mode_of
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.memory import free_bytes, is_out_of_memory
+from tconv_swap.preparation import PrepareReport, prepare
 from tconv_swap.report import Facts
 from tconv_swap.surgery import SwapPlan, SwapWarning, plan_swap, swap_layers, unswap_layers
 from tconv_swap.tuning import TuneReport, tune
@@ -153,6 +156,41 @@ def tune_layers(request: NetworkRequest, progress: Progress) -> TuneReport | Non
     found = _inputs_that_run(request, original, loaded.inputs, progress)
     progress(f"tuning on {found.inputs.describe()}")
     return tune(swapped, found.inputs, backward=None if request.backward else False)
+
+
+def prepare_layers(request: PrepareRequest, progress: Progress) -> PrepareReport | None:
+    """Compile what the layers that a swap would swap need on a GPU, and keep it for this machine. No other file is
+    written.
+
+    Returns:
+        What was done; None if there is nothing to swap.
+
+    Raises:
+        LoadError, RequestError: as ``run``; there is no such architecture, or none is named and there is no GPU.
+    """
+    if request.architecture is not None and request.architecture not in DEVICES:
+        raise RequestError(f"--arch {request.architecture}: expected one of {', '.join(DEVICES)}")
+    device = device_of(request.device)
+    if request.architecture is None and device.type != "cuda":
+        raise RequestError(f"there is no GPU to prepare for: name its --arch, one of {', '.join(DEVICES)}")
+    progress(f"loading {request.model}")
+    loaded = _load(request)
+    if not _plan(loaded.model, request).swapped:
+        return None
+    place = device if request.architecture is None else torch.device("cpu")
+    original, swapped = _pair(loaded.model, request, place)
+    inputs = None
+    if request.inputs is not None or request.input_shapes or loaded.inputs is not None:
+        inputs = _inputs_that_run(request, original, loaded.inputs, progress).inputs
+    return prepare(
+        swapped.train(request.training),
+        inputs,
+        training=request.training,
+        architecture=request.architecture,
+        dtypes=None if request.autocast is None else [request.autocast],
+        memory_formats=[torch.channels_last] if request.channels_last else None,
+        progress=progress,
+    )
 
 
 def explain_request(request: ExplainRequest, progress: Progress) -> Explained:

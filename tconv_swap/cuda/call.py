@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, launch, nvrtc, plan, tuned
+from tconv_swap.cuda import choice, first_use, launch, nvrtc, plan
 from tconv_swap.cuda.choice import Mask, Step
 from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans.plan_cast import plan_cast
@@ -104,7 +104,9 @@ def answer(
         formats = _formats(tensors, tuple(map(_format, layouts)))
         is_pytorchs = steps[0].plan is None and all(
             step.plan is None
-            for step in _gradient_steps(problem, (True, True, bias is not None), input.get_device(), backend)
+            for step in _gradient_steps(
+                problem, (True, True, bias is not None), input.get_device(), backend, "known"
+            )
         )
         posed = Posed(problem, choice.FORWARD, bias is not None, input.get_device())
     if backend != choice.NATIVE:
@@ -178,10 +180,10 @@ def step_for(
         RuntimeError: the tensors or arguments do not fit together.
     """
     problem = problem_of(input, weight, bias, arguments)
-    device = input.get_device()
-    return choice.choose_forward(
-        problem, bias is not None, device_facts(device), backend, tuned.winners(device)
-    )
+    index, has_bias = input.get_device(), bias is not None
+    device = device_facts(index)
+    winners = first_use.winners(problem, choice.FORWARD, has_bias, index, device, _way(backend))
+    return choice.choose_forward(problem, has_bias, device, backend, winners)
 
 
 @lru_cache(maxsize=64)
@@ -211,10 +213,19 @@ def _formats(tensors: Sequence[Tensor | None], wanted: Sequence[torch.memory_for
     )
 
 
-def _gradient_steps(problem: plan.Problem, mask: Mask, device: int, backend: str) -> tuple[Step, ...]:
+def _gradient_steps(
+    problem: plan.Problem, mask: Mask, index: int, backend: str, way: first_use.Way | None = None
+) -> tuple[Step, ...]:
     # PyTorch gives every gradient, also the weight's, the format of the output.
     problem = plan.with_weight_layout(problem, problem.channels_last)
-    return choice.choose_backward(problem, mask, device_facts(device), backend, tuned.winners(device))
+    device = device_facts(index)
+    winners = first_use.winners(problem, mask, False, index, device, way or _way(backend))
+    return choice.choose_backward(problem, mask, device, backend, winners)
+
+
+def _way(backend: str) -> first_use.Way:
+    """Only "auto" leaves the choice to a measurement; who records what is asked measures it."""
+    return "time" if backend == "auto" and not observers else "known"
 
 
 def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], formats: Formats) -> list[int]:

@@ -13,7 +13,8 @@ from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
 
-Backend = Literal["auto", "kernel", "native"]
+#: ``"rules"``: as ``"auto"``, but nothing is timed at first use (``first_use``).
+Backend = Literal["auto", "rules", "kernel", "native"]
 BACKENDS: tuple[str, ...] = get_args(Backend)
 
 #: Which gradients a step computes: of the input, the weight and the bias. ``FORWARD`` means the output instead.
@@ -25,6 +26,7 @@ CANDIDATES = 8
 
 NATIVE = "native"
 KERNEL = "kernel"
+RULES = "rules"
 GENERAL = "general"
 WHY_NOTHING = "without an output channel there is nothing to compute"
 WHY_NOT_GENERAL = "of ours only the general kernels claim it: 0.06 to 0.95 of PyTorch's speed on an H200"
@@ -59,6 +61,7 @@ def choose_forward(
     problem: Problem, has_bias: bool, device: Device, backend: str, winners: Winners = NONE
 ) -> Step:
     """Returns the one step of a forward pass."""
+    backend = _decided_as(backend)
     if backend == NATIVE:
         return Step(FORWARD, None, "the backend is native")
     if problem.geometry.out_channels == 0:
@@ -80,30 +83,40 @@ def choose_backward(
     problem: Problem, mask: Mask, device: Device, backend: str, winners: Winners = NONE
 ) -> tuple[Step, ...]:
     """Returns the steps of a backward pass: first those of our kernels, then at most one of PyTorch's operator."""
+    backend = _decided_as(backend)
     if backend == NATIVE:
         return (Step(mask, None, "the backend is native"),)
     if problem.geometry.out_channels == 0:
         return (Step(mask, None, WHY_NOTHING),)
     ours: list[Step] = []
     native: list[Step] = []
+    measured_whys: dict[str, None] = {}
     for unit in backward_units(mask):
         winner = winners.get(problem_key(problem, unit, has_bias=False))
         if backend == "auto" and (why := _why_native(problem, unit, device, winner)):
             native.append(Step(unit, None, why))
             continue
         default = plan.plan_backward(problem, unit, device)
-        if winner is None or winner.kernel == default.digest:
+        if winner is None:
             ours.append(Step(unit, default, default.why))
+        elif winner.kernel == default.digest:
+            ours.append(Step(unit, default, f"{default.why}; {winner.why}"))
+            measured_whys[winner.why] = None
         else:
             ours.append(_step(unit, plan.backward_candidates(problem, unit, device, CANDIDATES), winner))
     if len(ours) > 1 and all(step.plan == plan.plan_backward(problem, step.mask, device) for step in ours):
         # One plan for all gradients: its parts share the workspace, and may share a pass over the tensors.
         together = plan.plan_backward(problem, mask, device)
-        ours = [Step(mask, together, together.why)]
+        ours = [Step(mask, together, "; ".join((together.why, *measured_whys)))]
     if len(native) > 1:
         reasons = dict.fromkeys(step.why for step in native)
         native = [Step(mask, None, "; ".join(reasons))]
     return (*ours, *native)
+
+
+def _decided_as(backend: str) -> str:
+    """What is timed at first use comes as winners: without them, ``"auto"`` goes by rules."""
+    return "auto" if backend == RULES else backend
 
 
 def _step(mask: Mask, candidates: Sequence[Plan], winner: Winner) -> Step:

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -61,12 +65,8 @@ def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
 
 def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
     """Returns the same, and the compiler's resource report (registers, spills) of every entry in the source."""
-    source = render(kernel)
-    options = (*OPTIONS, f"--gpu-architecture={architecture}")
-    key = hashlib.sha256()
-    for part in (source.encode(), sources_digest(), repr(options).encode(), repr(nvrtc.version()).encode()):
-        key.update(hashlib.sha256(part).digest())
-    stem = cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
+    source, options = render(kernel), _options(architecture)
+    stem = _stem(kernel, architecture, source)
     cubin_path, log_path = stem.with_suffix(".cubin"), stem.with_suffix(".log")
     kept = _read(cubin_path, log_path)
     if kept is not None:
@@ -88,6 +88,63 @@ def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
         # The disk is full, or `cache clear` is running: the machine code is valid all the same.
         warn_of_unkept(cache_directory(), error.strerror or str(error))
     return cubin, log
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What ``compile_all`` did: kernels that it compiled, that it found on disk, and that do not compile, with the
+    error of each."""
+
+    compiled: int = 0
+    found: int = 0
+    failures: tuple[Exception, ...] = ()
+
+
+def compile_all(
+    kernels: Iterable[Kernel], architecture: str, progress: Callable[[int, int], object] | None = None
+) -> Compiled:
+    """Puts the machine code of kernels into the cache, on all cores: the compiler runs without the interpreter's lock.
+    If the caller is interrupted, kernels whose compilation has not begun are left.
+
+    Args:
+        progress: called in the caller's thread with how many are done and how many there are.
+    """
+    wanted = list(dict.fromkeys(kernels))
+    missing = [kernel for kernel in wanted if not is_kept(kernel, architecture)]
+    found = len(wanted) - len(missing)
+    failures: list[Exception] = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(compile_kernel, kernel, architecture) for kernel in missing]
+        try:
+            for done, future in enumerate(as_completed(futures), found + 1):
+                if progress is not None:
+                    progress(done, len(wanted))
+                if isinstance(error := future.exception(), RuntimeError):
+                    failures.append(error)
+                elif error is not None:
+                    raise error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return Compiled(len(missing) - len(failures), found, tuple(failures))
+
+
+def is_kept(kernel: Kernel, architecture: str) -> bool:
+    """Returns whether the machine code of a kernel is on disk, complete."""
+    stem = _stem(kernel, architecture, render(kernel))
+    return _read(stem.with_suffix(".cubin"), stem.with_suffix(".log")) is not None
+
+
+def _options(architecture: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"--gpu-architecture={architecture}")
+
+
+def _stem(kernel: Kernel, architecture: str, source: str) -> Path:
+    """Returns the path, without its suffix, of what is kept for a kernel and its rendered source."""
+    key = hashlib.sha256()
+    for part in (source, sources_digest(), repr(_options(architecture)), repr(nvrtc.version())):
+        key.update(hashlib.sha256(part if isinstance(part, bytes) else part.encode()).digest())
+    return cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
 
 
 def _read(cubin_path: Path, log_path: Path) -> tuple[bytes, str] | None:

@@ -240,6 +240,12 @@ class Plan:
         launched = (self.outputs, self.launches, self.workspace_bytes)
         return hashlib.sha256(repr(launched).encode()).hexdigest()[:16]
 
+    @property
+    def kernels_digest(self) -> str:
+        """A digest that is equal for plans with the same kernels, whatever the sizes that they are told."""
+        kernels = tuple(launch.kernel for launch in self.launches)
+        return hashlib.sha256(repr((self.family, kernels)).encode()).hexdigest()[:16]
+
 
 def _packs(launch: Launch) -> bool:
     """Returns whether a launch of a forward plan reads only the weight and writes only to the workspace."""

@@ -1,4 +1,5 @@
-"""Keeps the results of ``tune`` on disk: the winner of each problem, for one GPU, driver, torch and set of kernels.
+"""Keeps what ``tune`` and first uses measured on disk: the winner of each problem, for one GPU, driver, torch and set
+of kernels.
 
 Measurements hold only for these, so another driver or a changed kernel uses another file.
 """
@@ -29,33 +30,36 @@ from tconv_swap.cuda.problem import Problem
 logger = logging.getLogger("tconv_swap")
 
 SCHEMA = 1
-_KINDS = (("native", bool), ("kernel", str), ("why", str))
+_KINDS = (("native", bool), ("kernel", str), ("why", str), ("family", str))
 
 
 @dataclass(frozen=True, slots=True)
 class Winner:
-    """The result for one problem.
+    """The result for one problem, or for a class of sizes of one layer and stage (``first_use``).
 
     Attributes:
         native: whether PyTorch's operator was the fastest.
-        kernel: ``Plan.digest`` of the fastest plan of ours; ``""`` where none ran.
+        kernel: ``Plan.digest`` of the fastest plan of ours, of a class ``Plan.kernels_digest``; ``""`` where none ran.
         why: one readable clause with the times.
+        family: of the fastest plan of ours, for a class.
     """
 
     native: bool
     kernel: str
     why: str
+    family: str = ""
 
 
 Winners = Mapping[str, Winner]
 NONE: Winners = {}
 
 
-def problem_key(problem: Problem, mask: tuple[bool, ...], has_bias: bool) -> str:
-    """Returns one stage of a problem in words: the key of its winner. An empty ``mask`` means the forward pass."""
+def problem_key(problem: Problem, mask: tuple[bool, ...], has_bias: bool, sizes: str = "") -> str:
+    """Returns one stage of a problem in words: the key of its winner. An empty ``mask`` means the forward pass.
+    ``sizes``: in place of the problem's own."""
     wanted = [name for name, one in zip(("input", "weight", "bias"), mask, strict=False) if one]
     stage = f"gradient of {' and '.join(wanted)}" if mask else "forward" + (" with bias" if has_bias else "")
-    shape = "x".join(map(str, problem.geometry.input_shape))
+    shape = sizes or "x".join(map(str, problem.geometry.input_shape))
     layout = "channels_last" if problem.channels_last else "contiguous"
     dtype = str(problem.dtype).removeprefix("torch.")
     dtype = problem.precision if problem.precision == "tf32" else dtype
@@ -89,8 +93,8 @@ def winners(device: int) -> Winners:
     return NONE
 
 
-def keep(device: int, new: Winners) -> Path:
-    """Add winners to those on disk, replacing those of the same problems; returns the file.
+def keep(device: int, new: Winners, *, replacing: bool = True) -> Path:
+    """Add winners to those on disk, replacing those of the same problems unless told otherwise; returns the file.
 
     Raises:
         OSError: it cannot be written, or an existing file cannot be read. That file is left as it is.
@@ -106,7 +110,7 @@ def keep(device: int, new: Winners) -> Path:
         except _MALFORMED as error:
             _warn_of(path, error)
             known = NONE
-        merged = {**known, **new}
+        merged = {**known, **new} if replacing else {**new, **known}
         document = {
             "schema": SCHEMA,
             "machine": of,

@@ -202,7 +202,7 @@ class TestMismatch:
         assert torch.load("again.pt", weights_only=False)[0].tconv_backend == "native"
         refused = swap(model, "--backend", "cudnn")
         assert refused.exit_code == ExitCode.USAGE
-        assert "expected one of auto, kernel" in refused.stderr
+        assert "expected one of auto, rules, kernel" in refused.stderr
 
 
 class TestTune:

@@ -188,7 +188,7 @@ def test_an_unknown_backend_is_named() -> None:
         lambda: tconv_swap.conv_transpose2d(x, layer.weight, backend="cudnn"),
         lambda: tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(2, 3, 2)), backend="cudnn"),
     ):
-        with pytest.raises(ValueError, match="expected one of auto, kernel, native, got 'cudnn'"):
+        with pytest.raises(ValueError, match="expected one of auto, rules, kernel, native, got 'cudnn'"):
             attempt()
     layer.tconv_backend = "cudnn"
     with pytest.raises(ValueError, match="cudnn"):

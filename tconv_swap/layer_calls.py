@@ -1,0 +1,145 @@
+"""What the layers of a network are called with, and what computes these calls, for ``explain`` and ``prepare``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.cuda import call, choice, first_use, plan, tuned
+from tconv_swap.cuda.choice import NATIVE, Mask, Step
+from tconv_swap.inputs import Inputs
+from tconv_swap.layer_state import LayerState, Operands
+from tconv_swap.measurement.stages import LayerCall, capture_calls
+from tconv_swap.preserving import preserved
+
+#: For one GPU of each architecture: its multiprocessors, and the bytes of shared memory that a block may request.
+DEVICES = {
+    "sm_75": (40, 64 << 10),  # T4
+    "sm_80": (108, 163 << 10),  # A100
+    "sm_86": (72, 99 << 10),  # A10
+    "sm_89": (142, 99 << 10),  # L40S
+    "sm_90a": (132, 227 << 10),  # H100, H200
+    "sm_100": (148, 227 << 10),  # B200
+    "sm_120": (170, 99 << 10),  # RTX 5090
+}
+
+
+def check_architecture(architecture: str | None) -> None:
+    """Raises ValueError if there is no such architecture."""
+    if architecture is not None and architecture not in DEVICES:
+        raise ValueError(f"architecture: expected one of {', '.join(DEVICES)}, got {architecture!r}")
+
+
+class Called(NamedTuple):
+    """A call of a layer; the tensors among the operands have no numbers, and stand for some on ``device``.
+
+    Attributes:
+        operands: as an autocast casts them, the input with a batch.
+        parameters: the dtype of the weight before an autocast casts it.
+    """
+
+    layer: LayerState
+    name: str
+    input_shape: tuple[int, ...]
+    device: torch.device
+    operands: Operands
+    parameters: torch.dtype
+
+    def problem(self) -> plan.Problem:
+        """Returns the problem that the call poses.
+
+        Raises:
+            RuntimeError: the operands do not fit together.
+        """
+        input, weight, bias, *arguments = self.operands
+        return call.problem_of(input, weight, bias, tuple(arguments))
+
+    def problem_on_gpu(self) -> plan.Problem:
+        """The same, as kernels compute it; raises as above."""
+        posed = self.problem()
+        return replace(posed, channels_last=False) if posed.dtype == torch.float64 else posed
+
+    @property
+    def has_bias(self) -> bool:
+        return self.operands[2] is not None
+
+
+def calls_of(module: nn.Module, inputs: Inputs) -> list[Called]:
+    """Returns every call of a layer of ours, once for each form of what it is called with. A layer by itself is not
+    run; a network is, once, without gradients, its layers computed by PyTorch's operator."""
+    if isinstance(module, LayerState):
+        return [_called(module, LayerCall("", inputs, None))]
+    layers = {name: m for name, m in module.named_modules() if isinstance(m, LayerState)}
+    with preserved(module), torch.no_grad(), _by_pytorch(*layers.values()):
+        found = capture_calls(module, list(layers), lambda: inputs.map(Tensor.clone)(module))
+        # Inside the run: a weight that a hook computes has the network's dtype and layout only after the hook has
+        # run.
+        return [_called(layers[captured.name], captured) for captured in found]
+
+
+@contextmanager
+def _by_pytorch(*layers: LayerState) -> Iterator[None]:
+    """Inside, no kernel of ours is compiled or run."""
+    before = [{name: vars(layer).pop(name) for name in _OURS if name in vars(layer)} for layer in layers]
+    for layer in layers:
+        vars(layer)["tconv_backend"] = NATIVE
+    try:
+        yield
+    finally:
+        for layer, state in zip(layers, before, strict=True):
+            vars(layer).pop("tconv_backend", None)
+            vars(layer).update(state)
+
+
+_OURS = ("tconv_backend", "_tconv_packed")
+
+
+def _called(layer: LayerState, captured: LayerCall) -> Called:
+    with torch.no_grad():
+        input, weight, bias, *arguments = layer.tconv_operands(
+            *captured.inputs.args, **captured.inputs.kwargs
+        )
+    # What has no numbers stands for the layer's own device, and for this machine's CPU where that has none either.
+    device = next((one.device for one in (input, weight) if not one.is_meta), torch.device("cpu"))
+    if input.dim() == 3:
+        input = input.unsqueeze(0)
+    forms = (form_of(tensor, captured.autocast) for tensor in (input, weight, bias))
+    shape = tuple(captured.input.shape)
+    return Called(layer, captured.name, shape, device, (*forms, *arguments), weight.dtype)
+
+
+def form_of(tensor: Tensor | None, autocast: torch.dtype | None = None) -> Any:
+    """Returns a tensor without numbers that has the layout of ``tensor``, cast as autocast casts it."""
+    if tensor is None:
+        return None
+    casts = autocast is not None and tensor.is_floating_point() and tensor.dtype != torch.float64
+    dtype = autocast if casts else tensor.dtype
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
+
+
+def steps_of(
+    problem: plan.Problem,
+    mask: Mask,
+    has_bias: bool,
+    device: plan.Device,
+    backend: str,
+    index: int | None,
+) -> tuple[Step, ...]:
+    """Returns what computes the gradients of ``mask``; of an empty one, the forward pass.
+
+    Args:
+        index: the GPU, whose winners are used; None: it is not here.
+    """
+    winners = tuned.NONE
+    if mask:
+        problem = plan.with_weight_layout(problem, problem.channels_last)
+    if index is not None:
+        winners = first_use.winners(problem, mask, has_bias and not mask, index, device, "known")
+    if mask:
+        return choice.choose_backward(problem, mask, device, backend, winners)
+    return (choice.choose_forward(problem, has_bias, device, backend, winners),)

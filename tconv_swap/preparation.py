@@ -1,0 +1,346 @@
+"""``prepare`` compiles all that the layers of a network will need, so that its first call on a GPU compiles nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tconv_swap.blocks.call import Recorded, recording
+from tconv_swap.blocks.finding import find
+from tconv_swap.blocks.form import activation_of
+from tconv_swap.blocks.kernels import BACKWARD as BLOCK_BACKWARD
+from tconv_swap.blocks.kernels import FORWARD as BLOCK_FORWARD
+from tconv_swap.blocks.kernels import form_words, planned
+from tconv_swap.blocks.modules import NORM_CLASSES, AllBlocks, Blocks
+from tconv_swap.cuda import call, first_use, host, jit, plan
+from tconv_swap.cuda.cache import cache_problem
+from tconv_swap.cuda.choice import FORWARD, Mask, backward_units
+from tconv_swap.cuda.plans.plan_cast import plan_cast
+from tconv_swap.cuda.plans.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
+from tconv_swap.cuda.program import Kernel, Output, Plan
+from tconv_swap.inputs import Inputs
+from tconv_swap.layer import SWAPPED, ConvTranspose1d
+from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, form_of, steps_of
+from tconv_swap.layer_state import LayerState
+from tconv_swap.op import SUPPORTED_DTYPES
+
+#: Called with what is done, and how much of it is done and there is in total, if that is known.
+Progress = Callable[[str, int | None, int | None], object]
+
+FORMATS = (torch.contiguous_format, torch.channels_last)
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What ``prepare`` did; its ``str`` says it in a line.
+
+    Attributes:
+        architecture: for which the kernels are.
+        layers: swapped layers whose kernels were asked for.
+        compiled: kernels that were compiled.
+        found: kernels that were on disk already.
+        seconds: that it took.
+        not_kept: why the next process has to compile them again; else ``""``.
+    """
+
+    architecture: str
+    layers: int
+    compiled: int
+    found: int
+    seconds: float
+    not_kept: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain values that ``json`` can write."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        kept = f"; {self.not_kept}" if self.not_kept else ""
+        return (
+            f"{self.layers} layers are ready for {self.architecture}: {self.compiled} kernels compiled, "
+            f"{self.found} found on disk, in {self.seconds:.1f} s{kept}"
+        )
+
+
+def prepare(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    training: bool = False,
+    architecture: str | None = None,
+    dtypes: Sequence[torch.dtype] | None = None,
+    memory_formats: Sequence[torch.memory_format] | None = None,
+    progress: Progress | None = None,
+) -> PrepareReport:
+    """Compile, on all cores, the kernels that the swapped layers and blocks of a network need on a GPU, and build the
+    launcher, if they are not on disk already. A server calls it before its first request, an image is built with it.
+
+    With inputs, the network is run on them once without gradients, its layers computed by PyTorch's operator, to learn
+    what reaches them; it is afterwards as it was. Without inputs, each layer's few kernels are compiled for sizes that
+    stand for all; a call of a size for which another schedule is faster may compile one more.
+
+    On a GPU for which nothing was measured, what the first use of a layer times is compiled too, and timed if there are
+    inputs and the network is on that GPU (see ``conv_transpose2d``).
+
+    Args:
+        model: a network with swapped layers, or a layer, in the mode in which it will run.
+        inputs: what it is called with: a tensor, a tuple (positional arguments), a dict (keyword arguments) or
+            ``tconv_swap.Inputs``; a list of several of these. None: whatever comes.
+        training: also the kernels of the gradients.
+        architecture: of the GPU, such as ``"sm_90a"``, which need not be here. None: the network's GPU, or the current
+            one.
+        dtypes: of the computation, as under an autocast. None: as observed, or that of each layer's parameters.
+        memory_formats: in which images lie. None: as observed, or contiguous.
+        progress: called with what is done and how much of it.
+
+    Raises:
+        ValueError: there is no such architecture, dtype or memory format, or none is named and there is no GPU.
+        BuildError, CompileError, NvrtcMissingError: the launcher or a kernel cannot be built.
+        Exception: whatever the network raises.
+    """
+    check_architecture(architecture)
+    _check("dtypes", dtypes, SUPPORTED_DTYPES)
+    _check("memory_formats", memory_formats, FORMATS)
+    begin = time.monotonic()
+    device, index = _gpu(model, architecture)
+    tell: Progress = progress or (lambda what, done, total: None)
+    tell("planning", None, None)
+    if inputs is None:
+        called, blocks = list(_usual_calls(model)), list(_usual_blocks(model))
+    else:
+        called, blocks = _observed(model, inputs)
+    variants = [one for each in called for one in _variants(each, dtypes, memory_formats)]
+    stages = dict.fromkeys(stage for one in variants for stage in _stages(one, training))
+    plans = [made for stage in stages for made in _plans(stage, device, index)]
+    plans += [made for one in variants for made in _casts(one, training)]
+    for block in blocks:
+        for one in _block_variants(block, dtypes, memory_formats):
+            plans += _block_plans(one, training, device)
+    done = _compiled((launch.kernel for made in plans for launch in made.launches), device.architecture, tell)
+    if index is not None and any(one.device.type == "cuda" for one in called):
+        tell("timing", None, None)
+        for stage in stages:
+            if stage.backend == "auto":
+                first_use.winners(stage.problem, stage.mask, stage.has_bias, index, device, "time")
+    layers = len({id(one.layer) for one in called})
+    seconds = time.monotonic() - begin
+    return PrepareReport(device.architecture, layers, done.compiled, done.found, seconds, cache_problem())
+
+
+def _check(name: str, given: Sequence[Any] | None, known: Sequence[Any]) -> None:
+    if unknown := [one for one in given or () if one not in known]:
+        raise ValueError(f"{name}: expected some of {', '.join(map(str, known))}, got {unknown[0]}")
+
+
+def _gpu(model: nn.Module, architecture: str | None) -> tuple[plan.Device, int | None]:
+    """Returns what planning must know about the GPU, and its number where it is here."""
+    if architecture is not None:
+        return plan.Device(architecture, *DEVICES[architecture]), None
+    if not torch.cuda.is_available():
+        raise ValueError(f"architecture: there is no GPU here; name one of {', '.join(DEVICES)}")
+    tensors = (*model.parameters(), *model.buffers())
+    index = next((one.get_device() for one in tensors if one.is_cuda), torch.cuda.current_device())
+    return call.device_facts(index), index
+
+
+# What is called
+
+
+def _observed(model: nn.Module, inputs: Any) -> tuple[list[Called], list[Recorded]]:
+    """Returns the calls of layers and of blocks."""
+    called, blocks = [], []
+    for given in inputs if isinstance(inputs, list) else [inputs]:
+        with recording() as recorded:
+            called += calls_of(model, Inputs.of(given))
+        blocks += recorded
+    return called, blocks
+
+
+def _usual_calls(model: nn.Module) -> Iterator[Called]:
+    """Yields, for each layer that ours may compute, a call of each of the sizes that stand for all."""
+    for name, layer in model.named_modules():
+        given: Any = layer
+        if not isinstance(layer, LayerState) or given.padding_mode != "zeros":
+            continue
+        parameters = dict(layer.named_parameters())
+        dtype = next((one.dtype for one in parameters.values()), torch.get_default_dtype())
+        in_rows = isinstance(layer, ConvTranspose1d)
+        kernel, stride, padding, output_padding, dilation = (
+            (first, *sizes) if in_rows else sizes
+            for first, sizes in (
+                (1, given.kernel_size),
+                (1, given.stride),
+                (0, given.padding),
+                (0, given.output_padding),
+                (1, given.dilation),
+            )
+        )
+        weight = _empty((given.in_channels, given.out_channels // given.groups, *kernel), dtype)
+        # Of a parametrized layer they have other names, and are not read: that might compute them.
+        has_bias = any("bias" in name.split(".") for name in parameters)
+        bias = _empty((given.out_channels,), dtype) if has_bias else None
+        for batch, *image in (*(SIZES_OF_ONE_ROW if in_rows else SIZES), *ONE_PIXEL):
+            input = _empty((batch, given.in_channels, *image), dtype)
+            operands = (input, weight, bias, stride, padding, output_padding, given.groups, dilation)
+            one = Called(layer, name, tuple(input.shape), input.device, operands, dtype)
+            with suppress(RuntimeError):  # an output without a pixel
+                one.problem()
+                yield one
+
+
+def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:
+    """Yields, for each norm that our kernels compute, a call of each of the sizes that stand for all."""
+    kinds = {type(module) for module in model.modules()}
+    if not any(issubclass(kind, (Blocks, *NORM_CLASSES.values())) for kind in kinds):
+        return
+    in_all = any(issubclass(kind, (AllBlocks, *NORM_CLASSES.values())) for kind in kinds)
+    for block in find(
+        model, "all" if in_all else "blocks", lambda module: isinstance(module, SWAPPED)
+    ).blocks:
+        norm: Any = model.get_submodule(block.name)
+        applied = activation_of(model.get_submodule(block.activation) if block.activation else None)
+        if not block.swap or applied is None:
+            continue
+        buffers = [norm.running_mean, norm.running_var, norm.num_batches_tracked]
+        form = form_words(
+            type(norm),  # type: ignore[arg-type]  # mypy compares the hash of the instances
+            norm.num_features,
+            norm.training or buffers[0] is None,
+            norm.training and buffers[0] is not None,
+            norm.eps,
+            norm.momentum,
+            *applied,
+        )
+        parameters = [form_of(one) for one in (norm.weight, norm.bias, *buffers)]
+        dtype = torch.float32 if norm.weight is None else norm.weight.dtype
+        in_rows = isinstance(norm, nn.BatchNorm1d | nn.InstanceNorm1d)
+        for batch, *image in SIZES_OF_ONE_ROW if in_rows else SIZES:
+            x = _empty((batch, norm.num_features, *image[in_rows:]), dtype)
+            added = x if "sum" in block.kind.split(" + ") else None
+            yield Recorded((x, *parameters, added), form)
+
+
+def _empty(
+    shape: Sequence[int], dtype: torch.dtype, memory_format: torch.memory_format = torch.contiguous_format
+) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta", memory_format=memory_format)
+
+
+def _relaid(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
+    if tensor is None or tensor.dim() != 4 or memory_format is None:
+        return tensor
+    return _empty(tensor.shape, tensor.dtype, memory_format)
+
+
+def _variants(
+    called: Called,
+    dtypes: Sequence[torch.dtype] | None,
+    memory_formats: Sequence[torch.memory_format] | None,
+) -> Iterator[Called]:
+    """Yields the same call in other dtypes and layouts."""
+    for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
+        # PyTorch makes a signal contiguous.
+        lies = None if isinstance(called.layer, ConvTranspose1d) else memory_format
+        input, weight, bias, *arguments = called.operands
+        tensors = (_relaid(form_of(one, dtype), lies) for one in (input, weight, bias))
+        yield called._replace(operands=(*tensors, *arguments))
+
+
+def _block_variants(
+    block: Recorded,
+    dtypes: Sequence[torch.dtype] | None,
+    memory_formats: Sequence[torch.memory_format] | None,
+) -> Iterator[Recorded]:
+    """The same: of a norm, an autocast casts no parameter."""
+    x, *parameters, added = block.tensors
+    for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
+        first, last = (_relaid(form_of(one, dtype), memory_format) for one in (x, added))
+        yield Recorded((first, *parameters, last), block.form)
+
+
+# What computes it
+
+
+class _Stage(NamedTuple):
+    """A forward pass, of an empty ``mask``, or gradients."""
+
+    problem: plan.Problem
+    mask: Mask
+    has_bias: bool
+    backend: str
+
+
+def _stages(called: Called, training: bool) -> Iterator[_Stage]:
+    problem, backend = called.problem_on_gpu(), called.layer.tconv_backend
+    if problem.dtype not in SUPPORTED_DTYPES:
+        return
+    yield _Stage(problem, FORWARD, called.has_bias, backend)
+    if training:
+        problem = plan.with_weight_layout(problem, problem.channels_last)
+        for wants_input in (True, False):
+            yield _Stage(problem, (wants_input, True, called.has_bias), False, backend)
+
+
+def _plans(stage: _Stage, device: plan.Device, index: int | None) -> Iterator[Plan]:
+    """Yields what computes a stage and, where nothing was measured, what a first use times."""
+    for step in steps_of(*stage[:3], device, stage.backend, index):
+        if step.plan is not None:
+            yield step.plan
+    if stage.backend == "auto" and not first_use.is_measured(device) and first_use.is_on():
+        for unit in backward_units(stage.mask) if stage.mask else [FORWARD]:
+            yield from first_use.candidates_of(
+                stage.problem, unit, stage.has_bias, device, first_use.CANDIDATES
+            )
+
+
+def _casts(called: Called, training: bool) -> Iterator[Plan]:
+    """Yields what casts the parameters under an autocast, and their gradients back."""
+    weight, given = called.operands[1], called.parameters
+    ways = [(given, weight.dtype), (weight.dtype, given)][: 1 + training]
+    for source, target in ways if weight.dtype != given else ():
+        made = plan_cast([Output(tuple(weight.shape), False, target)], source)
+        if made is not None:
+            yield made
+
+
+def _block_plans(block: Recorded, training: bool, device: plan.Device) -> Iterator[Plan]:
+    x, weight, bias, *_, added = block.tensors
+    made = planned(block.tensors, block.form, BLOCK_FORWARD, device)
+    if made is None:
+        return
+    yield made
+    if training:
+        stage = BLOCK_BACKWARD + 1 + 2 * (weight is not None or bias is not None)
+        backward = planned((x, x, x, weight, bias, added), block.form, stage, device)
+        assert backward is not None
+        yield backward
+
+
+def _compiled(kernels: Iterable[Kernel], architecture: str, tell: Progress) -> jit.Compiled:
+    """Compiles the kernels and builds the launcher meanwhile.
+
+    Raises:
+        BuildError, CompileError, NvrtcMissingError: one of them cannot be built; the others are.
+    """
+    wanted = list(dict.fromkeys(kernels))
+    if not wanted:
+        return jit.Compiled()
+    with ThreadPoolExecutor(1) as pool:
+        building = pool.submit(host.build)
+        done = jit.compile_all(
+            wanted, architecture, lambda count, total: tell("compiling kernels", count, total)
+        )
+        if not building.done() and not host.is_built():
+            tell("building the launcher", None, None)
+        building.result()
+    if done.failures:
+        raise done.failures[0]
+    return done
