@@ -19,6 +19,7 @@ from tconv_swap.cuda.plans.cells_tile import (
     shared_bytes,
     stores_directly,
 )
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.cuda.plans.plan_narrow import NOMINAL_BATCHES
 from tconv_swap.cuda.problem import Device, Problem
@@ -233,7 +234,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
             (
                 *common,
                 ("WEIGHT_CHANNELS_LAST", False),
-                ("HAS_BIAS", has_bias),
+                *bias_alone(has_bias),
                 *(entry for entry in tile.constants if entry not in common),
                 ("SHARED_BYTES", shared),
             ),

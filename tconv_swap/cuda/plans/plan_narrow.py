@@ -9,6 +9,7 @@ from math import log2, sqrt
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.narrow_cost import microseconds
 from tconv_swap.cuda.plans.narrow_tile import (
     MAX_SUMS,
@@ -309,7 +310,7 @@ def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -
             *geometry.constants,
             ("CHANNELS_LAST", channels_last),
             ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-            ("HAS_BIAS", has_bias),
+            *bias_alone(has_bias),
             *tile.constants,
         ),
     )

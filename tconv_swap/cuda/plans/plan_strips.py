@@ -10,6 +10,7 @@ from math import gcd
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -299,7 +300,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Part:
                 ("SEGMENT", tile.segment),
                 ("SLOTS", tile.slots),
                 ("PITCH", width),
-                ("HAS_BIAS", problem.has_bias),
+                *bias_alone(problem.has_bias),
                 ("SHARED_BYTES", shared),
             ),
         ),
