@@ -39,7 +39,7 @@ norm_activation = torch.ops.tconv_swap.norm_activation.default
 #: gradient of the input, 2 for those of weight and bias. As csrc/norm.h numbers them.
 FORWARD, FORWARD_THAT_SAVES, BACKWARD = 16, 17, 18
 #: In place of an answer: the modules compute it.
-_DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]
+DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]
 _NO_MASK = (0, 0, 0)
 
 
@@ -122,7 +122,7 @@ def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> li
     x, _, _, running_mean, running_var, batches, added = tensors
     assert x is not None
     if not _fits(posed, x, running_mean, running_var, batches) or not _can_be_added(added, x):
-        return _DECLINED
+        return DECLINED
     given = [one for one in tensors[1:6] if one is not None]
     dtypes = {one.dtype for one in given if one is not batches} or {torch.float32}
     channels_last = _lies(x)
@@ -131,7 +131,7 @@ def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> li
         or len(dtypes) > 1
         or any(one.device != x.device or not one.is_contiguous() for one in given)
     ):
-        return _DECLINED
+        return DECLINED
     made = plan.plan_forward(
         _norm(posed, x, dtypes.pop(), channels_last, added is not None),
         trains=bool(posed.trains),
@@ -140,7 +140,7 @@ def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool) -> li
         saves=saves,
         device=device_facts(x.get_device()),
     )
-    return _DECLINED if made is None else _words(made, x, (None, None, None))
+    return DECLINED if made is None else _words(made, x, (None, None, None))
 
 
 def _fits(
