@@ -58,6 +58,8 @@ __device__ __forceinline__ Sum finished(Sum sum, const Channel& channel, const A
   } else if constexpr (HAS_BIAS) {
     sum += channel.shift;
   }
-  if constexpr (ACTIVATION != IDENTITY) sum = activated(sum, epilogue.slope);
+  if constexpr (ACTIVATION != IDENTITY) {
+    sum = activated(sum, epilogue.slope);
+  }
   return sum;
 }

@@ -31,8 +31,6 @@ block_output = torch.ops.tconv_swap.block_output.default
 
 #: Numbers of a layer's geometry, with which the op's ``words`` begin.
 _GEOMETRY = 9
-#: Their code takes registers that the sums of a forward kernel are in.
-_LEFT = frozenset({Activation.GELU, Activation.GELU_TANH})
 
 
 # A network asks with the same numbers again and again.
@@ -87,7 +85,7 @@ def _epilogue(tensors: Sequence[Tensor | None], words: Sequence[int]) -> Epilogu
     assert weight is not None
     activation = Activation(words[_GEOMETRY])
     eps, slope = struct.unpack("<2d", struct.pack("<2q", *words[_GEOMETRY + 1 :]))
-    if input.dtype not in DTYPES or input.dim() != 4 or weight.dim() != 4 or activation in _LEFT:
+    if input.dtype not in DTYPES or input.dim() != 4 or weight.dim() != 4:
         return None
     given = [one for one in vectors if one is not None]
     if not given:

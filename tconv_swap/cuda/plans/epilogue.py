@@ -15,6 +15,9 @@ Constants = tuple[tuple[str, Constant], ...]
 #: Of a plan with an epilogue, behind input, weight and bias: the norm's weight and bias, running_mean and running_var.
 _VECTORS = (input_(3), input_(4), input_(5), input_(6))
 _BIAS = input_(2)
+#: Beside the sums of a forward kernel there are registers for these. The code of others may move a few sums to local
+#: memory, once for each output: a small part of what another kernel would read and write.
+_SMALL = frozenset({Activation.IDENTITY, Activation.RELU, Activation.LEAKY_RELU, Activation.TANH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,6 @@ def _ending(launch: Launch, epilogue: Epilogue) -> Launch:
     at = launch.arguments.index(_BIAS)
     return replace(
         launch,
-        kernel=replace(launch.kernel, constants=constants),
+        kernel=replace(launch.kernel, constants=constants, spills=epilogue.activation not in _SMALL),
         arguments=(*launch.arguments[:at], *argument, *launch.arguments[at + 1 :]),
     )
