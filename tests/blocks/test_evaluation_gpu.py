@@ -1,4 +1,4 @@
-"""Blocks in evaluation on a GPU: one program from the layer's input to the activation's output, beside PyTorch's error."""
+"""Blocks in evaluation on a GPU: one program for the layer, the norm and the activation, beside PyTorch's error."""
 
 from __future__ import annotations
 
