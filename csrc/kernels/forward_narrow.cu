@@ -19,6 +19,7 @@
 // Its columns of cells lie side by side where ADJACENT, else LANES_W apart. Threads of a block, fastest first:
 //   LANES_C channel slices, STRIDE_W / PHASES_W columns of a cell, LANES_W cells, SLICES_C more channel slices,
 //   LANES_H rows of threads, BLOCK_IMAGES images.
+#include "epilogue.cuh"
 #include "narrow.cuh"
 
 constexpr int THREADS = LANES_C * (STRIDE_W / PHASES_W) * LANES_W * SLICES_C * LANES_H * BLOCK_IMAGES;
