@@ -78,36 +78,24 @@ struct Sums {
   }
 };
 
-/// All of a warp's sums become outputs before the first is stored: then nothing else is in the registers that this takes.
-/// Sums of a split stay as they are: the epilogue is forward_tile_reduce.cu's. `first_channel`: of the warp, of all;
-/// `channels_left`: of the group from there on.
-__device__ __forceinline__ void finish(Sums& sums, const Epilogue& epilogue, int first_channel, int channels_left) {
-  if constexpr (PARTIAL) return;
-  const int g = threadIdx.x % 32 / 4;
-#pragma unroll
-  for (int tile = 0; tile < WARP_M_TILES; ++tile)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int in_warp = channel_of_row(tile, g + half * 8);
-      const Channel channel = channel_of(epilogue, first_channel + in_warp, in_warp < channels_left);
-#pragma unroll
-      for (int phase = 0; phase < PHASES; ++phase)
-#pragma unroll
-        for (int i = 0; i < WARP_IMAGES * WARP_COLS * WARP_ROWS; ++i)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            float& sum = sums.all[phase][tile][i][half * 2 + e];
-            sum = finished(sum, channel, epilogue);
-          }
-    }
+/// Sums of a split are stored as they are: the epilogue is forward_tile_reduce.cu's.
+__device__ __forceinline__ float stored(float sum, const Channel& channel, const Epilogue& epilogue) {
+  return PARTIAL ? sum : finished(sum, channel, epilogue);
 }
 
 /// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
-__device__ __forceinline__ void store_sums(Sums& sums, Out* output, const Epilogue& epilogue, const Origin& origin,
+__device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Epilogue& epilogue, const Origin& origin,
                                            int group, int first_channel, int n, int h, int w, int phase_row,
                                            int phase_col, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  finish(sums, epilogue, group * CO_GROUP + first_channel, CO_GROUP - first_channel);
+  Channel channels[WARP_M_TILES][2];
+#pragma unroll
+  for (int i = 0; i < WARP_M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int channel = first_channel + channel_of_row(i, g + half * 8);
+      channels[i][half] = channel_of(epilogue, group * CO_GROUP + channel, !PARTIAL && channel < CO_GROUP);
+    }
 
   // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
   constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || EVEN_COLUMNS);
@@ -142,7 +130,7 @@ __device__ __forceinline__ void store_sums(Sums& sums, Out* output, const Epilog
                 float run[RUN];
 #pragma unroll
                 for (int i = 0; i < RUN; ++i)
-                  run[i] = sums.at(a * PHASE_COLS + b, i / 2, image, col, row)[i % 2 * 2 + e];
+                  run[i] = stored(sums.at(a * PHASE_COLS + b, i / 2, image, col, row)[i % 2 * 2 + e], channels[i / 2][i % 2], epilogue);
 #pragma unroll
                 for (int i = 0; i < RUN; i += VECTOR)
                   if (CO_GROUP % RUN == 0 ? channel < CO_GROUP : channel + i < CO_GROUP)
@@ -170,7 +158,8 @@ __device__ __forceinline__ void store_sums(Sums& sums, Out* output, const Epilog
                     float run[RUN];
 #pragma unroll
                     for (int r = 0; r < RUN; ++r)
-                      run[r] = sums.at(a * PHASE_COLS + r % PHASE_COLS, i, image, col, row)[half * 2 + (PAIR ? r / PHASE_COLS + pass : e)];
+                      run[r] = stored(sums.at(a * PHASE_COLS + r % PHASE_COLS, i, image, col, row)[half * 2 + (PAIR ? r / PHASE_COLS + pass : e)],
+                                      channels[i][half], epilogue);
 #pragma unroll
                     for (int r = 0; r < RUN; r += VECTOR)
                       if (FLAT || out_col + r < sizes.out_width) store_vector<VECTOR>(to + r, run + r);

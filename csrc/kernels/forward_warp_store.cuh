@@ -88,7 +88,8 @@ __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int 
 /// Cells that stand in a row are outputs that do.
 constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
 
-__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const WarpPlace& at) {
+__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
+                                                    const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   constexpr int VECTOR = PAIRED_ROWS ? power_dividing(CO_GROUP, 2) : 1;
   constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
@@ -129,7 +130,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
 #pragma unroll
             for (int b = 0; b < PHASE_COLS; ++b) {
               const float(&sum)[4] = sums.at(a * PHASE_COLS + b, 0, image, col, row);
-              const float run[2] = {sum[e], sum[2 + e]};
+              const float run[2] = {stored(sum[e], channels_of[0], epilogue), stored(sum[2 + e], channels_of[1], epilogue)};
               const long long distance =
                   image * image_elements + static_cast<long long>(cell_rows + a) * row_elements + (cell_cols + b) * OUT_CHANNELS;
               if (inside && (FLAT || (cell_rows + a < rows && cell_cols + b < cols))) {
@@ -221,7 +222,8 @@ __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int
 }
 
 template <int STORE>
-__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const WarpPlace& at, Out* staged) {
+__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels)[2], const WarpPlace& at,
+                                           Out* staged) {
   using Place = StorePlace<STORE>;
   constexpr bool PLACES_ADD = Place::ADD;
   constexpr int STORES = Place::STORES;
@@ -255,8 +257,9 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
             float run[RUN];
 #pragma unroll
             for (int r = 0; r < RUN; ++r)
-              run[r] = sums.at(a * PHASE_COLS + r % PHASE_COLS, 0, (part_line + line) / WARP_ROWS, part_col + col,
-                               (part_line + line) % WARP_ROWS)[half * 2 + r / PHASE_COLS];
+              run[r] = stored(sums.at(a * PHASE_COLS + r % PHASE_COLS, 0, (part_line + line) / WARP_ROWS, part_col + col,
+                                      (part_line + line) % WARP_ROWS)[half * 2 + r / PHASE_COLS],
+                              channels[half], epilogue);
 #pragma unroll
             for (int r = 0; r < RUN; r += VECTOR)
               put_vector<VECTOR>(staged + (g + (half - first_half) * 8) * CHANNEL_PITCH + pixel + r, run + r);
@@ -305,18 +308,24 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
 }
 
 /// `channel`: first of the warp in the block's rows of a multiply; `staged`: shared memory of the warp's own.
-__device__ __forceinline__ void store_warp(Sums& sums, Out* output, const Epilogue& epilogue, Out* staged, const Origin& origin,
+__device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const Epilogue& epilogue, Out* staged, const Origin& origin,
                                            int group, int first_channel, int warp_row, int image, int row, int col,
                                            int phase_row, int phase_col, const Sizes& sizes) {
+  const int g = threadIdx.x % 32 / 4;
   first_channel += warp_row % BLOCK_CHANNELS;
   const WarpPlace at{origin, image, row, col, STACK > 1 ? warp_row / BLOCK_CHANNELS : 0, phase_row, phase_col,
                      group * CO_GROUP + first_channel, CO_GROUP - first_channel, sizes};
-  finish(sums, epilogue, at.out_channel, at.channels_left);
+  Channel channels[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int channel = channel_of_row(0, g + half * 8);
+    channels[half] = channel_of(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
+  }
   if constexpr (OUTPUT_CHANNELS_LAST) {
-    store_channels_last(sums, output, at);
+    store_channels_last(sums, output, epilogue, channels, at);
   } else if (STORE_ROW > STORE_ANY && sizes.out_width % STORE_ROW == 0) {
-    store_nchw<STORE_ROW>(sums, output, at, staged);
+    store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
   } else {
-    store_nchw<STORE_ANY>(sums, output, at, staged);
+    store_nchw<STORE_ANY>(sums, output, epilogue, channels, at, staged);
   }
 }

@@ -17,7 +17,7 @@ _VECTORS = (input_(3), input_(4), input_(5), input_(6))
 _BIAS = input_(2)
 #: Beside the sums of a forward kernel there are registers for these. The code of others may move a few sums to local
 #: memory, once for each output: a small part of what another kernel would read and write.
-_SMALL = frozenset({Activation.IDENTITY, Activation.RELU, Activation.LEAKY_RELU})
+_SMALL = frozenset({Activation.IDENTITY, Activation.RELU, Activation.TANH})
 
 
 @dataclass(frozen=True, slots=True)
