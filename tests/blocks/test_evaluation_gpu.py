@@ -63,7 +63,8 @@ def check(model: nn.Module, x: Tensor, monkeypatch: pytest.MonkeyPatch, blocks: 
         if isinstance(layer, tconv_swap.ConvTranspose2d):
             layer.tconv_backend = "kernel"
     # PyTorch's operator does not take TF32 for all that it may take it for.
-    with torch.no_grad(), torch.backends.cudnn.flags(allow_tf32=False):
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.no_grad():
         ours, theirs = swapped(x), model(x)
         assert counted.blocks == blocks
         exact = copy.deepcopy(model).double()(x.double())

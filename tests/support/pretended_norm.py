@@ -133,10 +133,12 @@ class Pretended:
             )
             assert mean is not None
             assert variance is not None
-            y = (y - self.spoil("mean", mean)) * (self.spoil("variance", variance) + epilogue.eps).rsqrt()
+            y = (y - self.spoil("block mean", mean)) * (
+                self.spoil("block variance", variance) + epilogue.eps
+            ).rsqrt()
             y = y if scale is None else y * scale
             y = y if shift is None else y + shift
-        slope = float(self.spoil("slope", torch.tensor(epilogue.slope)))
+        slope = float(self.spoil("block slope", torch.tensor(epilogue.slope)))
         form = (
             torch.channels_last
             if x.is_contiguous(memory_format=torch.channels_last)
