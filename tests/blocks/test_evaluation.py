@@ -14,9 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 import tconv_swap
-from tconv_swap.blocks import call
+from tconv_swap.blocks import call, evaluation
 from tconv_swap.cuda import call as cuda_call
 from tconv_swap.cuda import host
+from tconv_swap.kernels.norm.shape import Activation
+
+VECTORS = "weight", "bias", "running_mean", "running_var"
 
 
 @pytest.fixture
@@ -78,6 +81,13 @@ def test_no_kernel_of_pythons_is_on_the_way() -> None:
     for key in ("AutocastCUDA", "AutogradCUDA", "CUDA"):
         (line,) = (line for line in lines if line.startswith(f"{key}:"))
         assert "call.cpp" in line
+
+
+def test_off_cuda_the_modules_compute_it() -> None:
+    made, x = model(up(), nn.BatchNorm2d(24), nn.ReLU()), images()
+    given = x, made[0].weight, made[0].bias, *(getattr(made[1], name) for name in VECTORS)
+    words = evaluation.block_words((2, 2), (1, 1), (0, 0), 1, (1, 1), 1e-5, Activation.RELU, 0.0)
+    assert evaluation.block_output(*given, words, "kernel") is None
 
 
 # What is computed so

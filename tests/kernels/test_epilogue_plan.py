@@ -32,19 +32,29 @@ LEAKY = Epilogue(True, Activation.LEAKY_RELU, torch.float16, 1e-3, 0.25)
 
 
 def plans(architecture: str) -> Iterator[Plan]:
-    """One for each kernel that stores outputs, and dtype."""
+    """One for each kernel that stores outputs, and dtype: what is chosen for a geometry before what might be."""
     device = plan.Device(architecture, 132, SHARED_BYTES[architecture])
+    problems = [
+        plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+        for geometry in GEOMETRIES.values()
+        for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "tf32"))
+        for channels_last in (False, True)
+    ]
+    chosen = [(problem, plan.plan_forward(problem, True, device)) for problem in problems]
+    others = [
+        (problem, made)
+        for problem in problems
+        for made in (
+            *plan.forward_candidates(problem, True, device, 4),
+            plan_general.plan_forward(problem, True),
+        )
+    ]
     seen = set()
-    for geometry in GEOMETRIES.values():
-        for dtype, precision in ((torch.float16, "ieee"), (torch.float32, "tf32")):
-            for channels_last in (False, True):
-                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                candidates = plan.forward_candidates(problem, True, device, 4)
-                for made in (*candidates, plan_general.plan_forward(problem, True)):
-                    kind = made.launches[-1].kernel.source, dtype
-                    if kind not in seen:
-                        seen.add(kind)
-                        yield made
+    for problem, made in (*chosen, *others):
+        kind = made.launches[-1].kernel.source, problem.dtype
+        if kind not in seen:
+            seen.add(kind)
+            yield made
 
 
 def stores(made: Plan) -> list[str]:
