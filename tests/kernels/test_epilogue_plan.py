@@ -12,7 +12,7 @@ import torch
 from tconv_swap.cuda import jit, plan
 from tconv_swap.cuda.plans import plan_general
 from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
-from tconv_swap.cuda.program import Argument, ArgumentKind, Plan, fields, input_, output
+from tconv_swap.cuda.program import Argument, ArgumentKind, Kernel, Plan, fields, input_, output
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.norm.shape import Activation
 
@@ -124,13 +124,18 @@ def test_a_packed_weight_comes_in_front_of_it() -> None:
     ("architecture", "epilogue"),
     [("sm_75", NORMED), ("sm_80", ACTIVATED), ("sm_90a", NORMED), ("sm_90a", ACTIVATED)],
 )
-def test_kernels_compile_without_spills(architecture: str, epilogue: Epilogue) -> None:
+def test_kernels_compile_and_spill_no_more_than_without(architecture: str, epilogue: Epilogue) -> None:
     for made in plans(architecture):
         ended = with_epilogue(made, epilogue)
         assert ended is not None
-        kernel = ended.launches[-1].kernel
-        assert not kernel.spills or made.launches[-1].kernel.spills
-        _, log = jit.compile_with_log(kernel, architecture)
-        spilled = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
-        assert spilled
-        assert kernel.spills or not any(spilled), f"{kernel} spills on {architecture}: {log}"
+        assert not ended.launches[-1].kernel.spills or made.launches[-1].kernel.spills
+        before, after = (spilled(one.launches[-1].kernel, architecture) for one in (made, ended))
+        assert after <= before, f"{ended.launches[-1].kernel} spills on {architecture}"
+
+
+def spilled(kernel: Kernel, architecture: str) -> int:
+    """Bytes of a thread's registers that are moved to local memory."""
+    _, log = jit.compile_with_log(kernel, architecture)
+    found = re.findall(r"(\d+) bytes spill stores", log)
+    assert found
+    return sum(map(int, found))
