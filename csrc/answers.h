@@ -42,7 +42,7 @@ struct Answer {
 
 using Key = c10::SmallVector<int64_t, 64>;
 
-constexpr int64_t FORWARD_STAGE = 8;  // gradients: their mask, 1 to 7; norm.h's stages are 16 to 21
+constexpr int64_t FORWARD_STAGE = 8;  // gradients: their mask, 1 to 7; norm.h's stages are 16 to 21, block.h's is 24
 constexpr int64_t CAST_STAGE = 32;     // with the dtype above it
 inline int64_t stage_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * mask[2]; }
 

@@ -19,6 +19,11 @@ extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_inde
 namespace tconv_swap {
 
 using at::Tensor;
+using Maybe = std::optional<Tensor>;
+
+inline const Tensor* if_there(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
+inline const Tensor* if_there(const Maybe& tensor) { return tensor ? if_there(*tensor) : nullptr; }
+inline Maybe as_maybe(const Tensor& tensor) { return tensor.defined() ? Maybe(tensor) : std::nullopt; }
 
 /// Stride, padding, output_padding, groups and dilation, as an op takes them: nine numbers.
 struct Geometry {

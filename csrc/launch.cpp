@@ -140,14 +140,23 @@ void run(const Launch& launch, void* stream, const Operands& operands) {
     int64_t number;
   } values[MOST];
   void* addresses[MOST];
+  size_t parameters = 0, fields_end = 0;
   for (size_t i = 0; i < count; ++i) {
     const Argument& argument = launch.arguments[i];
-    addresses[i] = &values[i];
+    // The driver copies a struct from the address of its first field, behind which the others lie.
+    if (argument.kind == ArgumentKind::Fields) {
+      addresses[parameters++] = &values[i + 1];
+      fields_end = i + 1 + static_cast<size_t>(argument.value);
+      continue;
+    }
+    void* unread;
+    void*& address = i < fields_end ? unread : addresses[parameters++];
+    address = &values[i];
     switch (argument.kind) {
       case ArgumentKind::Int64: values[i].number = argument.value; break;
-      case ArgumentKind::TensorMap: addresses[i] = &maps[argument.value]; break;
+      case ArgumentKind::TensorMap: address = &maps[argument.value]; break;
       // The driver copies the words; its interface takes no pointer to const.
-      case ArgumentKind::Struct: addresses[i] = const_cast<int32_t*>(launch.structs[argument.value].data()); break;
+      case ArgumentKind::Struct: address = const_cast<int32_t*>(launch.structs[argument.value].data()); break;
       default: values[i].pointer = operands.pointer(argument);
     }
   }

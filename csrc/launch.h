@@ -7,7 +7,7 @@
 
 namespace tconv_swap {
 
-enum class ArgumentKind : int64_t { Input, Output, Workspace, Int64, TensorMap, Struct };  // program.ArgumentKind
+enum class ArgumentKind : int64_t { Input, Output, Workspace, Int64, TensorMap, Struct, Fields };  // program.ArgumentKind
 struct Argument {
   ArgumentKind kind;
   int64_t value;

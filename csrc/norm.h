@@ -13,12 +13,6 @@
 
 namespace tconv_swap {
 
-using Maybe = std::optional<Tensor>;
-
-inline const Tensor* if_there(const Tensor& tensor) { return tensor.defined() ? &tensor : nullptr; }
-inline const Tensor* if_there(const Maybe& tensor) { return tensor ? if_there(*tensor) : nullptr; }
-inline Maybe as_maybe(const Tensor& tensor) { return tensor.defined() ? Maybe(tensor) : std::nullopt; }
-
 // As kernels.py numbers them. Of a backward pass: 1 more for the gradient of the input, 2 for those of weight and bias.
 constexpr int64_t NORM_FORWARD = 16, NORM_FORWARD_THAT_SAVES = 17, NORM_BACKWARD = 18;
 constexpr size_t AVERAGES = 0;  // of a form's words: num_batches_tracked goes up, and gives the momentum

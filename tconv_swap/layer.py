@@ -46,7 +46,7 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
             ValueError: ``output_size`` is not possible, or ``padding_mode`` is not ``"zeros"``.
             RuntimeError: the shapes, dtypes or devices of ``input`` and the parameters do not fit together.
         """
-        if not _is_ours(self, input):
+        if not is_ours(self, input):
             return super().forward(input, output_size)
         operands = self.tconv_operands(input, output_size)
         if self._tconv_packed is not None:
@@ -54,6 +54,10 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
             if output is not None:
                 return output
         return _computed(self, operands)
+
+    def tconv_shaped(self, output: Tensor) -> Tensor:
+        """Returns what ``forward`` returns of what is computed from ``tconv_operands``."""
+        return output
 
     def tconv_operands(self, input: Tensor, output_size: list[int] | None = None) -> Operands:
         """What ``forward`` calls ``tconv_swap.conv_transpose2d`` with."""
@@ -97,9 +101,13 @@ class ConvTranspose1d(Leaf, LayerState, nn.ConvTranspose1d):
         Raises:
             ValueError, RuntimeError: as ``ConvTranspose2d.forward``.
         """
-        if not _is_ours(self, input) or input.dim() not in (2, 3):
+        if not is_ours(self, input) or input.dim() not in (2, 3):
             return super().forward(input, output_size)
-        output = _computed(self, self.tconv_operands(input, output_size)).contiguous()
+        return self.tconv_shaped(_computed(self, self.tconv_operands(input, output_size)))
+
+    def tconv_shaped(self, output: Tensor) -> Tensor:
+        """Returns what ``forward`` returns of what is computed from ``tconv_operands``."""
+        output = output.contiguous()
         # Not a view, into which autograd refuses to write.
         return torch.ops.aten._unsafe_view.default(output, [*output.shape[:-2], output.shape[-1]])  # type: ignore[no-any-return]
 
@@ -147,7 +155,7 @@ def _computed(layer: Swapped, operands: Operands) -> Tensor:
     return op.conv_transpose2d(*operands, layer.tconv_backend)
 
 
-def _is_ours(layer: Plain, input: Tensor) -> bool:
+def is_ours(layer: Plain, input: Tensor) -> bool:
     """Returns whether our operator takes this call. PyTorch's takes the others, and raises for a broken layer.
 
     The weight is not asked: reading a parametrized one computes it and may change state (spectral_norm).

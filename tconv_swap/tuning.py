@@ -340,7 +340,7 @@ def _timed(
     problem: plan.Problem, mask: choice.Mask, has_bias: bool, index: int, count: int, budget_s: float
 ) -> first_use.Timed | None:
     """Measures as ``tune`` does, but PyTorch's operator as the user's switches have it."""
-    report, winner = _measure(Posed(problem, mask, has_bias, index), count, budget_s)
+    report, winner = measure_problem(Posed(problem, mask, has_bias, index), count, budget_s)
     if winner is None:
         return None
     pytorch = next(one.microseconds for one in report.candidates if one.family == NATIVE)

@@ -70,6 +70,8 @@ STATE = {
     "cuda.launch._kernels": "the same",
     "blocks.call.observers": "the verification watches blocks, which are called by the network",
     "blocks.call.recorders": "the same, for `prepare`",
+    "blocks.call.block_observers": "the same",
+    "blocks.evaluation._library": "PyTorch's registry of operators",
     "blocks.handed._proofs": "a cache: what the `forward` of each class proves",
     "blocks.handed._running": "of each thread: PyTorch calls the modules, which have no argument for it",
     "blocks.kernels._library": "PyTorch's registry of operators",

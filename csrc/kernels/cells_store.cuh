@@ -2,6 +2,8 @@
 // DIRECT stored as they are, where a tile of M is a run of neighbours in memory.
 #pragma once
 
+#include "epilogue.cuh"
+
 constexpr int MOST = 16 / ITEM;  // elements of the widest store
 
 // Lines, which lie in one piece in memory: the tile's pixels of an output row, of one channel (NCHW) or of all.
@@ -73,20 +75,20 @@ static_assert(!DIRECT || CHANNELS_LAST || STRIDE_W % 16 == 0);
 struct DirectStore {
   Element* output;  // of the pass's row of the tile's first cell
   int at, cell_row;  // from a row of cells to the next
-  float bias[2];
+  Channel channels[2];
+  const Epilogue& epilogue;
 
-  __device__ __forceinline__ DirectStore(Element* output, const Element* bias, const Sizes& sizes, const OutputTile& tile, int m)
+  __device__ __forceinline__ DirectStore(Element* output, const Epilogue& epilogue, const Sizes& sizes, const OutputTile& tile, int m)
       : output(output + tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels())),
-        cell_row(STRIDE_H * out_line(sizes)) {
+        cell_row(STRIDE_H * out_line(sizes)), epilogue(epilogue) {
     const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
     this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.cell_w * CELL;
     at = CHANNELS_LAST ? m : place.channel * sizes.out_pixels() + place.column;
-    this->bias[0] = HAS_BIAS && m < M ? load_as(bias[place.channel]) : 0.f;
-    this->bias[1] = HAS_BIAS && m < M ? load_as(bias[next.channel]) : 0.f;
+    channels[0] = channel_of(epilogue, place.channel, m < M), channels[1] = channel_of(epilogue, next.channel, m < M);
   }
   __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
     Element* const to = output + (at + cell_h * cell_row + cell_w * CELL);
-    low += bias[0], high += bias[1];
+    low = finished(low, channels[0], epilogue), high = finished(high, channels[1], epilogue);
     if constexpr (IS_16_BIT) {
       __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
     } else {
@@ -100,14 +102,18 @@ struct alignas(COUNT * sizeof(Element)) Run {
   Element of[COUNT];
 };
 
-/// The bias, everywhere: no tap overwrites it in pixels without any.
-__device__ __forceinline__ void stage_bias(Element* staged, const Element* bias) {
-  constexpr int COUNT = !HAS_BIAS || !CHANNELS_LAST ? MOST : power_dividing(OUT_CHANNELS, MOST);
+/// The epilogue of no sum, everywhere: no tap overwrites it in pixels without any.
+__device__ __forceinline__ void stage_nothing(Element* staged, const Epilogue& epilogue) {
+  constexpr bool OF_CHANNEL = HAS_BIAS || NORMALIZES;
+  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_dividing(OUT_CHANNELS, MOST);
   for (int i = threadIdx.x * COUNT; i < CHANNEL_LINES * CHANNEL_PITCH; i += THREADS * COUNT) {
     const int channel = CHANNELS_LAST ? i % LINE_PITCH % CELL_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
     Run<COUNT> run;
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) run.of[k] = HAS_BIAS ? bias[channel + (CHANNELS_LAST ? k : 0)] : element_of(0.f);
+    for (int k = 0; k < COUNT; ++k) {
+      const int each = OF_CHANNEL && CHANNELS_LAST ? channel + k : channel;
+      run.of[k] = element_of(finished(0.f, channel_of(epilogue, each), epilogue));
+    }
     *reinterpret_cast<Run<COUNT>*>(staged + i) = run;
   }
 }

@@ -138,7 +138,7 @@ struct Filler {
 
 extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_boxes(const __grid_constant__ TensorMap input, const __grid_constant__ Weights::Argument weights,
-                  const Element* __restrict__ bias, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
+                  const __grid_constant__ Epilogue epilogue, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
@@ -158,6 +158,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     if (threadIdx.x == THREADS) Filler(shared, weights, sizes).run(input);
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, sizes);
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), epilogue, output, sizes);
   }
 }

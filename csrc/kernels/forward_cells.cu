@@ -10,7 +10,7 @@
 // `walks`-th tile; it brings a tile's input with its halo to shared memory as words (a channel, or two of 16 bits),
 // [word][pixel] in NCHW and [pixel][word] in channels_last. A unit of a warp is one tile of M times UNIT_ROWS
 // rows of UNIT_COLS x 8 cells; for one pair of halves it loads the input of all its vertical taps once. The sums go
-// to shared memory as elements, and leave in whole lines, with the bias in the pixels that no tap reaches (written
+// to shared memory as elements, and leave in whole lines, with the epilogue of 0 in the pixels that no tap reaches (written
 // there once), or with DIRECT from the registers. RESIDENT: the pass's weights stay in shared memory, else they are
 // read from the caches.
 #include "mma.cuh"
@@ -135,18 +135,18 @@ __device__ __forceinline__ void multiply(Sums& sums, const uint4* weights, u32 a
 }
 
 /// A unit's sums to the staged tile. Its first cell is (h, w) of the tile.
-__device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, const Element* bias, int group, int m_tile,
+__device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, const Epilogue& epilogue, int group, int m_tile,
                                            int h, int w) {
   const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   int at[2];
-  float offset[2];
+  Channel channels[2];
 #pragma unroll
   for (int e = 0; e < 2; ++e) {
     const int m = m_of_row(m_tile, g + e * 8);
     const Place place = place_of(m, USED_COLUMNS);
     const int channel = group * CO_GROUP + place.channel;
     at[e] = m < M ? staged_at(place.row, place.column, channel) + h * ROW_STEP + (w + 2 * t) * CELL_STEP : -1;
-    offset[e] = HAS_BIAS && m < M ? load_as(bias[channel]) : 0.f;
+    channels[e] = channel_of(epilogue, channel, m < M);
   }
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
@@ -154,7 +154,8 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
     for (int col = 0; col < UNIT_COLS; ++col)
 #pragma unroll
       for (int cell = 0; cell < 2; ++cell) {
-        const float low = sums.of[row][col][cell] + offset[0], high = sums.of[row][col][2 + cell] + offset[1];
+        const float low = finished(sums.of[row][col][cell], channels[0], epilogue);
+        const float high = finished(sums.of[row][col][2 + cell], channels[1], epilogue);
         const int step = row * ROW_STEP + (col * 8 + cell) * CELL_STEP;
         if constexpr (NEIGHBOURS) {
           if (at[0] < 0) continue;
@@ -171,10 +172,10 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
 }
 
 /// The same to where they stay. `tile`: the block's.
-__device__ __forceinline__ void store_sums(const Sums& sums, Element* output, const Element* bias, const Sizes& sizes,
+__device__ __forceinline__ void store_sums(const Sums& sums, Element* output, const Epilogue& epilogue, const Sizes& sizes,
                                            const OutputTile& tile, int m_tile, int h, int w) {
   const int m = m_of_row(m_tile, threadIdx.x % 32 / 4), first = w + threadIdx.x % 4 * 2;
-  const DirectStore store(output, bias, sizes, tile, m);
+  const DirectStore store(output, epilogue, sizes, tile, m);
   const int rows = m < M ? sizes.cells_h - tile.cell_h : 0, columns = sizes.cells_w - tile.cell_w;
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
@@ -189,7 +190,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Element* output, co
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_cells(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+    forward_cells(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                   Element* __restrict__ output, const __grid_constant__ Sizes sizes, long long walks) {
   extern __shared__ __align__(16) u32 shared[];
   const u32 input_tile = ptx::pinned(ptx::shared_address(shared));
@@ -218,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const long long pass_words = static_cast<long long>(PASS_FRAGMENTS) * FRAGMENT_WORDS;
   const u32* const pass_weights = packed + pass * pass_words;
   if (taps && tile < tiles) bring(tile);
-  if (!DIRECT && (!taps || !ALL_COLUMNS)) stage_bias(staged, bias);
+  if (!DIRECT && (!taps || !ALL_COLUMNS)) stage_nothing(staged, epilogue);
   ptx::wait_for_previous_launch();
   if (RESIDENT && taps) {
     for (int i = threadIdx.x; i < WEIGHT_WORDS / 4; i += THREADS)
@@ -249,9 +250,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         Sums sums;
         multiply(sums, lane_weights + all_tile * TILE_FRAGMENTS * 32, from, SHIFTS.count[m_tile] * GROUP_HALVES);
         if constexpr (DIRECT) {
-          store_sums(sums, output, bias, sizes, at, m_tile, h, w);
+          store_sums(sums, output, epilogue, sizes, at, m_tile, h, w);
         } else {
-          stage_sums(sums, staged, bias, group, m_tile, h, w);
+          stage_sums(sums, staged, epilogue, group, m_tile, h, w);
         }
       }
     }

@@ -14,6 +14,7 @@
 // a cell for the whole strip: an input row completes a row of cells, and what it brings to the rows below is carried in
 // registers. Cell row y has the output rows from y * STRIDE - PADDING on.
 #include "mma.cuh"
+#include "epilogue.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
 #include "tma.cuh"
@@ -233,7 +234,7 @@ struct Item {
 };
 
 /// The outputs that this step's rows complete.
-__device__ __forceinline__ void fold(Item& item, const float* buffer, const Steps& step, const Element* bias,
+__device__ __forceinline__ void fold(Item& item, const float* buffer, const Steps& step, const Epilogue& epilogue,
                                      Element* output) {
   const FoldSizes& sizes = step.sizes;
   if (item.phase >= STRIDE_H || item.group >= sizes.tile_groups) return;
@@ -244,10 +245,8 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
   const auto store = [&](int cell_row, float(&sums)[RUN]) {
     const int y = cell_row * STRIDE_H - PADDING_H + item.phase;
     if (cell_row < step.begin || cell_row >= step.end || y < 0 || y >= sizes.out_height || x >= sizes.out_width) return;
-    if (HAS_BIAS) {
 #pragma unroll
-      for (int i = 0; i < RUN; ++i) sums[i] += load_as(bias[item.channel + i % THREAD_CHANNELS]);
-    }
+    for (int i = 0; i < RUN; ++i) sums[i] = finished(sums[i], channel_of(epilogue, item.channel + i % THREAD_CHANNELS), epilogue);
     Element* const to = column + y * (sizes.out_width * THREAD_CHANNELS);
     const int left = (sizes.out_width - x) * THREAD_CHANNELS;
     if (STORE == 1 || sizes.out_width * THREAD_CHANNELS % STORE == 0) {
@@ -272,7 +271,7 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_fold(const __grid_constant__ TensorMap input, const Element* __restrict__ weight,
-                 const Element* __restrict__ bias, Element* __restrict__ output, const __grid_constant__ FoldSizes sizes) {
+                 const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ FoldSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;
@@ -319,7 +318,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       asked.next();
     }
 #pragma unroll
-    for (int i = 0; i < THREAD_ITEMS; ++i) fold(items[i], products + buffer, step, bias, output);
+    for (int i = 0; i < THREAD_ITEMS; ++i) fold(items[i], products + buffer, step, epilogue, output);
     if (BUFFERS == 2) buffer = BUFFER - buffer;
     if (++stage == STAGES) {
       stage = 0;

@@ -31,17 +31,15 @@ struct FragmentPlace {
 };
 
 /// `staged`: address of 2 * LINE_PART * 1024 bytes; the other arguments as of store_warp, the channel of the warpgroup.
-__device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const Element* bias, u32 staged, const Origin& origin,
+__device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const Epilogue& epilogue, u32 staged, const Origin& origin,
                                             int group, int first_channel, int image, int row, int col, int phase_row,
                                             int phase_col, const Sizes& sizes) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = threadIdx.x % 32;
-  float biases[2] = {0.f, 0.f};
-  if constexpr (HAS_BIAS) {
+  Channel channels[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int channel = first_channel + warp * 16 + half * 8 + lane / 4;
-      if (channel < CO_GROUP) biases[half] = load_as(bias[group * CO_GROUP + channel]);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int channel = first_channel + warp * 16 + half * 8 + lane / 4;
+    channels[half] = channel_of(epilogue, group * CO_GROUP + channel, channel < CO_GROUP);
   }
   // Where this lane's address of the turned matrices lies: matrix lane / 8 is half of the warp's channels of one of two
   // fragments. And what this thread stores: 16 bytes `piece` of pixel `pixel`, of one of two fragments.
@@ -70,7 +68,8 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
       for (int half = 0; half < 4; ++half) {
         const FragmentPlace place(least(i + half / 2, WARP_FRAGMENTS - 1));
         const float(&sum)[4] = sums.at(place.phase, 0, place.image, place.col, place.row);
-        words[half] = ptx::pack_pair<PRECISION>(with_bias(sum[half % 2 * 2], biases[half % 2]), with_bias(sum[half % 2 * 2 + 1], biases[half % 2]));
+        const Channel& channel = channels[half % 2];
+        words[half] = ptx::pack_pair<PRECISION>(stored(sum[half % 2 * 2], channel, epilogue), stored(sum[half % 2 * 2 + 1], channel, epilogue));
       }
       ptx::store_matrices_turned(put + buffer + (i - part * LINE_PART) * 1024, words[0], words[1], words[2], words[3]);
     }

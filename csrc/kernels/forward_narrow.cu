@@ -3,7 +3,7 @@
 // takes those that memory bounds. Storage float, Half or BFloat16; NCHW and channels_last; weights in either
 // layout, as they lie.
 //
-//   output[n, co, oh, ow] = bias[co] + sum over ci in the group of co, and kh, kw, with
+//   output[n, co, oh, ow] = the epilogue of the sum over ci in the group of co, and kh, kw, with
 //       oh + PADDING_H - kh * DILATION_H = STRIDE_H * ih, 0 <= ih < HEIGHT (and the same horizontally)
 //       of input[n, ci, ih, iw] * weight[ci, co, kh, kw]
 //
@@ -20,6 +20,7 @@
 // Its columns of cells lie side by side where ADJACENT, else LANES_W apart. Threads of a block, fastest first:
 //   LANES_C channel slices, STRIDE_W / PHASES_W columns of a cell, LANES_W cells, SLICES_C more channel slices,
 //   LANES_H rows of threads, BLOCK_IMAGES images.
+#include "epilogue.cuh"
 #include "narrow.cuh"
 #include "sizes.cuh"
 
@@ -95,7 +96,7 @@ __device__ __forceinline__ int shared_place(unsigned v) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     forward_narrow(const Element* __restrict__ input, const Element* __restrict__ weight,
-                   const Element* __restrict__ bias, Element* __restrict__ output,
+                   const __grid_constant__ Epilogue epilogue, Element* __restrict__ output,
                    const __grid_constant__ CellWalkSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles_x = reinterpret_cast<float*>(shared);
@@ -190,10 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   const int co = co0 + slice * THREAD_CHANNELS - group_local * CO_GROUP;  // within the group
   const int group = group0 + group_local;
-  float offset[THREAD_CHANNELS];
+  Channel channels[THREAD_CHANNELS];
 #pragma unroll
   for (int c = 0; c < THREAD_CHANNELS; ++c)
-    offset[c] = HAS_BIAS && group < GROUPS && co + c < CO_GROUP ? load_as(bias[group * CO_GROUP + co + c]) : 0.0f;
+    channels[c] = channel_of(epilogue, group * CO_GROUP + co + c, group < GROUPS && co + c < CO_GROUP);
 
   const int origin_w = SHIFT + (ALL_W ? 0 : thread_taps_w.origin - Horizontal::LOWEST);
   const int thread_x = image * IMAGE + group_local * CI_GROUP * CHANNEL + lane_h * THREAD_ROWS * ROW +
@@ -334,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < RUN; ++i) {
               const int column = (first + i / RUN_CHANNELS) / PHASES_W, phase_w = (first + i / RUN_CHANNELS) % PHASES_W;
               const int c = c0 + i % RUN_CHANNELS;
-              run[i] = sum[phase_h][row][column][phase_w][c] + offset[c];
+              run[i] = finished(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
             }
             store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)out_height * out_width), run, out_width - ow,
                       CO_GROUP - co - c0);

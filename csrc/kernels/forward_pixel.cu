@@ -12,6 +12,7 @@
 // CHUNK channels of the input, and as many rows of the weight, come by cp.async: all at once where there are STAGES of
 // them at most, else STAGES - 1 ahead.
 #include "mma.cuh"
+#include "epilogue.cuh"
 #include "parts.cuh"
 #include "repeat.cuh"
 #include "tile_index.cuh"
@@ -128,12 +129,10 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 input, u32 weight) {
   }
 }
 
-__device__ __forceinline__ float bias_of(const Element* bias, int o) {
-  return HAS_BIAS ? load_as(bias[CHANNELS_LAST ? o % OUT_CHANNELS : o / (OUTPUTS / OUT_CHANNELS)]) : 0.f;
-}
+__device__ constexpr int channel_at(int o) { return CHANNELS_LAST ? o % OUT_CHANNELS : o / (OUTPUTS / OUT_CHANNELS); }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    forward_pixel(const Element* __restrict__ input, const Element* __restrict__ weight, const Element* __restrict__ bias,
+    forward_pixel(const Element* __restrict__ input, const Element* __restrict__ weight, const __grid_constant__ Epilogue epilogue,
                   Element* __restrict__ output, long long batch) {
   extern __shared__ __align__(16) char memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
@@ -180,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int n = 0; n < WARP_N_TILES; ++n) {
     const int o = (warp_n * WARP_N_TILES + n) * 8 + 2 * t;
     if (o >= outputs) continue;
-    const float low = bias_of(bias, first_output + o), high = bias_of(bias, first_output + o + 1);
+    const Channel low = channel_of(epilogue, channel_at(first_output + o)), high = channel_of(epilogue, channel_at(first_output + o + 1));
 #pragma unroll
     for (int tile = 0; tile < WARP_M_TILES; ++tile)
 #pragma unroll
@@ -188,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int image = (warp_m * WARP_M_TILES + tile) * 16 + half * 8 + g;
         if (image >= images) continue;
         Element* const to = output + (first_image + image) * OUTPUTS + first_output + o;
-        const float x = sums[tile][n][2 * half] + low, y = sums[tile][n][2 * half + 1] + high;
+        const float x = finished(sums[tile][n][2 * half], low, epilogue), y = finished(sums[tile][n][2 * half + 1], high, epilogue);
         if constexpr (IS_16_BIT) {
           *reinterpret_cast<u32*>(to) = ptx::pack_pair<PRECISION>(x, y);
         } else {

@@ -19,6 +19,7 @@
 // Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; dilation 1, one group; rows of the input of a
 // multiple of 16 bytes, or (LINES) no tap beyond a row's ends; all weights of TILE_CHANNELS channels in shared memory.
 #include "mma.cuh"
+#include "epilogue.cuh"
 #include "wgmma.cuh"
 #include "pipeline.cuh"
 #include "tma.cuh"
@@ -183,7 +184,7 @@ struct Multiplier {
   Ring ring;
   u32 base;
   int lane, warp, first_channel;
-  const Element* bias;
+  const Epilogue& epilogue;
   Element* output;
   const StripSizes& sizes;
 
@@ -227,8 +228,8 @@ struct Multiplier {
       for (int r = 0; r < 2; ++r) {
         const int at = j * 8 + r;
         if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
-        const float add = HAS_BIAS ? load_as(bias[channel + at]) : 0.f;
-        const float first = sums[j * 4 + r] + add, second = sums[j * 4 + 2 + r] + add;
+        const Channel each = channel_of(epilogue, channel + at);
+        const float first = finished(sums[j * 4 + r], each, epilogue), second = finished(sums[j * 4 + 2 + r], each, epilogue);
         if (ITEM == 2 && out_width % 2 == 0) {
           if (col < out_width) __stcs(reinterpret_cast<u32*>(to + at * image), ptx::pack_pair<PRECISION>(first, second));
         } else {
@@ -257,7 +258,7 @@ struct Multiplier {
 };
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
-    forward_strips(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+    forward_strips(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                    Element* __restrict__ output, const __grid_constant__ StripSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
@@ -278,6 +279,6 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
     if (threadIdx.x == MULTIPLY_THREADS) fill(ring, weight_barrier, input, packed, sizes, tile, first, step);
   } else {
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
-    Multiplier{ring, base, lane, warp, tile * TILE_CHANNELS, bias, output, sizes}.run(weight_barrier, first, step);
+    Multiplier{ring, base, lane, warp, tile * TILE_CHANNELS, epilogue, output, sizes}.run(weight_barrier, first, step);
   }
 }

@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
 }
 
 template <int GROUP_ROW, int GROUP_COL>
-__device__ __forceinline__ void forward_group(const Element* input, const u32* packed, const Element* bias, Out* output,
+__device__ __forceinline__ void forward_group(const Element* input, const u32* packed, const Epilogue& epilogue, Out* output,
                                               const Sizes& sizes, int block, int split, int group_row, int group_col) {
   constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
   extern __shared__ __align__(16) u32 shared[];
@@ -186,24 +186,24 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   }
 
   if constexpr (PARTIAL) output += static_cast<long long>(split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
-  store_sums(sums, output, bias, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image, warp_h,
+  store_sums(sums, output, epilogue, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image, warp_h,
              warp_w, group_row * PHASE_ROWS, group_col * PHASE_COLS, sizes);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_tile(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+    forward_tile(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                  Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   const int piece = static_cast<int>(blockIdx.x), block = PARTIAL ? sizes.splits.quotient(piece) : piece;
   const int split = PARTIAL ? sizes.splits.remainder(piece, block) : 0;
   const int phase_group = block % PHASE_GROUPS, rest = block / PHASE_GROUPS;
   const int group_row = phase_group / GROUP_COLS, group_col = phase_group % GROUP_COLS;
   if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
-    forward_group<0, 0>(input, packed, bias, output, sizes, rest, split, group_row, group_col);
+    forward_group<0, 0>(input, packed, epilogue, output, sizes, rest, split, group_row, group_col);
   } else {
     repeat<0, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP)
-        forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, bias, output, sizes, rest, split,
+        forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, epilogue, output, sizes, rest, split,
                                                               GROUP / GROUP_COLS, GROUP % GROUP_COLS);
     });
   }

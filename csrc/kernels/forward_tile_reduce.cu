@@ -1,6 +1,7 @@
-// output = bias + the sum over splits of partial [splits, output], in the order of the splits: the last step of a
-// pass whose sum over input channels is split.
+// The output from the sum over splits of partial [splits, output], in the order of the splits, and the epilogue: the last step
+// of a pass whose sum over input channels is split.
 #include "mma.cuh"
+#include "epilogue.cuh"
 #include "sizes.cuh"
 
 struct ReduceSizes {
@@ -10,17 +11,12 @@ struct ReduceSizes {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    forward_tile_reduce(const float* __restrict__ partial, const Element* __restrict__ bias,
+    forward_tile_reduce(const float* __restrict__ partial, const __grid_constant__ Epilogue epilogue,
                         Element* __restrict__ output, const __grid_constant__ ReduceSizes sizes) {
   ptx::wait_for_previous_launch();
   const int i = static_cast<int>(blockIdx.x * THREADS + threadIdx.x) * VECTOR;
   if (i >= sizes.count) return;
-  float sum[VECTOR];
-#pragma unroll
-  for (int v = 0; v < VECTOR; ++v) {
-    const int channel = (OUTPUT_CHANNELS_LAST ? i + v : sizes.out_pixels.quotient(i + v)) % OUT_CHANNELS;
-    sum[v] = HAS_BIAS ? load_as(bias[channel]) : 0.f;
-  }
+  float sum[VECTOR] = {};
   const float* from = partial + i;
 #pragma unroll 4
   for (int s = 0; s < sizes.splits; ++s, from += sizes.count) {
@@ -35,5 +31,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int v = 0; v < VECTOR; ++v) sum[v] += part[v];
   }
 #pragma unroll
-  for (int v = 0; v < VECTOR; ++v) output[i + v] = store_as<Element>(sum[v]);
+  for (int v = 0; v < VECTOR; ++v) {
+    const int channel = (OUTPUT_CHANNELS_LAST ? i + v : sizes.out_pixels.quotient(i + v)) % OUT_CHANNELS;
+    output[i + v] = store_as<Element>(finished(sum[v], channel_of(epilogue, channel), epilogue));
+  }
 }

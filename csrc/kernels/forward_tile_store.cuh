@@ -1,6 +1,7 @@
-// Accumulators to output: adds the bias, stores the longest vectors that the layout and the shape allow.
+// Accumulators to output: applies the epilogue, stores the longest vectors that the layout and the shape allow.
 #pragma once
 
+#include "epilogue.cuh"
 
 /// Partial sums of a split over k leave in float32; whole sums in the output's type.
 template <bool OF_A_SPLIT>
@@ -77,18 +78,23 @@ struct Sums {
   }
 };
 
+/// Sums of a split are stored as they are: the epilogue is forward_tile_reduce.cu's.
+__device__ __forceinline__ float stored(float sum, const Channel& channel, const Epilogue& epilogue) {
+  return PARTIAL ? sum : finished(sum, channel, epilogue);
+}
+
 /// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
-__device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Element* bias, const Origin& origin,
+__device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Epilogue& epilogue, const Origin& origin,
                                            int group, int first_channel, int n, int h, int w, int phase_row,
                                            int phase_col, const Sizes& sizes) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  float biases[WARP_M_TILES][2];
+  Channel channels[WARP_M_TILES][2];
 #pragma unroll
   for (int i = 0; i < WARP_M_TILES; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channel = first_channel + channel_of_row(i, g + half * 8);
-      biases[i][half] = HAS_BIAS && !PARTIAL && channel < CO_GROUP ? load_as(bias[group * CO_GROUP + channel]) : 0.f;
+      channels[i][half] = channel_of(epilogue, group * CO_GROUP + channel, !PARTIAL && channel < CO_GROUP);
     }
 
   // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
@@ -124,7 +130,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
                 float run[RUN];
 #pragma unroll
                 for (int i = 0; i < RUN; ++i)
-                  run[i] = sums.at(a * PHASE_COLS + b, i / 2, image, col, row)[i % 2 * 2 + e] + biases[i / 2][i % 2];
+                  run[i] = stored(sums.at(a * PHASE_COLS + b, i / 2, image, col, row)[i % 2 * 2 + e], channels[i / 2][i % 2], epilogue);
 #pragma unroll
                 for (int i = 0; i < RUN; i += VECTOR)
                   if (CO_GROUP % RUN == 0 ? channel < CO_GROUP : channel + i < CO_GROUP)
@@ -152,8 +158,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
                     float run[RUN];
 #pragma unroll
                     for (int r = 0; r < RUN; ++r)
-                      run[r] = sums.at(a * PHASE_COLS + r % PHASE_COLS, i, image, col, row)[half * 2 + (PAIR ? r / PHASE_COLS + pass : e)] +
-                               biases[i][half];
+                      run[r] = stored(sums.at(a * PHASE_COLS + r % PHASE_COLS, i, image, col, row)[half * 2 + (PAIR ? r / PHASE_COLS + pass : e)],
+                                      channels[i][half], epilogue);
 #pragma unroll
                     for (int r = 0; r < RUN; r += VECTOR)
                       if (FLAT || out_col + r < sizes.out_width) store_vector<VECTOR>(to + r, run + r);

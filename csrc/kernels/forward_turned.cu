@@ -27,7 +27,7 @@ constexpr int FILL_THREADS = 32 * FILL_WARPS;
 #include "forward_turned_fill.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_turned(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+    forward_turned(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                    Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
@@ -53,6 +53,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     Filler(shared, packed, sizes).run(input);
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, sizes);
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), epilogue, output, sizes);
   }
 }

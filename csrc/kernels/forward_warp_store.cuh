@@ -1,4 +1,4 @@
-// One warp's sums to output, with no other warp: bias added, in runs that fill sectors of 32 bytes.
+// One warp's sums to output, with no other warp: epilogue applied, in runs that fill sectors of 32 bytes.
 //
 // channels_last: straight from the registers; eight lanes hold 16 neighbouring channels of a pixel. NCHW: by way of
 // shared memory of the warp's own, a part of its cells and channels at a time, so that whole pieces of rows leave together.
@@ -26,8 +26,6 @@ constexpr int PART_PIXELS = PART_ROW * PART_ROWS;
 constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
 constexpr int CHANNEL_PITCH = aligned_to(ceil_div(PART_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
 constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : PART_CHANNELS * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
-
-__device__ __forceinline__ float with_bias(float sum, float bias) { return HAS_BIAS && !PARTIAL ? sum + bias : sum; }
 
 /// COUNT neighbouring Out values to an address aligned to them all, at most 16 bytes.
 template <int COUNT>
@@ -92,7 +90,8 @@ constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
 /// Of those, neighbouring outputs of a store at most, where images are only known to be multiples of so many.
 constexpr int STORE_DENSE = least(4, STORE_MOST);
 
-__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at) {
+__device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
+                                                    const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   constexpr int VECTOR = PAIRED_ROWS ? power_dividing(CO_GROUP, 2) : 1;
   constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
@@ -133,7 +132,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
 #pragma unroll
             for (int b = 0; b < PHASE_COLS; ++b) {
               const float(&sum)[4] = sums.at(a * PHASE_COLS + b, 0, image, col, row);
-              const float run[2] = {with_bias(sum[e], biases[0]), with_bias(sum[2 + e], biases[1])};
+              const float run[2] = {stored(sum[e], channels_of[0], epilogue), stored(sum[2 + e], channels_of[1], epilogue)};
               const long long distance =
                   image * image_elements + static_cast<long long>(cell_rows + a) * row_elements + (cell_cols + b) * OUT_CHANNELS;
               if (inside && (FLAT || (cell_rows + a < rows && cell_cols + b < cols))) {
@@ -225,7 +224,8 @@ __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int
 }
 
 template <int STORE>
-__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at, Out* staged) {
+__device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels)[2], const WarpPlace& at,
+                                           Out* staged) {
   using Place = StorePlace<STORE>;
   constexpr bool PLACES_ADD = Place::ADD;
   constexpr int STORES = Place::STORES;
@@ -259,9 +259,9 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
             float run[RUN];
 #pragma unroll
             for (int r = 0; r < RUN; ++r)
-              run[r] = with_bias(sums.at(a * PHASE_COLS + r % PHASE_COLS, 0, (part_line + line) / WARP_ROWS, part_col + col,
-                                         (part_line + line) % WARP_ROWS)[half * 2 + r / PHASE_COLS],
-                                 biases[half]);
+              run[r] = stored(sums.at(a * PHASE_COLS + r % PHASE_COLS, 0, (part_line + line) / WARP_ROWS, part_col + col,
+                                      (part_line + line) % WARP_ROWS)[half * 2 + r / PHASE_COLS],
+                              channels[half], epilogue);
 #pragma unroll
             for (int r = 0; r < RUN; r += VECTOR)
               put_vector<VECTOR>(staged + (g + (half - first_half) * 8) * CHANNEL_PITCH + pixel + r, run + r);
@@ -314,35 +314,33 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
 }
 
 /// `channel`: first of the warp in the block's rows of a multiply; `staged`: shared memory of the warp's own.
-__device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const Element* bias, Out* staged, const Origin& origin,
+__device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const Epilogue& epilogue, Out* staged, const Origin& origin,
                                            int group, int first_channel, int warp_row, int image, int row, int col,
                                            int phase_row, int phase_col, const Sizes& sizes) {
   const int g = threadIdx.x % 32 / 4;
   first_channel += warp_row % BLOCK_CHANNELS;
   const WarpPlace at{origin, image, row, col, STACK > 1 ? warp_row / BLOCK_CHANNELS : 0, phase_row, phase_col,
                      group * CO_GROUP + first_channel, CO_GROUP - first_channel, sizes};
-  float biases[2] = {0.f, 0.f};
-  if constexpr (HAS_BIAS && !PARTIAL) {
+  Channel channels[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int channel = channel_of_row(0, g + half * 8);
-      if (channel < at.channels_left) biases[half] = load_as(bias[at.out_channel + channel]);
-    }
+  for (int half = 0; half < 2; ++half) {
+    const int channel = channel_of_row(0, g + half * 8);
+    channels[half] = channel_of(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
-    store_channels_last(sums, output, biases, at);
+    store_channels_last(sums, output, epilogue, channels, at);
   } else if constexpr (DENSE) {
     constexpr int SOME = least(STORE_ROW, STORE_DENSE);
     if (STORE_ROW > SOME && sizes.out_pixels() % STORE_ROW == 0) {
-      store_nchw<STORE_ROW>(sums, output, biases, at, staged);
+      store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
     } else if (SOME > STORE_ANY && sizes.out_pixels() % SOME == 0) {
-      store_nchw<SOME>(sums, output, biases, at, staged);
+      store_nchw<SOME>(sums, output, epilogue, channels, at, staged);
     } else {
-      store_nchw<STORE_ANY>(sums, output, biases, at, staged);
+      store_nchw<STORE_ANY>(sums, output, epilogue, channels, at, staged);
     }
   } else if (STORE_ROW > STORE_ANY && sizes.out_width % STORE_ROW == 0) {
-    store_nchw<STORE_ROW>(sums, output, biases, at, staged);
+    store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
   } else {
-    store_nchw<STORE_ANY>(sums, output, biases, at, staged);
+    store_nchw<STORE_ANY>(sums, output, epilogue, channels, at, staged);
   }
 }

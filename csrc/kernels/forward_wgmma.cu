@@ -82,7 +82,7 @@ struct Filler {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_MULTIPROCESSOR)
-    forward_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
+    forward_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                   Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
@@ -102,6 +102,6 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     Filler(shared, input, packed, sizes).run();
   } else {
     if constexpr (MOVE_REGISTERS) ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(shared, reinterpret_cast<char*>(memory), bias, output, sizes);
+    multiply_and_store(shared, reinterpret_cast<char*>(memory), epilogue, output, sizes);
   }
 }

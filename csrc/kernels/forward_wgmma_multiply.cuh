@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
   release(ring.empty_before());
 }
 
-__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, const Element* bias, Out* output, const Sizes& sizes) {
+__device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, const Epilogue& epilogue, Out* output, const Sizes& sizes) {
   const int warp = threadIdx.x / 32, warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
   const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
   const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
@@ -90,11 +90,11 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
     Out* to = output;
     if constexpr (PARTIAL) to += static_cast<long long>(work.split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
     if constexpr (WHOLE_LINES)
-      store_lines(sums, to, bias, shared + STAGED + warp / 4 * (4 * PART_BUFFER), work.origin, work.group,
+      store_lines(sums, to, epilogue, shared + STAGED + warp / 4 * (4 * PART_BUFFER), work.origin, work.group,
                   work.m_block * BLOCK_CHANNELS + warp_m / 4 * 64, warp_image, warp_h, warp_w,
                   work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, sizes);
     else
-      store_warp(sums, to, bias, staged, work.origin, work.group, work.m_block * BLOCK_CHANNELS, warp_m * 16, warp_image,
+      store_warp(sums, to, epilogue, staged, work.origin, work.group, work.m_block * BLOCK_CHANNELS, warp_m * 16, warp_image,
                warp_h, warp_w, work.phase_group / GROUP_COLS * PHASE_ROWS, work.phase_group % GROUP_COLS * PHASE_COLS, sizes);
   }
 }

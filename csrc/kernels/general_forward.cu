@@ -1,12 +1,13 @@
 // Forward, any geometry, any dtype, NCHW and channels_last: the reference on the GPU and the fallback.
 //
-//   output[n, co, oh, ow] = bias[co] + sum over ci in the group of co, and kh, kw, with
+//   output[n, co, oh, ow] = the epilogue of the sum over ci in the group of co, and kh, kw, with
 //       oh + PADDING_H - kh * DILATION_H = STRIDE_H * ih, 0 <= ih < HEIGHT (and the same horizontally)
 //       of input[n, ci, ih, iw] * weight[ci, co, kh, kw]
 //
 // The outputs split into STRIDE_H x STRIDE_W phases; within one, the same taps reach every pixel. A block computes
 // one tile of one phase and group: m = pixels of that phase over the whole batch, n = output channels of the
-// group, k = (tap, input channel). A phase without taps has k = 0: its output is the bias.
+// group, k = (tap, input channel). A phase without taps has k = 0: its output is the epilogue of 0.
+#include "epilogue.cuh"
 #include "images.cuh"
 #include "tile_gemm.cuh"
 
@@ -47,7 +48,7 @@ __device__ __forceinline__ OutputPixel pixel_of(const ImageSizes& sizes, long lo
 
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_forward(const Element* __restrict__ input, const Element* __restrict__ weight,
-                    const Element* __restrict__ bias, Element* __restrict__ output, const __grid_constant__ ImageSizes sizes) {
+                    const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ ImageSizes sizes) {
   __shared__ TileShared shared;
   unsigned block = blockIdx.x;
   const int tile_n = block % TILES_N;
@@ -100,8 +101,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
       const int co = n0 + Owned<M_FASTEST>::n(j);
       if (!p.inside || co >= CO_GROUP) continue;
       const int channel = group * CO_GROUP + co;
-      const Sum offset = HAS_BIAS ? load_as(bias[channel]) : Sum(0);
-      output[at_output(sizes, p.n, channel, p.oh, p.ow)] = store_as<Element>(sum[i][j] + offset);
+      output[at_output(sizes, p.n, channel, p.oh, p.ow)] =
+          store_as<Element>(finished(sum[i][j], channel_of(epilogue, channel), epilogue));
     }
   }
 }

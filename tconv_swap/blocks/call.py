@@ -10,15 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tconv_swap.blocks.form import activation_of
+from tconv_swap.blocks.evaluation import block_output, block_words
+from tconv_swap.blocks.form import NORMS, activation_of
 from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
 from tconv_swap.cuda import host
-from tconv_swap.dispatch import is_eager
+from tconv_swap.dispatch import is_eager, needs_gradient
+from tconv_swap.layer import Swapped, is_ours
 
 #: Called with a block's modules, input, output, the earlier buffers, and the tensor added before the activation or
 #: None; for the verification.
 Observer = Callable[..., None]
 observers: list[Observer] = []
+#: Called with the layer, the norm or None, the activation or None, and the input of each block that ``evaluated`` may
+#: compute, before anything does; for the verification.
+block_observers: list[Callable[[Swapped, nn.Module | None, nn.Module | None, Tensor], None]] = []
 
 
 class Recorded(NamedTuple):
@@ -122,3 +127,57 @@ def _without_numbers(tensor: Tensor | None) -> Tensor | None:
     if tensor is None:
         return None
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def goes_by_running_statistics(norm: nn.Module) -> bool:
+    """Returns whether a norm of ``NORMS`` reads nothing of a tensor to normalise it."""
+    given: Any = norm
+    if given.training or norm._buffers.get("running_mean") is None:
+        return False
+    # PyTorch's InstanceNorm asks for the flag, its BatchNorm for the buffers.
+    return bool(given.track_running_stats) or not isinstance(norm, nn.InstanceNorm1d | nn.InstanceNorm2d)
+
+
+def evaluated(
+    layer: Swapped, norm: nn.Module | None, activation: nn.Module | None, input: Tensor
+) -> Tensor | None:
+    """Returns ``activation(norm(layer(input)))``, by one program, from the running statistics as they are now; returns
+    None, without any effect, if the modules have to compute it. ``takes(input)`` has been asked, the modules are not
+    watched, and the norm ``goes_by_running_statistics``.
+
+    Raises:
+        CompileError, RuntimeError: the kernels cannot be compiled, the tensors do not fit together, or CUDA fails.
+    """
+    dimensions = 2 + len(layer.kernel_size)
+    applied = activation_of(activation)
+    if (
+        applied is None
+        or layer.tconv_backend == "native"
+        or layer._tconv_packed is not None
+        or input.dim() != dimensions
+        or not is_ours(layer, input)
+        or not host.is_available()
+    ):
+        return None
+    vectors: tuple[Tensor | None, ...] = (None, None, None, None)
+    eps = 0.0
+    if norm is not None:
+        parameters, buffers = norm._parameters, norm._buffers
+        try:
+            vectors = (
+                parameters["weight"],
+                parameters["bias"],
+                buffers["running_mean"],
+                buffers["running_var"],
+            )
+        except KeyError:  # they are computed, and kept elsewhere
+            return None
+        if not any(isinstance(norm, cls) and dimensions in taken for cls, (taken, _) in NORMS.items()):
+            return None
+        eps = norm.eps  # type: ignore[assignment]
+    x, weight, bias, *geometry = layer.tconv_operands(input)
+    if needs_gradient(x, weight, bias) or not all(map(is_plain, (weight, bias, *vectors))):
+        return None
+    words = block_words(*geometry, eps, *applied)
+    output: Tensor | None = block_output(x, weight, bias, *vectors, words, layer.tconv_backend)
+    return None if output is None else layer.tconv_shaped(output)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -115,6 +116,11 @@ def find(
             for module, cls in _classes_that_hand(own, pair):
                 if cls is not type(module):
                     classes[names[id(module)]] = cls
+    for name, module in model.named_modules():
+        if _evaluates_blocks(module, is_ours) and not _why_no_container(module, fuse):
+            cls = _class_for(module, fuse)
+            if cls is not None and cls is not type(module):
+                classes[name] = cls
     for name in left:
         norm = model.get_submodule(name)
         # Its container computes every norm that has a class of PyTorch's.
@@ -128,6 +134,26 @@ def find(
         if cls is not type(norm):
             classes[name] = cls
     return Found(tuple(blocks), tuple(classes.items()))
+
+
+def _evaluates_blocks(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> bool:
+    """Whether it is a container with a transposed convolution of ours before what only its evaluation is computed with:
+    an activation, or an InstanceNorm with running statistics."""
+    if not _in_turn(module):
+        return False
+    children = [child for child in module._modules.values() if child is not None]
+    return any(
+        is_ours(first)
+        and (
+            activation_of(second) is not None
+            or (
+                isinstance(second, nn.InstanceNorm1d | nn.InstanceNorm2d)
+                and type(second) in FUSED_NORMS
+                and second.running_mean is not None
+            )
+        )
+        for first, second in pairwise(children)
+    )
 
 
 def _can_hand(parent: nn.Module) -> bool:

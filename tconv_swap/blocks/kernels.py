@@ -40,7 +40,7 @@ norm_activation = torch.ops.tconv_swap.norm_activation.default
 #: gradient of the input, 2 for those of weight and bias. As csrc/norm.h numbers them.
 FORWARD, FORWARD_THAT_SAVES, BACKWARD = 16, 17, 18
 #: In place of an answer: the modules compute it.
-_DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]
+DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]
 _NO_MASK = (0, 0, 0)
 
 
@@ -117,7 +117,7 @@ def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) ->
     assert x is not None
     made = planned(tensors, form, stage, device_facts(x.get_device()))
     if made is None:
-        return _DECLINED
+        return DECLINED
     return _words(made, x, (None, None, None) if stage < BACKWARD else _formats(tensors, bool(_lies(x))))
 
 

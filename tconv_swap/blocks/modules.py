@@ -26,7 +26,7 @@ CHOICES: tuple[Fuse, ...] = ("blocks", "all", None)
 
 class Blocks(nn.Sequential):
     """``nn.Sequential`` that computes a norm and the activation behind it as one, where both follow a transposed
-    convolution of ours."""
+    convolution of ours; in evaluation all three, or the two that there are."""
 
     def forward(self, input: Any) -> Any:
         """Calls the modules in turn, as ``nn.Sequential`` does."""
@@ -37,6 +37,11 @@ class Blocks(nn.Sequential):
         while at < len(modules):
             module = modules[at]
             assert module is not None
+            if type(module) in SWAPPED and call.is_on_gpu(input):
+                output, taken = _evaluated(modules, at, input)
+                if output is not None:
+                    input, at, behind_ours = output, at + taken, False
+                    continue
             fits = (behind_ours or self._everywhere) and type(module) in FUSED_NORMS
             if fits and call.is_on_gpu(input):
                 following = modules[at + 1] if at + 1 < len(modules) else None
@@ -56,6 +61,29 @@ class AllBlocks(Blocks):
     """``Blocks`` that computes a norm and the activation behind it as one behind any module."""
 
     _everywhere = True
+
+
+def _evaluated(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | None, int]:
+    """The output of a transposed convolution of ours and of the norm and the activation behind it, and how many modules
+    that are; None where the modules have to compute it."""
+    layer, norm, activation = modules[at], None, None
+    end = at + 1
+    if end < len(modules) and type(modules[end]) in FUSED_NORMS:
+        norm = modules[end]
+        if not call.goes_by_running_statistics(norm):
+            return None, 0
+        end += 1
+    if end < len(modules) and activation_of(modules[end]) is not None and not call.is_watched(modules[end]):
+        activation = modules[end]
+        end += 1
+    if end == at + 1:
+        return None, 0
+    for observe in call.block_observers:
+        observe(layer, norm, activation, input)
+    # Who observes norms sees them computed by themselves.
+    if call.observers or call.is_watched(layer) or (norm is not None and call.is_watched(norm)):
+        return None, 0
+    return call.evaluated(layer, norm, activation, input), end - at
 
 
 def _block(norm: nn.Module, following: nn.Module | None, input: Tensor) -> tuple[Tensor | None, int]:

@@ -178,7 +178,7 @@ def prepare_layers(request: PrepareRequest, progress: Progress) -> PrepareReport
     if not _plan(loaded.model, request).swapped:
         return None
     place = device if request.architecture is None else torch.device("cpu")
-    original, swapped = _pair(loaded.model, request, place)
+    original, swapped = original_and_swapped(loaded.model, request, place)
     inputs = None
     if request.inputs is not None or request.input_shapes or loaded.inputs is not None:
         inputs = _inputs_that_run(request, original, loaded.inputs, progress).inputs

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -100,8 +101,7 @@ def answer(
         assert weight is not None
         problem = problem_of(input, weight, bias, arguments)
         steps = (step_for(input, weight, bias, arguments, backend),)
-        layouts = problem.channels_last, problem.weight_channels_last, False
-        formats = _formats(tensors, tuple(map(_format, layouts)))
+        formats = _forward_formats(problem, tensors)
         is_pytorchs = steps[0].plan is None and all(
             step.plan is None
             for step in _gradient_steps(
@@ -109,13 +109,41 @@ def answer(
             )
         )
         posed = Posed(problem, choice.FORWARD, bias is not None, input.get_device())
-    if backend != choice.NATIVE:
-        for observe in list(observers):
-            observe(posed)
+    _tell(posed, backend)
     words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
     for step in steps:
         words += _step_words(step, input, tensors, formats)
     return words
+
+
+def block_answer(
+    tensors: Sequence[Tensor | None],
+    geometry: Sequence[int],
+    backend: str,
+    ending: Callable[[Plan], Plan | None],
+) -> list[int] | None:
+    """Returns how a forward pass is computed by the plan that ``ending`` makes of its plan, in the words of ``answer``;
+    None if PyTorch's operator computes it, or if ``ending`` returns None.
+
+    Args:
+        tensors: input, weight and bias.
+
+    Raises:
+        RuntimeError, ValueError: as ``answer``.
+    """
+    choice.check_backend(backend)
+    arguments = from_list(geometry)
+    input, weight, bias = tensors
+    assert input is not None
+    assert weight is not None
+    step = step_for(input, weight, bias, arguments, backend)
+    made = None if step.plan is None else ending(step.plan)
+    if made is None:
+        return None
+    problem = problem_of(input, weight, bias, arguments)
+    _tell(Posed(problem, choice.FORWARD, bias is not None, input.get_device()), backend)
+    words = _step_words(replace(step, plan=made), input, tensors, _forward_formats(problem, tensors))
+    return [FORMAT_WORDS[output_memory_format(input, weight)], 0, *words]
 
 
 def cast_answer(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[int]:
@@ -200,6 +228,17 @@ def device_facts(index: int) -> plan.Device:
 def reads_as_it_lies(tensor: Tensor, wanted: torch.memory_format) -> bool:
     """Returns whether kernels that want a tensor in this format can read this one without a copy."""
     return tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _tell(posed: Posed, backend: str) -> None:
+    if backend != choice.NATIVE:
+        for observe in list(observers):
+            observe(posed)
+
+
+def _forward_formats(problem: plan.Problem, tensors: Sequence[Tensor | None]) -> Formats:
+    layouts = problem.channels_last, problem.weight_channels_last, False
+    return _formats(tensors, tuple(map(_format, layouts)))
 
 
 def _format(channels_last: bool) -> torch.memory_format:

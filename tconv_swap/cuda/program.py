@@ -36,6 +36,7 @@ class ArgumentKind(IntEnum):
         4  # the launch's value-th tensor map, for the unit that copies boxes of tensors (sm_90 and later)
     )
     STRUCT = 5  # the launch's value-th struct of 32-bit words, passed by value
+    FIELDS = 6  # a struct passed by value, whose fields, of 8 bytes each, are the next value arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,11 @@ def tensor_map(index: int) -> Argument:
 
 def struct(index: int) -> Argument:
     return Argument(ArgumentKind.STRUCT, index)
+
+
+def fields(*of: Argument) -> tuple[Argument, ...]:
+    """A struct of pointers and numbers."""
+    return Argument(ArgumentKind.FIELDS, len(of)), *of
 
 
 class ElementKind(IntEnum):

@@ -1,5 +1,6 @@
 """Every block (a norm, and the activation behind it) compared by itself while the network runs: output, running
-statistics and gradients, against float64 and beside the error of PyTorch's modules on the very same input."""
+statistics and gradients, against float64 and beside the error of PyTorch's modules on the very same input. So is what
+evaluation computes of a transposed convolution and both as one."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from tconv_swap.blocks import call
 from tconv_swap.blocks.form import activate, activation_of
 from tconv_swap.blocks.modules import original_class
+from tconv_swap.layer import Swapped, plain_class
 from tconv_swap.verification import compare
 from tconv_swap.verification.compare import Tolerance, mismatch
-from tconv_swap.verification.layer_call import accumulated
+from tconv_swap.verification.layer_call import accumulated, isolated, layer_roundoff, own_class, weights
 from tconv_swap.verification.report import Check, Kind
 
 #: Of one block in one mode.
@@ -70,6 +72,48 @@ class _Call:
         return [(one if dtype is None else one.to(dtype)).requires_grad_() for one in given]
 
 
+@dataclass(frozen=True)
+class _Evaluation:
+    """A call of a transposed convolution, the norm and the activation behind it, in evaluation. ``norm``: a copy."""
+
+    name: str
+    mode: str
+    layer: Swapped
+    norm: nn.Module | None
+    activation: nn.Module | None
+    x: Tensor
+
+    def by_ours(self) -> Tensor | None:
+        """As one program, without the hooks of those who watch."""
+        layer = isolated(self.layer, own_class(self.layer), *weights(self.layer))
+        with torch.no_grad():
+            return call.evaluated(layer, self.norm, self.activation, self.x)
+
+    def by_pytorch(self, dtype: torch.dtype | None = None) -> Tensor:
+        """PyTorch's own computation."""
+        x = self.x if dtype is None else self.x.to(dtype)
+        given = [one if dtype is None or one is None else one.to(dtype) for one in weights(self.layer)]
+        with torch.no_grad():
+            y: Tensor = isolated(self.layer, plain_class(self.layer), *given).forward(x)
+            if self.norm is not None:
+                norm = copy.deepcopy(self.norm)
+                norm = norm if dtype is None else norm.to(dtype)
+                y = (original_class(type(norm)) or type(norm)).forward(norm, y)
+            applied = activation_of(self.activation)
+            assert applied is not None
+            return activate(y, *applied)
+
+    def amplification(self, exact: Tensor) -> float:
+        """How much larger a rounding error of the layer's output is beside the block's, ``exact``; at least 1."""
+        alone = replace(self, norm=None, activation=None).by_pytorch(torch.float64)
+        if self.norm is not None:
+            given: Any = self.norm
+            scale = (given.running_var.double() + given.eps).rsqrt()
+            scale = scale if given.weight is None else scale * given.weight.double()
+            alone = alone * scale.view(-1, *[1] * (alone.dim() - 2))
+        return max(1.0, float(alone.norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny)))
+
+
 @dataclass
 class BlockChecks:
     """Checks the blocks of a network while it runs; within ``watch``. ``checks``: in the order of the calls."""
@@ -115,13 +159,35 @@ class BlockChecks:
 
                 output.register_hook(compare_gradients)
 
+        def observe_evaluation(
+            layer: Swapped, norm: nn.Module | None, activation: nn.Module | None, x: Tensor
+        ) -> None:
+            name = names.get(id(layer))
+            if name is None or seen.get(name, 0) >= MAX_CALLS:
+                return
+            seen[name] = seen.get(name, 0) + 1
+            made = _Evaluation(name, mode, layer, copy.deepcopy(norm), activation, x.detach())
+            with _unobserved():
+                self._guarded(made, lambda: self._compare_evaluation(made))
+
         call.observers.append(observe)
+        call.block_observers.append(observe_evaluation)
         try:
             yield
         finally:
             call.observers.remove(observe)
+            call.block_observers.remove(observe_evaluation)
 
-    def _guarded(self, made: _Call, comparison: Any) -> None:
+    def _compare_evaluation(self, made: _Evaluation) -> None:
+        output = made.by_ours()
+        if output is None:
+            return  # the modules compute it, or the layer and the block apart, which are compared so
+        original, exact = made.by_pytorch(), made.by_pytorch(torch.float64)
+        # PyTorch's may be more exact than its switches ask for.
+        unit = layer_roundoff(made.layer, output) * made.amplification(exact)
+        self._judge(made, "layer_output", made.name, output, original, exact, unit)
+
+    def _guarded(self, made: _Call | _Evaluation, comparison: Any) -> None:
         # PyTorch's own modules may run out of memory here, which is not the block's failure.
         try:
             comparison()
@@ -132,12 +198,12 @@ class BlockChecks:
     def _compare(self, made: _Call, output: Tensor, buffers: dict[str, Tensor]) -> None:
         _, theirs, original = made.by_pytorch()
         _, exact_module, exact = made.by_pytorch(torch.float64)
-        self._judge(made, "layer_output", made.name, output, original.detach(), exact.detach(), 1)
+        unit = _rounding(output, 1)
+        self._judge(made, "layer_output", made.name, output, original.detach(), exact.detach(), unit)
         originals, exacts = dict(theirs.named_buffers()), dict(exact_module.named_buffers())
         for name, value in buffers.items():
-            self._judge(
-                made, "buffer", f"{made.name}.{name}", value, originals[name], exacts[name], _terms(made)
-            )
+            unit = _rounding(value, _terms(made))
+            self._judge(made, "buffer", f"{made.name}.{name}", value, originals[name], exacts[name], unit)
 
     def _compare_gradients(self, made: _Call, grad: Tensor) -> None:
         found = []
@@ -148,22 +214,34 @@ class BlockChecks:
             found.append(torch.autograd.grad(output, wanted, grad.to(output.dtype)))
         kinds = (_GRADIENTS[0],) * (2 if made.added is not None else 1) + _GRADIENTS[1:]
         for kind, ours, theirs, exact in zip(kinds, *found, strict=False):
-            self._judge(made, kind, made.name, ours, theirs, exact, _terms(made))
+            self._judge(made, kind, made.name, ours, theirs, exact, _rounding(ours, _terms(made)))
 
     def _judge(
-        self, made: _Call, kind: Kind, name: str, value: Tensor, original: Tensor, exact: Tensor, terms: int
+        self,
+        made: _Call | _Evaluation,
+        kind: Kind,
+        name: str,
+        value: Tensor,
+        original: Tensor,
+        exact: Tensor,
+        unit: float,
     ) -> None:
         if wrong := mismatch(value, original):
             self.checks.append(Check(made.mode, kind, name, 0.0, math.inf, 0.0, False, wrong))
             return
         first = compare.difference(original, exact, original, self.tolerance)
         second = compare.difference(value, exact, original, self.tolerance)
-        rounding = torch.finfo(value.dtype).eps / 2 if value.is_floating_point() else 0.0
-        unit = accumulated(rounding, terms, value.dtype) if rounding else 0.0
         floor = compare.allowed_without_error(unit, original.numel())
         limit = compare.excused(first.norms, original.dtype, original.device, EXCUSABLE_ERROR).larger(floor)
         verdict = compare.judge(first.norms, second.norms, limit, self.tolerance)
         self.checks.append(Check.of(made.mode, kind, name, verdict, second.describe(original.shape)))
+
+
+def _rounding(value: Tensor, terms: int) -> float:
+    """What rounding does to a sum of so many terms, relative to them."""
+    if not value.is_floating_point():
+        return 0.0
+    return accumulated(torch.finfo(value.dtype).eps / 2, terms, value.dtype)
 
 
 def _terms(made: _Call) -> int:

@@ -69,6 +69,35 @@ def test_a_fault_fails_and_names_the_block(fault: str, kernels: Pretended) -> No
     assert report.first_divergence.startswith(("layer 1", "layer 4"))  # a gradient comes from the end
 
 
+EVALUATION_FAULTS = {
+    "block mean": lambda value: value + 1e-3,
+    "block variance": lambda value: value * 1.002,
+    "block slope": lambda value: value * 1.02,
+}
+
+
+@pytest.mark.parametrize("backward", [True, False])
+@pytest.mark.parametrize("fault", [None, *EVALUATION_FAULTS])
+def test_a_fault_of_evaluation_fails_and_names_the_layer(
+    fault: str | None, backward: bool, kernels: Pretended
+) -> None:
+    def spoil(name: str, value: Tensor) -> Tensor:
+        return EVALUATION_FAULTS[name](value) if name == fault else value
+
+    original = network()
+    with torch.no_grad():
+        original(torch.randn(4, 3, 6, 6))
+    swapped = tconv_swap.swap_layers(original, fuse="blocks", inplace=False)
+    for layer in (swapped[0], swapped[3]):
+        layer.tconv_backend = "kernel"
+    kernels.spoil = spoil
+    report = tconv_swap.verify(original, swapped, torch.randn(4, 3, 6, 6), backward=backward)
+    assert kernels.blocks > 0
+    assert report.passed is (fault is None), report.failures
+    failed = {(check.name, check.mode) for check in report.checks if not check.passed}
+    assert ("0", "eval") in failed or fault is None
+
+
 def test_a_network_of_blocks_alone_is_verified(kernels: Pretended) -> None:
     original = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
     swapped = tconv_swap.swap_layers(original, fuse="all", inplace=False)

@@ -9,8 +9,10 @@ import torch
 from oracle import conv_transpose2d_reference
 from torch import Tensor
 
+from tconv_swap.blocks.form import activate
 from tconv_swap.cuda import call, launch
 from tconv_swap.cuda.choice import FORWARD, Mask
+from tconv_swap.cuda.plans.epilogue import Epilogue
 from tconv_swap.cuda.program import Output, Part, Plan
 from tconv_swap.geometry import Geometry
 
@@ -21,7 +23,8 @@ class Run(NamedTuple):
     """What was computed, from what, and what it is in float64.
 
     Attributes:
-        tensors: input, weight and bias, if there is one, or grad_output, input and weight.
+        tensors: input, weight and bias, if there is one, and with an epilogue the norm's weight, bias, running_mean and
+            running_var, where there is one; or grad_output, input and weight.
         again: computes it once more, from ``tensors`` as they are then.
     """
 
@@ -40,6 +43,8 @@ def assert_kernel_matches(
     mask: Mask = FORWARD,
     with_bias: bool = False,
     bias_tolerance: float | None = None,
+    epilogue: Epilogue | None = None,
+    affine: bool = True,
 ) -> Run:
     """Fails unless each output of a plan is within ``tolerance`` of float64, relative, in L2.
 
@@ -48,6 +53,8 @@ def assert_kernel_matches(
         channels_last: of the images and of the weight.
         mask: the gradients of input, weight and bias that it computes; none: the output.
         with_bias: of an output.
+        epilogue: that the plan of an output has.
+        affine: its norm has a weight and a bias.
         bias_tolerance: of the gradient of the bias, relative to the sum of magnitudes; ``tolerance`` where None.
     """
     g, (images_last, weight_last) = geometry, channels_last
@@ -76,6 +83,9 @@ def assert_kernel_matches(
         truths = [
             conv_transpose2d_reference(x, w, b, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
         ]
+        if epilogue is not None:
+            vectors, truths = _ended(truths[0], epilogue, affine)
+            tensors += vectors
         scales = truths
 
     def run() -> list[Tensor]:
@@ -95,6 +105,24 @@ def assert_kernel_matches(
         most = tolerance if bias_tolerance is None or not is_bias else bias_tolerance
         assert error <= most, f"{g} {dtype} {made.why}"
     return Run(tensors, found, truths, run)
+
+
+def _ended(y: Tensor, epilogue: Epilogue, affine: bool) -> tuple[list[Tensor | None], list[Tensor]]:
+    """The norm's weight, bias, running_mean and running_var, of about the moments of ``y``; and the epilogue of it."""
+    vectors: list[Tensor | None] = [None] * 4
+    if epilogue.normalizes:
+        channels, spread = y.shape[1], float(y.std())
+        drawn = [torch.randn(channels, device="cuda") for _ in range(3)]
+        drawn[2] *= spread
+        drawn.append((torch.rand(channels, device="cuda") + 0.5) * spread**2)
+        vectors = [one.to(epilogue.parameters) for one in drawn]
+        scale, shift, mean, variance = (one.double().view(1, -1, 1, 1) for one in vectors)  # type: ignore[union-attr]
+        y = (y - mean) * (variance + epilogue.eps).rsqrt()
+        if affine:
+            y = y * scale + shift
+        else:
+            vectors[:2] = None, None
+    return vectors, [activate(y, epilogue.activation, epilogue.slope)]
 
 
 def _outputs(g: Geometry, channels_last: tuple[bool, bool], mask: Mask) -> tuple[Output, ...]:

@@ -1,6 +1,8 @@
-"""A GPU whose kernels of normalisation a CPU computes: what is around them can be tested without one.
+"""A GPU whose kernels of normalisation, and of blocks in evaluation, a CPU computes: what is around them can be tested
+without one.
 
-What finds, lays out and differentiates a call (csrc/norm.h, blocks/kernels.py) is the real thing.
+What finds, lays out and differentiates a call (csrc/norm.h, blocks/kernels.py; csrc/block.h, blocks/evaluation.py) is
+the real thing.
 """
 
 from __future__ import annotations
@@ -14,11 +16,14 @@ import torch
 from pretended_gpu import H200
 from torch import Tensor
 
-from tconv_swap.blocks import call, kernels
+from tconv_swap.blocks import call, evaluation, kernels
 from tconv_swap.blocks.form import Form, activate, by_pytorch
-from tconv_swap.cuda import host, launch
+from tconv_swap.cuda import call as cuda_call
+from tconv_swap.cuda import host, launch, tuned
 from tconv_swap.cuda.call import ALIGNMENT, forget
+from tconv_swap.cuda.plans.epilogue import Epilogue
 from tconv_swap.cuda.program import Plan
+from tconv_swap.geometry import from_list
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
 
@@ -31,6 +36,7 @@ _SLOPES: dict[Activation, Callable[[Tensor], Tensor]] = {
     Activation.SIGMOID: lambda z: z * (1 - z),
 }
 _AUTOGRAD = _CUDA | torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
+_AUTOCAST = _AUTOGRAD | torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCUDA)
 
 
 class Pretended:
@@ -39,17 +45,22 @@ class Pretended:
     Attributes:
         forwards, backwards: how often each was launched.
         sum_forwards, sum_backwards: how often of these a sum stood before the activation.
-        asked: how often Python was asked how a call is computed.
+        blocks: how often a block in evaluation was.
+        asked: how often Python was asked how a call of a norm is computed.
+        blocks_asked: the same of a block in evaluation.
+        casts: whether calls of blocks in evaluation are made as inside of an autocast.
         spoil: changes what a kernel writes, for tests of what notices it.
         grad_outputs: the strides of each that a backward pass was given.
     """
 
     def __init__(self) -> None:
         self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.asked = 0
+        self.blocks = self.blocks_asked = 0
+        self.casts = False
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
         self.grad_outputs: list[tuple[int, ...]] = []
-        self._made: list[tuple[Plan, Norm, dict[str, Any]]] = []
-        self._planned: list[tuple[Plan, Norm, dict[str, Any]]] = []
+        self._made: list[tuple[Plan, Norm | None, dict[str, Any]]] = []
+        self._planned: list[tuple[Plan, Norm | None, dict[str, Any]]] = []
 
     def planning(self, function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
         def planned(norm: Norm, **arguments: Any) -> Plan | None:
@@ -60,17 +71,80 @@ class Pretended:
 
         return planned
 
+    def asking(self, function: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        def asked(tensors: Any, words: Sequence[int], backend: str) -> list[int]:
+            self.blocks_asked += 1
+            self._words = words
+            return function(tensors, words, backend)
+
+        return asked
+
+    def ending(self, function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
+        def ended(plan: Plan, epilogue: Epilogue) -> Plan | None:
+            made = function(plan, epilogue)
+            if made is not None:
+                self._made.append((made, None, {"epilogue": epilogue, "words": self._words}))
+            return made
+
+        return ended
+
+    def block_output(self, *given: Any) -> Tensor | None:
+        op = torch.ops.tconv_swap.block_output.default
+        found: Tensor | None = op.redispatch(_AUTOCAST if self.casts else _AUTOGRAD, *given)
+        return found
+
     def add_plan(self, made: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
-        self._planned.append(next(one for one in reversed(self._made) if one[0] is made))
+        others = [(made, None, {})]
+        self._planned.append(next(one for one in (*reversed(self._made), *others) if one[0] is made))
         return len(self._planned) - 1 + (1 << 41)
 
     def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:
         made, norm, arguments = self._planned[handle - (1 << 41)]
+        if norm is None and made.family == "cast":
+            given = zip(made.outputs, tensors, strict=False)
+            return [one.to(output.dtype) for output, one in given if one is not None]
+        if norm is None:
+            return self._block(*tensors, **arguments)
         work = self._backward if "wants" in arguments else self._forward
         found = work(norm, *tensors, **arguments)
         for output, one in zip(made.outputs, found, strict=True):
             assert (output.shape, output.dtype or norm.dtype) == (tuple(one.shape), one.dtype)
         return found
+
+    def _block(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        *vectors: Tensor | None,
+        epilogue: Epilogue,
+        words: Any,
+    ) -> list[Tensor]:
+        self.blocks += 1
+        assert epilogue.normalizes is (vectors[2] is not None)
+        stride, padding, output_padding, groups, dilation = from_list(words[:9])
+        y = torch.nn.functional.conv_transpose2d(
+            *(None if one is None else one.double() for one in (x, weight, bias)),  # type: ignore[arg-type]
+            *(stride, padding, output_padding, groups, dilation),
+        )
+        if epilogue.normalizes:
+            scale, shift, mean, variance = (
+                None if one is None else one.double().view(-1, 1, 1) for one in vectors
+            )
+            assert mean is not None
+            assert variance is not None
+            y = (y - self.spoil("block mean", mean)) * (
+                self.spoil("block variance", variance) + epilogue.eps
+            ).rsqrt()
+            y = y if scale is None else y * scale
+            y = y if shift is None else y + shift
+        slope = float(self.spoil("block slope", torch.tensor(epilogue.slope)))
+        form = (
+            torch.channels_last
+            if x.is_contiguous(memory_format=torch.channels_last)
+            else torch.contiguous_format
+        )
+        return [activate(y, epilogue.activation, slope).to(x.dtype).contiguous(memory_format=form)]
 
     def _forward(
         self,
@@ -192,6 +266,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         patch.setattr(call, "is_on_gpu", lambda x: type(x) is Tensor)
         patch.setattr(call, "norm_activation", lambda *given: op.redispatch(_AUTOGRAD, *given))
         patch.setattr(kernels, "answer", asked)
+        patch.setattr(call, "block_output", gpu.block_output)
+        patch.setattr(evaluation, "answer", gpu.asking(evaluation.answer))
+        patch.setattr(evaluation, "with_epilogue", gpu.ending(evaluation.with_epilogue))
+        patch.setattr(cuda_call, "device_facts", lambda index: H200)
+        patch.setattr(tuned, "winners", lambda index: tuned.NONE)
         patch.setattr(kernels, "device_facts", lambda index: H200)
         patch.setattr(launch, "add_plan", gpu.add_plan)
         patch.setattr(plan, "DTYPES", (*plan.DTYPES, torch.float64))

@@ -11,6 +11,7 @@
 // CLUSTER (blocks of a cluster, which share a tile; 1: none), STAGE, ADDS (a tensor is added before the activation).
 #pragma once
 #include "mma.cuh"
+#include "activation.cuh"
 #include "raw.cuh"
 
 #if __CUDA_ARCH__ >= 900
@@ -131,27 +132,9 @@ __device__ __forceinline__ void recall(int k, Item& item) {
   }
 }
 
-// ---- activations: torch.nn's, and their derivatives by what they are given -----------------------------------------
+// ---- derivatives of the activations by what they are given -----------------------------------------
 
-constexpr int IDENTITY = 0, RELU = 1, LEAKY_RELU = 2, RELU6 = 3, TANH = 4, SIGMOID = 5, SILU = 6, GELU = 7, GELU_TANH = 8;
-
-constexpr float SQRT_HALF = 0.70710678118654752f, SQRT_TWO_OVER_PI = 0.79788456080286536f;
-constexpr float ONE_OVER_SQRT_TWO_PI = 0.39894228040143268f, GELU_CUBE = 0.044715f;
-
-__device__ __forceinline__ float sigmoid(float u) { return 1.f / (1.f + expf(-u)); }
-
-__device__ __forceinline__ float activated(float u, float slope) {
-  if constexpr (ACTIVATION == RELU) return u < 0.f ? 0.f : u;
-  if constexpr (ACTIVATION == LEAKY_RELU) return u > 0.f ? u : u * slope;
-  if constexpr (ACTIVATION == RELU6) return u < 0.f ? 0.f : u > 6.f ? 6.f : u;
-  if constexpr (ACTIVATION == TANH) return tanhf(u);
-  if constexpr (ACTIVATION == SIGMOID) return sigmoid(u);
-  if constexpr (ACTIVATION == SILU) return u * sigmoid(u);
-  if constexpr (ACTIVATION == GELU) return 0.5f * u * (1.f + erff(u * SQRT_HALF));
-  if constexpr (ACTIVATION == GELU_TANH)
-    return 0.5f * u * (1.f + tanhf(SQRT_TWO_OVER_PI * (u + GELU_CUBE * u * u * u)));
-  return u;
-}
+constexpr float ONE_OVER_SQRT_TWO_PI = 0.39894228040143268f;
 
 /// The gradient of what the activation was given, from that of what it gave.
 __device__ __forceinline__ float passed_back(float gradient, float u, float slope) {

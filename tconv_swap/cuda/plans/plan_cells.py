@@ -7,7 +7,13 @@ import torch
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.plans import plan_narrow
 from tconv_swap.cuda.plans.cells_choice import choose, useful_share
-from tconv_swap.cuda.plans.cells_tile import Tile, packed_bytes, product, shared_bytes
+from tconv_swap.cuda.plans.cells_tile import (
+    Tile,
+    packed_bytes,
+    product,
+    shared_bytes,
+)
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.forward_shares import share_of_narrow
 from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.cuda.plans.sizes import map_sizes
@@ -117,7 +123,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
             (
                 *common,
                 ("WEIGHT_CHANNELS_LAST", False),
-                ("HAS_BIAS", has_bias),
+                *bias_alone(has_bias),
                 *(entry for entry in tile.constants if entry not in common),
                 ("SHARED_BYTES", shared),
             ),

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.layer_sizes import of_any_size
 from tconv_swap.cuda.plans.sizes import divisor
 from tconv_swap.cuda.problem import Device, Problem
@@ -217,7 +218,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-        ("HAS_BIAS", has_bias),
+        *bias_alone(has_bias),
         ("PANEL_PIXELS", tile.panel_pixels),
         ("STEP_PANELS", tile.step_panels),
         ("STEP_ROWS", tile.step_rows),

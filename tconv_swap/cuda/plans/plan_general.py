@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tconv_swap.cuda.integers import ceil_div
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.sizes import image_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -111,7 +112,7 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
         (
             *_common(problem, geometry.layer_constants),
             *tile.constants,
-            ("HAS_BIAS", has_bias),
+            *bias_alone(has_bias),
         ),
     )
     launch = Launch(

@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.forward_shares import share_of_narrow
 from tconv_swap.cuda.plans.layer_sizes import of_any_size
 from tconv_swap.cuda.plans.narrow_choice import choose, terms
@@ -106,7 +107,7 @@ def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -
             *geometry.layer_constants,
             ("CHANNELS_LAST", channels_last),
             ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
-            ("HAS_BIAS", has_bias),
+            *bias_alone(has_bias),
             *tile.constants,
         ),
     )

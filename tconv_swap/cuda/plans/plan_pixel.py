@@ -10,6 +10,7 @@ from itertools import product
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.tile_layout import has_stride_of_one_pixel
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -131,7 +132,7 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile) -> Plan:
         ("OUT_CHANNELS", geometry.out_channels),
         ("OUTPUTS", outputs),
         ("CHANNELS_LAST", problem.channels_last),
-        ("HAS_BIAS", has_bias),
+        *bias_alone(has_bias),
         ("TILE_M", tile.images),
         ("TILE_N", tile.outputs),
         ("WARPS_M", tile.warps_m),

@@ -11,6 +11,7 @@ from math import gcd
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.layer_sizes import of_any_size
 from tconv_swap.cuda.plans.sizes import Words, divisor
 from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
@@ -357,7 +358,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Part:
                 ("WARPGROUPS", tile.warpgroups),
                 ("SLOTS", tile.slots),
                 ("PITCH", width),
-                ("HAS_BIAS", problem.has_bias),
+                *bias_alone(problem.has_bias),
                 ("SHARED_BYTES", shared),
             ),
         ),

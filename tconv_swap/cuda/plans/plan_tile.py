@@ -10,6 +10,7 @@ import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.arrangement import activation, arrange
+from tconv_swap.cuda.plans.epilogue import bias_alone
 from tconv_swap.cuda.plans.sizes import divisor, tile_sizes
 from tconv_swap.cuda.plans.tile_choice import (
     BOX_REGISTERS,
@@ -172,7 +173,7 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
     return (
         *_constants(problem, tile),
         ("INPUT_CHANNELS_LAST", problem.input_channels_last),
-        ("HAS_BIAS", problem.has_bias),
+        *bias_alone(problem.has_bias),
         ("FLAT", problem.flat),
         ("WARPS_N", tile.warps_n),
         ("TILE_N", tile.images),
@@ -373,7 +374,7 @@ def reduce_launch(problem: TileProblem, splits: int, offset: int, count: int) ->
             ("Element", ELEMENT_TYPES[problem.dtype]),
             ("OUT_CHANNELS", geometry.out_channels),
             ("OUTPUT_CHANNELS_LAST", problem.output_channels_last),
-            ("HAS_BIAS", problem.has_bias),
+            *bias_alone(problem.has_bias),
             ("VECTOR", vector),
             ("THREADS", _REDUCE_THREADS),
         ),
