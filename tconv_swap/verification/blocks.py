@@ -74,7 +74,12 @@ class _Call:
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """A call of a transposed convolution, the norm and the activation behind it, in evaluation. ``norm``: a copy."""
+    """A call of a transposed convolution, the norm and the activation behind it, in evaluation.
+
+    Attributes:
+        name: of the norm, without one of the layer.
+        norm: a copy.
+    """
 
     name: str
     mode: str
@@ -92,9 +97,11 @@ class _Evaluation:
     def by_pytorch(self, dtype: torch.dtype | None = None) -> Tensor:
         """PyTorch's own computation."""
         x = self.x if dtype is None else self.x.to(dtype)
-        given = [one if dtype is None or one is None else one.to(dtype) for one in weights(self.layer)]
+        weight, bias = weights(self.layer)
+        if dtype is not None:
+            weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         with torch.no_grad():
-            y: Tensor = isolated(self.layer, plain_class(self.layer), *given).forward(x)
+            y: Tensor = isolated(self.layer, plain_class(self.layer), weight, bias).forward(x)
             if self.norm is not None:
                 norm = copy.deepcopy(self.norm)
                 norm = norm if dtype is None else norm.to(dtype)
@@ -105,11 +112,11 @@ class _Evaluation:
 
     def amplification(self, exact: Tensor) -> float:
         """How much larger a rounding error of the layer's output is beside the block's, ``exact``; at least 1."""
-        alone = replace(self, norm=None, activation=None).by_pytorch(torch.float64)
+        alone = replace(self, norm=None, activation=None).by_pytorch(torch.float64).detach()
         if self.norm is not None:
             given: Any = self.norm
             scale = (given.running_var.double() + given.eps).rsqrt()
-            scale = scale if given.weight is None else scale * given.weight.double()
+            scale = scale if given.weight is None else scale * given.weight.detach().double()
             alone = alone * scale.view(-1, *[1] * (alone.dim() - 2))
         return max(1.0, float(alone.norm() / exact.norm().clamp_min(torch.finfo(torch.float64).tiny)))
 
@@ -129,6 +136,7 @@ class BlockChecks:
         """Every block computed inside is compared: its output at once, its gradients when backward comes by."""
         names = {id(module): name for name, module in self.network.named_modules()}
         seen: dict[str, int] = {}
+        evaluations: dict[str, int] = {}
 
         def observe(
             norm: nn.Module,
@@ -162,10 +170,10 @@ class BlockChecks:
         def observe_evaluation(
             layer: Swapped, norm: nn.Module | None, activation: nn.Module | None, x: Tensor
         ) -> None:
-            name = names.get(id(layer))
-            if name is None or seen.get(name, 0) >= MAX_CALLS:
+            name = names.get(id(layer if norm is None else norm))
+            if name is None or evaluations.get(name, 0) >= MAX_CALLS:
                 return
-            seen[name] = seen.get(name, 0) + 1
+            evaluations[name] = evaluations.get(name, 0) + 1
             made = _Evaluation(name, mode, layer, copy.deepcopy(norm), activation, x.detach())
             with _unobserved():
                 self._guarded(made, lambda: self._compare_evaluation(made))

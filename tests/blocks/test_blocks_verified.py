@@ -78,7 +78,7 @@ EVALUATION_FAULTS = {
 
 @pytest.mark.parametrize("backward", [True, False])
 @pytest.mark.parametrize("fault", [None, *EVALUATION_FAULTS])
-def test_a_fault_of_evaluation_fails_and_names_the_layer(
+def test_a_fault_of_evaluation_fails_and_names_the_norm(
     fault: str | None, backward: bool, kernels: Pretended
 ) -> None:
     def spoil(name: str, value: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_a_fault_of_evaluation_fails_and_names_the_layer(
     assert kernels.blocks > 0
     assert report.passed is (fault is None), report.failures
     failed = {(check.name, check.mode) for check in report.checks if not check.passed}
-    assert ("0", "eval") in failed or fault is None
+    assert ("1", "eval") in failed or fault is None
 
 
 def test_a_network_of_blocks_alone_is_verified(kernels: Pretended) -> None:
