@@ -265,8 +265,12 @@ def _reads_weight(launch: Launch) -> bool:
 
 def with_operands(launch: Launch, change: Callable[[Argument], Argument]) -> Launch:
     """Returns the same launch on other tensors."""
-    return replace(
-        launch,
-        arguments=tuple(map(change, launch.arguments)),
-        tensor_maps=tuple(replace(one, base=change(one.base)) for one in launch.tensor_maps),
-    )
+    arguments = tuple(map(change, launch.arguments))
+    bases = [change(one.base) for one in launch.tensor_maps]
+    changed = any(base != one.base for base, one in zip(bases, launch.tensor_maps, strict=True))
+    if not changed and arguments == launch.arguments:
+        return launch  # which is most often so, and quicker than a copy
+    maps = launch.tensor_maps
+    if changed:
+        maps = tuple(replace(one, base=base) for one, base in zip(maps, bases, strict=True))
+    return replace(launch, arguments=arguments, tensor_maps=maps)

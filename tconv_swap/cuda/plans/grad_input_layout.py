@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.schedules import (
@@ -184,6 +185,7 @@ def representatives(layer: StridedProblem) -> tuple[list[StridedProblem], list[f
     return [sized(layer, *size) for size in sizes], weights
 
 
+@lru_cache(maxsize=256)
 def of_any_size(problem: StridedProblem) -> StridedProblem:
     """The same for all sizes of a layer, but that a map of one pixel may have another step (``as_convolution``)."""
     side = 1 if problem.one_pixel else 64

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
 from tconv_swap.cuda.problem import Problem
@@ -84,6 +85,7 @@ def share_of(layer: Problem, most: int) -> int:
     return 1 if layer.geometry.height == 1 else most - 1
 
 
+@lru_cache(maxsize=256)
 def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     """The same for all sizes of a layer, with the output padding by which outputs of rows of 64 pixels are multiples of
     the largest power of two; maps of one pixel apart, if they have a kernel of their own
