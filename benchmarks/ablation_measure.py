@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter
@@ -19,6 +19,7 @@ from benchmarks.ablation_rows import Row
 from benchmarks.families import APART, MASKS, PYTORCH, chosen, plans_of
 from benchmarks.kernels import problem_of
 from benchmarks.random_layers import class_of
+from benchmarks.truth import Data, errors
 from tconv_swap.cuda import jit, launch, native
 from tconv_swap.cuda.plan import with_weight_layout
 from tconv_swap.cuda.problem import Device, Problem
@@ -26,15 +27,28 @@ from tconv_swap.cuda.program import Plan
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
-from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.measurement.timing import Timing
 from tconv_swap.tuning import WRONG
 
+#: The stages that share their tensors.
 DIRECTIONS = {"forward": ("forward",), "backward": tuple(MASKS)}
 #: Called with the name of what runs next: whoever hears nothing more knows what hung or died.
 Announce = Callable[[str], None]
 Call = Callable[[], list[Tensor]]
 Tensors = tuple[Tensor, Tensor, Tensor | None]
+#: Of a problem, a stage, whether there is a bias, and the GPU: the plans to measure, by a name each, and the name of
+#: what the rule takes.
+Ways = Callable[[Problem, str, bool, Device], tuple[dict[str, Plan], str]]
+#: Times calls side by side, given which of them the rule takes.
+Timer = Callable[[Mapping[str, Call], str], Mapping[str, Timing]]
 TIMING = "timing"
+#: The results of a stage, as benchmarks.truth calls them.
+_RESULTS = {
+    "forward": ("output",),
+    "grad_input": ("grad_input",),
+    "grad_weight": ("grad_weight",),
+    "gradients": ("grad_input", "grad_weight"),
+}
 #: What takes so many times as long as the fastest, in one call, is not timed again.
 HOPELESS = 10
 
@@ -84,15 +98,34 @@ class Prepared:
         """Of all plans."""
         return sum(len(made.launches) for stage in self.stages.values() for made in stage.plans.values())
 
+    def without(self, running: str, how: str) -> Prepared | None:
+        """The same without the way that ran when the process stopped; None: it was PyTorch's operator, or nobody's
+        fault in particular."""
+        stage, _, way = running.partition("/")
+        if stage not in self.stages or way == TIMING or way not in self.stages[stage].plans:
+            return None
+        return replace(self, stages={**self.stages, stage: self.stages[stage].without(way, how)})
 
-def prepare(task: Task, device: Device) -> Prepared:
-    """Plan and compile; needs no GPU."""
+
+def best_of_families(
+    problem: Problem, stage: str, has_bias: bool, device: Device
+) -> tuple[dict[str, Plan], str]:
+    """The best plan of each family, by the family's name."""
+    plans = plans_of(problem, stage, has_bias, device)
+    return plans, chosen(problem, stage, has_bias, device, plans)
+
+
+def prepare(
+    task: Task, device: Device, ways: Ways, directions: Mapping[str, tuple[str, ...]] = DIRECTIONS
+) -> Prepared:
+    """Plan and compile; needs no GPU. ``directions``: the stages to measure of each."""
     problem = problem_of(task.layer, MODES[task.mode], task.layout)
     if task.direction == "backward":
         problem = with_weight_layout(problem, problem.channels_last)
     stages: dict[str, StagePlans] = {}
-    for stage in DIRECTIONS[task.direction]:
-        plans, failures = plans_of(problem, stage, task.layer.bias, device), {}
+    for stage in directions[task.direction]:
+        plans, taken = ways(problem, stage, task.layer.bias, device)
+        failures: dict[str, str] = {}
         for family, made in list(plans.items()):
             try:
                 for one in made.launches:
@@ -102,7 +135,6 @@ def prepare(task: Task, device: Device) -> Prepared:
                 del plans[family]
         if stage == "gradients" and not plans:
             continue  # nothing that computing both apart does not show
-        taken = chosen(problem, stage, task.layer.bias, device, (*plans, *failures))
         stages[stage] = StagePlans(problem, taken, plans, failures)
     return Prepared(task, stages)
 
@@ -111,12 +143,13 @@ def measure(
     prepared: Prepared,
     device: torch.device,
     architecture: str,
-    seconds: float,
+    timer: Timer,
     announce: Announce,
 ) -> list[Row]:
-    """The rows of a task; ``seconds`` for the samples of each way in each stage.
+    """The rows of a task.
 
-    PyTorch's operator comes first, and what differs from its result is not timed but a failure.
+    PyTorch's operator comes first. Where something differs from its result, float64 says which of the two is wrong;
+    that is not timed but a failure.
 
     Raises:
         RuntimeError: there is no memory for the tensors themselves.
@@ -131,13 +164,13 @@ def measure(
             calls, failures = _calls(stage, planned, tensors, device, architecture, announce)
             if stage == "gradients" and {"grad_input", "grad_weight"} <= fastest.keys():
                 calls[APART] = _both(fastest["grad_input"], fastest["grad_weight"])
-            times = _that_agree(calls, planned.problem, stage, failures, device, announce)
+            times = _that_agree(calls, planned.problem, stage, tensors, failures, device, announce)
             if not times:
                 continue
             limit = HOPELESS * min(times.values())
             running = {name: calls[name] for name, time in times.items() if time <= limit}
             announce(f"{stage}/{TIMING}")
-            timings = time_interleaved(running, device=device, budget_s=seconds * len(running))
+            timings = timer(running, planned.chosen)
             times |= {name: timing.median_ms * 1e3 for name, timing in timings.items()}
             fastest[stage] = running[min(running, key=lambda name: times[name])]
             rows.append(_row(task, stage, planned.chosen, times, failures))
@@ -187,7 +220,7 @@ def _calls(
     calls: dict[str, Call] = {}
     failures = dict(planned.failures)
     if PYTORCH not in failures:
-        calls[PYTORCH] = partial(_pytorch, planned.problem, stage, tensors)
+        calls[PYTORCH] = partial(pytorchs, planned.problem, stage, tensors)
     for family, made in planned.plans.items():
         announce(f"{stage}/{family}")
         try:
@@ -199,7 +232,8 @@ def _calls(
     return calls, failures
 
 
-def _pytorch(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
+def pytorchs(problem: Problem, stage: str, tensors: Tensors) -> list[Tensor]:
+    """What PyTorch's operator computes of a stage."""
     g = problem.geometry
     arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     first, second, third = tensors
@@ -217,12 +251,13 @@ def _that_agree(
     calls: Mapping[str, Call],
     problem: Problem,
     stage: str,
+    tensors: Tensors,
     failures: dict[str, str],
     device: torch.device,
     announce: Announce,
 ) -> dict[str, float]:
-    """Those that run and give the result of the first that does, with the microseconds of one call, launch and all;
-    ``failures`` learns of the others."""
+    """Those that run and give the right result, which is that of the first until another differs, with the microseconds
+    of one call, launch and all; ``failures`` learns of the others."""
     truth: list[Tensor] = []
     times: dict[str, float] = {}
     for name, call in calls.items():
@@ -230,23 +265,44 @@ def _that_agree(
         try:
             for result in call():
                 result.fill_(math.nan)  # freed at once: the next call takes its memory
-            _synchronize(device)
+            synchronize(device)
             begin = perf_counter()
             results = call()
-            _synchronize(device)
+            synchronize(device)
             elapsed = perf_counter() - begin
             distances = list(map(_distance, results, truth))
         except RuntimeError as error:
             failures[name] = first_line(error)
-            _check_alive(device)
+            check_alive(device)
             continue
-        truth = truth or results
+        times[name] = elapsed * 1e6
         if all(distance <= _allowed(problem) for distance in distances):
-            times[name] = elapsed * 1e6
-        else:
-            worst = ", ".join(f"{distance:.1e}" for distance in distances)
-            failures[name] = f"wrong: {worst} from the result of {next(iter(times))}"
+            truth = truth or results
+            continue
+        theirs, ours = (_from_float64(found, problem, stage, tensors) for found in (truth, results))
+        if not theirs <= _allowed(problem):
+            before = [other for other in times if other != name]
+            failures.update(dict.fromkeys(before, f"wrong: {theirs:.1e} from float64"))
+            times, truth = {name: times[name]}, results
+        if not ours <= _allowed(problem):
+            failures[name] = f"wrong: {ours:.1e} from float64"
+            del times[name]
+            truth = truth if times else []
     return times
+
+
+def _from_float64(results: Sequence[Tensor], problem: Problem, stage: str, tensors: Tensors) -> float:
+    """Relative L2 distance of the worst result."""
+    first, second, third = tensors
+    if stage == "forward":
+        data = Data(first, second, third, first)
+    else:
+        assert third is not None
+        data = Data(second, third, None, first)
+    return max(
+        errors(name, {stage: result}, problem.geometry, data)[stage].l2
+        for name, result in zip(_RESULTS[stage], results, strict=True)
+    )
 
 
 def _distance(found: Tensor, truth: Tensor) -> float:
@@ -258,14 +314,15 @@ def _allowed(problem: Problem) -> float:
     return WRONG["tf32" if problem.is_tf32 else str(problem.dtype).removeprefix("torch.")]
 
 
-def _check_alive(device: torch.device) -> None:
+def check_alive(device: torch.device) -> None:
     """End the process where the GPU's context is lost: nothing would run in it any more."""
     try:
-        _synchronize(device)
+        synchronize(device)
     except RuntimeError as error:
         raise SystemExit(f"the GPU is lost: {first_line(error)}") from error
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done everything."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import datetime, timezone
 from multiprocessing import active_children, get_context
 from pathlib import Path
@@ -30,9 +31,11 @@ from benchmarks.layers import _commit
 from benchmarks.models_best import best_chart
 from benchmarks.models_report import chart, fill_readmes, table
 from benchmarks.models_row import Case, Setting, measure, run_once
-from benchmarks.models_ways import LAYOUT, ORDER, RUNTIME, build_once, measure_best, ways_ahead
+from benchmarks.models_turns import rows_by_turns
+from benchmarks.models_ways import LAYOUT, ORDER, RUNTIME, measure_best
 from benchmarks.models_ways import PRECISIONS as BEST_PRECISIONS
 from benchmarks.networks import NETWORKS
+from benchmarks.sweep import Part
 from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS
@@ -40,6 +43,8 @@ from tconv_swap.measurement.modes import LAYOUTS
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")
 RUNTIMES = ("eager", "compile", RUNTIME)
+#: Best ways are measured as many at a time as there are so many cores for each.
+CORES_OF_A_ROW = 3
 #: Why a row was not even begun.
 NO_TIME, GPU_LOST = NOT_TRIED = ("no time left", "the GPU was lost by an error before")
 
@@ -57,12 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write_atomically(options.json.with_name(f"{options.json.stem}-best.svg"), drawn.encode())
         fill_readmes(document, options.json.name)
         return 0
+    if options.merge:
+        files = [json.loads(path.read_text(encoding="utf-8")) for path in options.merge]
+        document = merged(files)
+        _save(document, options.json)
+        print(table(document))
+        return 1 if document["not_measured"] else 0
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         _say("torch.cuda.is_available() is False: no GPU; --device cpu --tiny tries the program")
         return 2
     setting = Setting(device, options.tiny, options.iters, options.budget)
-    cases = list(_cases(options))
+    cases = options.part.of(list(_cases(options)))
     document = run(cases, setting, options)
     print(table(document))
     return 1 if document["not_measured"] else 0
@@ -92,31 +103,71 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         failed = [line for line in before["not_measured"] if not line.endswith(NOT_TRIED)]
     left = _left(cases, document, failed, renew=options.renew)
     if setting.device.type == "cuda" and options.workers:
-        compile_ahead(left, setting, options.workers, options.ahead)
+        compile_ahead(
+            [case for case in left if case.runtime != RUNTIME], setting, options.workers, options.ahead
+        )
         _say(f"compiled ahead: {time.monotonic() - begin:.0f} s")
-    for place, case in enumerate(left, start=1):
-        spent = time.monotonic() - begin
-        if options.seconds and spent > options.seconds:
-            document["not_measured"] += _missing(left[place - 1 :], document, NO_TIME)
-            break
-        try:
-            row = measure_best(case, setting) if case.runtime == RUNTIME else measure(case, setting)
-            document["rows"] = [other for other in document["rows"] if _case(other) != case]
-            document["rows"].append(row | {"commit": document["settings"]["commit"]})
-            line = ", ".join(f"{c['stage']} {c['speedup']:.2f}x" for c in row["stages"])
-        except Exception as error:  # whatever it is, the other rows are worth having
-            line = f"not measured: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+    def seconds_left() -> float:
+        return options.seconds - (time.monotonic() - begin) if options.seconds else math.inf
+
+    tried: set[Case] = set()
+    why = NO_TIME
+    for case, found in _measured(left, setting, options, seconds_left):
+        tried.add(case)
+        if isinstance(found, Exception):  # whatever it is, the other rows are worth having
+            line = f"not measured: {type(found).__name__}: {str(found).strip().partition(chr(10))[0]}"
             document["not_measured"].append(f"{case}: {line}")
-        torch.compiler.reset()
+        else:
+            document["rows"] = [other for other in document["rows"] if _case(other) != case]
+            document["rows"].append(found | {"commit": document["settings"]["commit"]})
+            line = ", ".join(f"{c['stage']} {c['speedup']:.2f}x" for c in found["stages"])
+            if "seconds" in found:
+                line += " ({whole:.0f} s, {gpu:.0f} s of them on the GPU)".format(**found["seconds"])
         document["settings"]["seconds"] = round(time.monotonic() - begin, 1)
-        _say(f"[{place}/{len(left)}, {document['settings']['seconds']:.0f} s] {case}: {line}")
+        _say(f"[{len(tried)}/{len(left)}, {document['settings']['seconds']:.0f} s] {case}: {line}")
         if not _usable(setting.device):
-            document["not_measured"] += _missing(left[place:], document, GPU_LOST)
+            why = GPU_LOST
             _say(f"{GPU_LOST}; --resume goes on in a new process")
             break
         _save(document, options.json)
+    document["not_measured"] += _missing([case for case in left if case not in tried], document, why)
     _save(document, options.json)
     return document
+
+
+def _measured(
+    left: Sequence[Case], setting: Setting, options: argparse.Namespace, seconds_left: Callable[[], float]
+) -> Iterator[tuple[Case, dict[str, Any] | Exception]]:
+    """The row of each case that the time is enough for, or why it has none. Best ways on a GPU come last, several at a
+    time."""
+    by_turns = [case for case in left if case.runtime == RUNTIME and setting.device.type == "cuda"]
+    for case in [case for case in left if case not in by_turns]:
+        if seconds_left() <= 0:
+            return
+        found: dict[str, Any] | Exception
+        try:
+            found = (measure_best if case.runtime == RUNTIME else measure)(case, setting)
+        except Exception as error:
+            found = error
+        torch.compiler.reset()
+        yield case, found
+    if not by_turns:
+        return
+    cores = (os.cpu_count() or 1) // options.part.count
+    at_once = options.at_once or max(1, cores // CORES_OF_A_ROW)
+    yield from rows_by_turns(by_turns, setting, at_once, max(1, cores // (2 * at_once)), seconds_left)
+
+
+def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The rows of several files, of a case that of the last; what one lacks another may have."""
+    rows = {_case(row): row for document in documents for row in document["rows"]}
+    lines = dict.fromkeys(line for document in documents for line in document["not_measured"])
+    return {
+        **documents[0],
+        "rows": list(rows.values()),
+        "not_measured": [line for line in lines if not any(line.startswith(f"{case}: ") for case in rows)],
+    }
 
 
 def _left(cases: Sequence[Case], document: dict[str, Any], failed: list[str], *, renew: bool) -> list[Case]:
@@ -155,17 +206,12 @@ def compile_ahead(cases: Sequence[Case], setting: Setting, workers: int, limit_s
 
     Whatever goes wrong there goes wrong again where it is measured, and is reported then.
     """
-    # Those that compile take longest: first. Of the best ways in the order of the rows.
+    # Those that compile take longest: first.
     ordered = sorted(cases, key=lambda case: case.runtime == "eager")
     # Each worker is one of many: it must not start a compiler for every core.
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
-    jobs: list[Future[None]] = []
-    for case in ordered:
-        if case.runtime == RUNTIME:
-            jobs += [pool.submit(build_once, case, setting, *way) for way in ways_ahead(case, setting)]
-        else:
-            jobs.append(pool.submit(run_once, case, setting))
+    jobs = [pool.submit(run_once, case, setting) for case in ordered]
     del os.environ["TORCHINDUCTOR_COMPILE_THREADS"]
     try:
         for _ in as_completed(jobs, timeout=limit_s):
@@ -193,7 +239,7 @@ def _cases(options: argparse.Namespace) -> Iterator[Case]:
 
 
 def _best_cases(options: argparse.Namespace) -> Iterator[Case]:
-    """Those that gain most first; both layouts are in a row."""
+    """float16 first; both layouts are in a row."""
     for precision in BEST_PRECISIONS:
         for name in ORDER:
             if name in (options.network or NETWORKS) and precision in (options.precision or PRECISIONS):
@@ -254,6 +300,27 @@ def _parser() -> argparse.ArgumentParser:
         default=100.0,
         metavar="S",
         help="compile nothing ahead after so long (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        metavar="N",
+        help="networks whose best ways are measured at a time: one uses the GPU while the others compile "
+        f"(default: one for each {CORES_OF_A_ROW} cores)",
+    )
+    parser.add_argument(
+        "--part",
+        type=Part.of_text,
+        default=Part(),
+        metavar="I/N",
+        help="measure the I-th of N parts of the rows, counted from 0: one for each GPU",
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="measure nothing: write the rows of these files to --json",
     )
     parser.add_argument("--resume", action="store_true", help="keep the rows that --json holds already")
     parser.add_argument(

@@ -4,11 +4,13 @@
 
 prints microseconds per module call, PyTorch's and ours alternating in one run (median of rounds), and their ratio; and
 the seconds that the first call of a new geometry takes with an empty cache on disk and, in a second process, with a
-full one.
+full one. ``--json FILE`` keeps the rows.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
 import subprocess
@@ -17,12 +19,16 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import tconv_swap
+from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.cuda.choice import Backend
+from tconv_swap.measurement.environment import environment
 
 CALLS = 300
 #: Of the network whose training step is timed: what a layer adds, beside what a step costs at all.
@@ -62,8 +68,13 @@ def _alternating(*ways: Callable[[], object], calls: int = CALLS) -> list[float]
     return [statistics.median(times) for times in zip(*rounds, strict=True)]
 
 
+#: What was printed, for ``--json``.
+_rows: list[dict[str, Any]] = []
+
+
 def _line(name: str, times: Sequence[float]) -> None:
     theirs, ours = times
+    _rows.append({"row": name, "pytorch_us": theirs, "ours_us": ours})
     print(f"{name:52}{theirs:10.1f}{ours:10.1f}{ours / theirs:8.2f}", flush=True)
 
 
@@ -148,7 +159,10 @@ def _first_calls(cache: str) -> str:
     return "{:.2f} s, and to train {:.2f} s more".format(*map(float, done.stdout.split()))
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.overhead needs an NVIDIA GPU", file=sys.stderr)
         return 2
@@ -172,6 +186,9 @@ def main() -> int:
         ):
             times = _alternating(*_steps(autocast, layout, backend), calls=CALLS // LAYERS)
             _line(f"{backend}: step, {LAYERS} layers, {name}", times)
+    if options.json:
+        document = {"benchmark": "overhead", "environment": environment("cuda"), "rows": _rows}
+        write_atomically(options.json, f"{json.dumps(document, indent=1)}\n".encode())
     with tempfile.TemporaryDirectory() as cache:
         print(f"first call, first process, host part built:  {_first_calls(cache)}")
         for kernels in os.listdir(f"{cache}/kernels"):

@@ -183,11 +183,12 @@ class WaySearch:
         wanted: Way | None = None,
         *,
         verified: bool = True,
+        profiled: bool = True,
     ) -> StageWays:
         """Time, verify the fastest, time it once more beside today's and the best of each kind of layers, profile it.
 
         `wanted` is chosen however slow it is, if it can be and computes the same. Not `verified`, the fastest is
-        chosen, and the caller sees to it that it computes the same.
+        chosen, and the caller sees to it that it computes the same. Not `profiled`, nothing says what bounds it.
         """
         search = self.search
         search.ways, search.seconds = ways, seconds
@@ -201,9 +202,10 @@ class WaySearch:
             if wanted is None and times and times[TODAY.name] <= times[found.best.name]:
                 # Side by side, it is not faster after all.
                 found.best = best = TODAY
-            if progress is not None:
-                progress("profiling")
-            found.bound = self._bound(best)
+            if profiled:
+                if progress is not None:
+                    progress("profiling")
+                found.bound = self._bound(best)
         return found
 
     def _build(self, way: Way) -> Running:

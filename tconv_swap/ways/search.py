@@ -24,7 +24,7 @@ logger = logging.getLogger("tconv_swap")
 
 _R = TypeVar("_R")
 
-#: A layout is not compiled if, uncompiled, it takes longer than another layout by this factor.
+#: By default.
 HOPELESS = 1.5
 #: Seconds that building and timing a way are expected to take before a way with the same runtime was tried.
 FIRST_GUESS_S: dict[Runtime, float] = {"eager": 2.0, "graph": 4.0, "compile+graph": 40.0, "compile": 40.0}
@@ -98,6 +98,7 @@ class Search(Generic[_R]):
         build: makes what runs in a way, or raises.
         measure: times one of them beside the reference's: (reference, way); given the same object twice, it times that.
         seconds: begin no further way that would take longer; None: no limit. The reference is always timed.
+        hopeless: a layout is not compiled if, uncompiled, it takes longer than another layout by this factor.
         now: a clock, seconds.
         rows: one for each way, in their order.
         built: those that are still built.
@@ -110,6 +111,7 @@ class Search(Generic[_R]):
     measure: Callable[[_R, _R], tuple[Timing, Timing]]
     now: Callable[[], float]
     seconds: float | None = None
+    hopeless: float = HOPELESS
     rows: list[WayRow] = field(default_factory=list)
     built: dict[Way, _R] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -214,7 +216,7 @@ class Search(Generic[_R]):
             return ""
         mine = [row.speedup for row in same if row.timing and row.way.layout == way.layout]
         others = [row.speedup for row in same if row.timing and row.way.layout != way.layout]
-        if mine and others and max(others) > HOPELESS * max(mine):
+        if mine and others and max(others) > self.hopeless * max(mine):
             return f"not tried: this layout is {max(others) / max(mine):.1f} times slower where nothing is compiled"
         return ""
 

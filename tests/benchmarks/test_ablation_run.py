@@ -15,17 +15,18 @@ from ablation_cases import DRAWN, SUITE, made_up
 from pretended_gpu import GPU, H200, pretended_gpu
 
 from benchmarks import ablation, ablation_measure
-from benchmarks.ablation import Results
-from benchmarks.ablation_measure import Prepared, StagePlans, Task, measure, prepare
+from benchmarks.ablation_measure import Call, Prepared, StagePlans, Task, best_of_families, measure
 from benchmarks.ablation_rows import Row
 from benchmarks.families import APART, PYTORCH, family_of
 from benchmarks.kernels import problem_of
 from benchmarks.measuring_process import NotStartedError, StoppedError, TaskError
 from benchmarks.random_layers import CLASSES, class_of
+from benchmarks.sweep import Part, Results, prepared
 from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import LAYOUTS, MODES
 from tconv_swap.measurement.suite import Layer
+from tconv_swap.measurement.timing import Timing, time_interleaved
 
 TASK = Task(
     Layer("small", "made up", Geometry(2, 128, 8, 8, 64, (4, 4), (2, 2), (1, 1)), True, False),
@@ -34,6 +35,17 @@ TASK = Task(
     "nchw",
     "backward",
 )
+
+CPU = torch.device("cpu")
+SWEEP = ablation.sweep(None, 0.001)
+
+
+def prepare(task: Task) -> Prepared:
+    return ablation_measure.prepare(task, H200, best_of_families)
+
+
+def timed(calls: Mapping[str, Call], chosen: str) -> Mapping[str, Timing]:
+    return time_interleaved(calls, budget_s=0.001)
 
 
 @pytest.fixture
@@ -48,10 +60,10 @@ def _no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_family_is_measured_against_pytorchs_result(
     direction: str, mode: str, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ready = prepare(replace(TASK, mode=mode, layout=layout, direction=direction), H200)
+    ready = prepare(replace(TASK, mode=mode, layout=layout, direction=direction))
     announced: list[str] = []
     with pretended_gpu(monkeypatch):
-        rows = measure(ready, torch.device("cpu"), H200.architecture, 0.001, announced.append)
+        rows = measure(ready, CPU, H200.architecture, timed, announced.append)
     assert [row.stage for row in rows] == list(ready.stages)
     for row in rows:
         stage = ready.stages[row.stage]
@@ -65,7 +77,7 @@ def test_every_family_is_measured_against_pytorchs_result(
 
 @pytest.mark.usefixtures("_no_compiler")
 def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepare(replace(TASK, direction="forward"), H200)
+    ready = prepare(replace(TASK, direction="forward"))
     wrong, refused = list(ready.stages["forward"].plans)[:2]
     add, run = GPU.add_plan, GPU.launch
     wrong_handles: list[int] = []
@@ -83,17 +95,37 @@ def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(GPU, "add_plan", add_plan)
     monkeypatch.setattr(GPU, "launch", launched)
     with pretended_gpu(monkeypatch):
-        (row,) = measure(ready, torch.device("cpu"), H200.architecture, 0.001, lambda _: None)
+        (row,) = measure(ready, CPU, H200.architecture, timed, lambda _: None)
     assert row.failures == {
-        wrong: "wrong: 5.0e-01 from the result of pytorch",
+        wrong: "wrong: 5.0e-01 from float64",
         refused: "RuntimeError: refused",
     }
     assert row.microseconds.keys() == {PYTORCH, *ready.stages["forward"].plans} - {wrong, refused}
 
 
 @pytest.mark.usefixtures("_no_compiler")
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_where_pytorch_is_wrong_float64_says_so(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ready = prepare(replace(TASK, direction=direction))
+    pytorchs = ablation_measure.pytorchs
+
+    def wrong(*arguments: Any) -> list[torch.Tensor]:
+        return [1.5 * result for result in pytorchs(*arguments)]
+
+    monkeypatch.setattr(ablation_measure, "pytorchs", wrong)
+    with pretended_gpu(monkeypatch):
+        rows = measure(ready, CPU, H200.architecture, timed, lambda _: None)
+    for row in rows:
+        if row.stage == "gradients":  # whose fastest parts apart are ours
+            assert row.failures[PYTORCH] == "wrong: 5.0e-01 from float64"
+            continue
+        assert row.failures == {PYTORCH: "wrong: 5.0e-01 from float64"}
+        assert row.microseconds.keys() == ready.stages[row.stage].plans.keys()
+
+
+@pytest.mark.usefixtures("_no_compiler")
 def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    ready = prepare(replace(TASK, direction="forward"), H200)
+    ready = prepare(replace(TASK, direction="forward"))
     slow = next(iter(ready.stages["forward"].plans))
     add, run = GPU.add_plan, GPU.launch
     slow_handles: list[int] = []
@@ -112,7 +144,7 @@ def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(GPU, "add_plan", add_plan)
     monkeypatch.setattr(GPU, "launch", launched)
     with pretended_gpu(monkeypatch):
-        (row,) = measure(ready, torch.device("cpu"), H200.architecture, 0.001, lambda _: None)
+        (row,) = measure(ready, CPU, H200.architecture, timed, lambda _: None)
     assert row.microseconds[slow] > 1e6
     assert [calls.count(handle) for handle in slow_handles] == [2]
     assert min(calls.count(handle) for handle in set(calls) - set(slow_handles)) > 5
@@ -125,7 +157,7 @@ def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyP
         return b""
 
     monkeypatch.setattr(ablation_measure.jit, "compile_kernel", compile_kernel)
-    stage = prepare(TASK, H200).stages["grad_input"]
+    stage = prepare(TASK).stages["grad_input"]
     assert stage.failures == {"grad_input_tile": "CompileError: no"}
     assert "grad_input_tile" not in stage.plans
     assert stage.plans
@@ -168,20 +200,30 @@ def at_once(waiting: Sequence[Task]) -> Iterator[tuple[Task, Future[Prepared]]]:
 WAITING = [replace(TASK, layout=layout, mode=mode) for layout in LAYOUTS for mode in MODES]
 
 
-def run(process: Any, path: Path, results: Results, seconds_left: Callable[[], float] = lambda: 1.0) -> bool:
+def no_results() -> Results[Row]:
+    return Results("ablation", {"gpu": "pretended"}, {"commit": "1", "part": "0/1"})
+
+
+def load(path: Path) -> Results[Row]:
+    return Results.load(path, "ablation", Row)
+
+
+def run(
+    process: Any, path: Path, results: Results[Row], seconds_left: Callable[[], float] = lambda: 1.0
+) -> bool:
     waiting = [task for task in WAITING if task.key not in results.done]
-    return ablation.run(waiting, results, at_once, process, path, seconds_left)
+    return SWEEP.run(waiting, results, at_once, process, path, seconds_left)
 
 
 def test_a_run_that_ends_early_goes_on_where_it_ended(tmp_path: Path) -> None:
     path, left = tmp_path / "found.json", iter([9.0, 5.0, 0.0])
-    assert not run(Process(), path, Results({}, {}), lambda: next(left))
-    kept = Results.load(path)
+    assert not run(Process(), path, no_results(), lambda: next(left))
+    kept = load(path)
     assert len(kept.done) == len(kept.rows) == 2
     process = Process()
     assert run(process, path, kept)
     assert [one.task for one in process.asked] == WAITING[2:]
-    assert Results.load(path) == kept
+    assert load(path) == kept
     assert {row.key[:3] for row in kept.rows} == {task.key[:3] for task in WAITING}
     assert '"verdicts"' in path.read_text()
 
@@ -189,13 +231,13 @@ def test_a_run_that_ends_early_goes_on_where_it_ended(tmp_path: Path) -> None:
 def test_it_saves_every_half_minute(tmp_path: Path) -> None:
     path, left = tmp_path / "found.json", iter([100.0, 80.0, 69.0, 60.0])
     with pytest.raises(StopIteration):
-        run(Process(), path, Results({}, {}), lambda: next(left))
-    assert len(Results.load(path).rows) == 2
+        run(Process(), path, no_results(), lambda: next(left))
+    assert len(load(path).rows) == 2
 
 
 def test_a_family_that_hangs_is_left_out_and_the_rest_measured(tmp_path: Path) -> None:
     process = Process({"b": StoppedError("forward/b", "no answer for 45 s")})
-    results = Results({}, {})
+    results = no_results()
     assert run(process, tmp_path / "found.json", results)
     assert len(results.rows) == len(WAITING)
     assert [list(one.stages["forward"].plans) for one in process.asked[:2]] == [["a", "b"], ["a"]]
@@ -207,7 +249,7 @@ def test_a_family_that_hangs_is_left_out_and_the_rest_measured(tmp_path: Path) -
     "error", [StoppedError("forward/timing", "died"), StoppedError("forward/pytorch", "died"), TaskError("x")]
 )
 def test_what_cannot_be_measured_is_noted_and_the_rest_goes_on(error: Exception, tmp_path: Path) -> None:
-    process, results = Process({"channels_last": error}), Results({}, {})
+    process, results = Process({"channels_last": error}), no_results()
     assert run(process, tmp_path / "found.json", results)
     assert len(results.rows) == len(results.failures) == len(WAITING) // 2
     assert len(results.done) == len(process.asked) == len(WAITING)
@@ -230,7 +272,7 @@ def test_what_comes_first_is_a_sample_of_the_whole() -> None:
 def test_a_result_of_another_benchmark_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('{"benchmark": "layers"}')
     with pytest.raises(ValueError, match=r"not of benchmarks\.ablation"):
-        Results.load(tmp_path / "other.json")
+        load(tmp_path / "other.json")
 
 
 def test_without_a_gpu_it_says_so(
@@ -243,35 +285,63 @@ def test_without_a_gpu_it_says_so(
 
 @pytest.mark.parametrize("error", [NotStartedError("died"), BrokenExecutor("out of memory")])
 def test_where_nothing_can_go_on_the_rest_is_left_for_another_run(error: Exception, tmp_path: Path) -> None:
-    process, results = Process({"channels_last": error}), Results({}, {})
+    process, results = Process({"channels_last": error}), no_results()
     assert not run(process, tmp_path / "found.json", results)
     assert len(results.rows) == len(results.done) == len(WAITING) // 2
-    assert Results.load(tmp_path / "found.json") == results
+    assert load(tmp_path / "found.json") == results
 
 
 def test_the_report_comes_from_the_file_without_a_gpu(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "found.json"
-    run(Process(), path, Results({}, {}))
+    run(Process(), path, no_results())
     assert ablation.main(["--json", str(path), "--report"]) == 0
     assert "| forward | a | 8 | 8 | 2.00 | 2.000 |" in capsys.readouterr().out
 
 
-def test_workers_prepare_ahead_in_about_the_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tasks_come_as_they_are_ready_about_in_their_order() -> None:
+    futures: list[Future[Prepared]] = []
+
     class Pool:
-        submitted = 0
-
         def submit(self, work: Callable[[Task], Prepared], task: Task) -> Future[Prepared]:
-            self.submitted += 1
-            future: Future[Prepared] = Future()
-            future.set_result(work(task))
-            return future
+            futures.append(Future())
+            if len(futures) in (3, 6):
+                futures[-1].set_result(work(task))
+            return futures[-1]
 
-    pool = Pool()
+    tasks = prepared(Pool(), ready, WAITING)  # type: ignore[arg-type]
+    task, future = next(tasks)
+    assert len(futures) == len(WAITING)
+    assert future.result().task == task
+    for one, unfinished in zip(WAITING, futures, strict=True):
+        if not unfinished.done():
+            unfinished.set_result(ready(one))
+    assert [task, *(one for one, _ in tasks)] == [WAITING[2], *WAITING[:2], *WAITING[3:]]
+
+
+def test_parts_are_merged_and_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "0.json", tmp_path / "1.json"]
     found = []
-    for task, future in ablation._prepared(pool, ready, 3, WAITING):  # type: ignore[arg-type]
-        found.append(task)
-        assert future.result().task == task
-        assert pool.submitted <= len(found) + 2
-    assert found == WAITING
+    for index, path in enumerate(paths):
+        part = Part.of_text(f"{index}/2")
+        results = no_results()
+        results.settings["part"] = str(part)
+        assert SWEEP.run(part.of(WAITING), results, at_once, Process(), path, lambda: 1.0)
+        found.append(results)
+    assert found[0].done | found[1].done == {task.key for task in WAITING}
+    merged = tmp_path / "all.json"
+    assert ablation.main(["--json", str(merged), "--merge", *map(str, paths)]) == 0
+    assert "| forward | a | 8 | 8 | 2.00 | 2.000 |" in capsys.readouterr().out
+    assert load(merged).rows == found[0].rows + found[1].rows
+    with pytest.raises(ValueError, match="both files have"):
+        found[0].joined(found[0])
+    found[1].settings["commit"] = "2"
+    with pytest.raises(ValueError, match="not parts of one run"):
+        found[0].joined(found[1])
+
+
+@pytest.mark.parametrize("text", ["2/2", "-1/2", "1", "a/b"])
+def test_a_part_that_is_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        Part.of_text(text)

@@ -163,6 +163,16 @@ class TestSearch:
         assert "ours+channels_last+compile+graph" in bench.built
         assert "pytorch+compile+graph" in bench.built  # PyTorch's layers are as fast in both
 
+    @pytest.mark.parametrize(("hopeless", "is_tried"), [(1.5, True), (1.2, False)])
+    def test_how_far_that_is_can_be_said(self, hopeless: float, is_tried: bool) -> None:
+        bench = Bench(
+            {"ours": 50, "ours+channels_last": 40, "ours+graph": 65, "ours+channels_last+graph": 50}
+        )
+        search = bench.search()
+        search.hopeless = hopeless
+        search.run()
+        assert ("ours+compile+graph" in bench.built) == is_tried
+
     def test_what_cannot_be_is_told_once_and_the_rest_goes_on(self) -> None:
         bench = Bench({"ours+graph": RuntimeError("it waits\nfor the GPU"), "ours": 20})
         search = run(bench)

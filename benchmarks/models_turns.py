@@ -1,0 +1,182 @@
+"""The best ways of several networks at a time: each in a process of its own, the GPU by turns.
+
+Most of such a row is Dynamo and Inductor, which need no GPU. A process holds the GPU from its first tensor on, lets go
+of it while it compiles, and waits for its turn before what was compiled runs: cuDNN's search, captures and timings are
+alone on the GPU.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
+from typing import IO, Any
+
+import torch
+
+from benchmarks.measuring_process import MeasuringProcess, Work
+from benchmarks.models_row import Case, Setting
+from benchmarks.models_ways import measure_best
+
+#: A row takes minutes; without its end for so long the process counts as hung.
+SILENCE_SECONDS, START_SECONDS = 600.0, 240.0
+#: What has begun when the time is over may go on for so long.
+GRACE_SECONDS = 60.0
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+Row = dict[str, Any]
+
+
+class Turn:
+    """Inside of it this process alone uses the GPU, save while PyTorch compiles: then another may.
+
+    The lock is a file's, which the system releases however the process ends. ``held_s``: seconds, up to the last time
+    that it was released.
+    """
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self._path = path
+        self._device = device
+        self._file: IO[bytes] | None = None
+        self._taken_at = 0.0
+        self.held_s = 0.0
+
+    def __enter__(self) -> Turn:
+        from torch._dynamo.callback import callback_handler
+
+        self._file = self._path.open("ab")
+        self._take()
+        callback_handler.register_start_callback(self._compilation_begins)
+        callback_handler.register_end_callback(self._compilation_ends)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from torch._dynamo.callback import callback_handler
+
+        with suppress(ValueError):  # torch.compiler.reset has removed them
+            callback_handler.remove_start_callback(self._compilation_begins)
+            callback_handler.remove_end_callback(self._compilation_ends)
+        assert self._file is not None
+        with suppress(torch.AcceleratorError):  # the row says so
+            self._let_go()
+        self._file.close()
+
+    def _compilation_begins(self, arguments: Any) -> None:
+        if _is_for_the_cpu(arguments):
+            self._let_go()
+
+    def _compilation_ends(self, arguments: Any) -> None:
+        if _is_for_the_cpu(arguments):
+            self._take()
+
+    def _take(self) -> None:
+        fcntl.flock(self._open, fcntl.LOCK_EX)
+        self._taken_at = time.monotonic()
+
+    def _let_go(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        self.held_s += time.monotonic() - self._taken_at
+        fcntl.flock(self._open, fcntl.LOCK_UN)
+
+    @property
+    def _open(self) -> IO[bytes]:
+        assert self._file is not None
+        return self._file
+
+
+def _is_for_the_cpu(arguments: Any) -> bool:
+    """Returns whether what begins or ends is a compilation: the recording of a CUDA graph is also announced."""
+    from torch._dynamo.callback import CallbackTrigger
+
+    return arguments.callback_trigger in (CallbackTrigger.DYNAMO, CallbackTrigger.LAZY_BACKWARD)
+
+
+def rows_by_turns(
+    cases: Sequence[Case],
+    setting: Setting,
+    at_once: int,
+    threads: int,
+    seconds_left: Callable[[], float],
+    measure: Callable[[Case, Setting], Row] = measure_best,
+) -> Iterator[tuple[Case, Row | Exception]]:
+    """The rows as they are done, or why one is not; those that were not begun when the time was over are missing.
+
+    Args:
+        cases: in the order in which they begin.
+        at_once: how many processes there are.
+        threads: Inductor's, of each process.
+        measure: one row, in its process; pickled.
+    """
+    processes: set[MeasuringProcess[Case, Row]] = set()
+    starting = Lock()
+    is_over = False
+    with TemporaryDirectory(prefix="tconv-swap-turn-") as directory:
+        make = partial(_make, measure, setting, Path(directory) / "turn")
+        before = os.environ.get(_COMPILE_THREADS)
+        os.environ[_COMPILE_THREADS] = str(threads)  # of the processes, which inherit it
+
+        def row_of(case: Case) -> Row:
+            process = MeasuringProcess[Case, Row](make, SILENCE_SECONDS, START_SECONDS)
+            with starting:
+                if is_over:
+                    raise CancelledError
+                process.start()
+                processes.add(process)
+            try:
+                return process.run(case)
+            finally:
+                with starting:
+                    process.stop()
+                    processes.discard(process)
+
+        pool = ThreadPoolExecutor(at_once)
+        waiting: dict[Future[Row], Case] = {pool.submit(row_of, case): case for case in cases}
+        try:
+            while waiting:
+                left = seconds_left()
+                if left <= 0:
+                    for future in [future for future in waiting if future.cancel()]:
+                        del waiting[future]
+                done, _ = wait(
+                    waiting,
+                    timeout=None if left == math.inf else left if left > 0 else GRACE_SECONDS,
+                    return_when=FIRST_COMPLETED,
+                )
+                if not done and left <= 0:
+                    return
+                for future in done:
+                    error = future.exception()
+                    assert error is None or isinstance(error, Exception)
+                    yield waiting.pop(future), future.result() if error is None else error
+        finally:
+            for future in waiting:
+                future.cancel()
+            with starting:
+                is_over = True
+                for process in processes:
+                    process.stop()
+            pool.shutdown()
+            del os.environ[_COMPILE_THREADS]
+            if before is not None:
+                os.environ[_COMPILE_THREADS] = before
+
+
+def _make(measure: Callable[[Case, Setting], Row], setting: Setting, path: Path) -> Work[Case, Row]:
+    """In the process of a row."""
+
+    def work(case: Case, announce: Callable[[str], None]) -> Row:
+        begin = time.monotonic()
+        with Turn(path, setting.device) as turn:
+            row = measure(case, setting)
+        return {**row, "seconds": {"gpu": turn.held_s, "whole": time.monotonic() - begin}}
+
+    return work

@@ -1,0 +1,275 @@
+"""How far what "auto" takes is from the best there is: ``python -m benchmarks.regret --json FILE``.
+
+The suite and 60 layers drawn at random; in each mode, layout and stage what "auto" takes, the other plans that the
+planner can name (the best of every family that can compute the stage, and further schedules) and PyTorch's operator,
+side by side. ``benchmarks.sweep`` says how it runs. Exit codes: 0 all was measured, 1 time ran out or something failed
+(it is listed), 2 usage, or no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+
+from benchmarks.ablation_measure import Announce, Call, Prepared, Task, measure, prepare
+from benchmarks.ablation_rows import MOST_REGRET, Row, geometric_mean, worst
+from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
+from benchmarks.measuring_process import Work
+from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
+from benchmarks.sweep import Sweep, add_options, measuring
+from benchmarks.table import Table
+from tconv_swap.cuda import call, plan
+from tconv_swap.cuda.choice import CANDIDATES, Step, choose_backward, choose_forward
+from tconv_swap.cuda.problem import Device, Problem
+from tconv_swap.cuda.program import Plan
+from tconv_swap.measurement.timing import Timing, time_interleaved
+
+BENCHMARK = "regret"
+SECONDS = 300.0
+#: The plans of ours that are timed; more only where there are more families.
+MOST_PLANS = CANDIDATES
+WARMUP = 2
+#: Samples of everything; then so many more of what is within this of the fastest, beside what "auto" takes.
+SAMPLES, FINAL_SAMPLES, NEAR = 5, 9, 1.3
+#: As good as the best, within noise and what the issue of choosing allows.
+AS_GOOD = 1.05
+
+
+@dataclass(frozen=True, slots=True)
+class RegretRow(Row):
+    """As a row of the ablation, of more ways. ``problem``: the geometry's numbers. ``plans``: of ours, by name: the
+    family as reports name it, why the planner takes it, the digest of its launches, for each launch the entry, the
+    blocks and threads and bytes of shared memory, and those constants that differ between the row's plans."""
+
+    problem: Mapping[str, Any]
+    plans: Mapping[str, Mapping[str, Any]]
+
+
+def candidates(problem: Problem, stage: str, has_bias: bool, device: Device) -> tuple[dict[str, Plan], str]:
+    """The plans to time, by name, and the name of what "auto" takes: its own plan, the best of every family, then
+    further ones as the planner ranks them."""
+    steps: tuple[Step, ...]
+    if stage == "forward":
+        named = plan.forward_candidates(problem, has_bias, device, MOST_PLANS)
+        steps = (choose_forward(problem, has_bias, device, "auto"),)
+    else:
+        named = plan.backward_candidates(problem, MASKS[stage], device, MOST_PLANS)
+        steps = choose_backward(problem, MASKS[stage], device, "auto")
+    (step,) = steps  # one gradient is one step
+    families = list(plans_of(problem, stage, has_bias, device).values())
+    taken = [step.plan] if step.plan is not None else []
+    distinct = list({made.digest: made for made in (*taken, *families, *named)}.values())
+    found: dict[str, Plan] = {}
+    count: Counter[str] = Counter()
+    for made in distinct[: max(MOST_PLANS, len(taken) + len(families))]:
+        family = family_of(made)
+        count[family] += 1
+        found[family if count[family] == 1 else f"{family} {count[family]}"] = made
+    return found, next(iter(found)) if taken else PYTORCH
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit code."""
+    options = _parser().parse_args(arguments)
+    facts = call.device_facts(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    directions = directions_of(options)
+    found = sweep(facts, directions)
+    code = found.read(options)
+    if code is not None:
+        return code
+    if facts is None:
+        found.say("torch.cuda.is_available() is False: no GPU")
+        return 2
+    return found.main(tasks_of(options), settings_of(options), options)
+
+
+def sweep(
+    facts: Device | None, directions: Mapping[str, tuple[str, ...]]
+) -> Sweep[Task, Prepared, RegretRow]:
+    """The benchmark on a GPU of these facts; without one, what reads its files."""
+    return Sweep(
+        BENCHMARK,
+        partial(prepare, device=facts, ways=candidates, directions=directions),  # type: ignore[arg-type]
+        partial(_measuring, facts),  # type: ignore[arg-type]
+        RegretRow,
+        _told,
+        report,
+        summary,
+    )
+
+
+def _measuring(facts: Device) -> Work[Prepared, list[RegretRow]]:
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def measured(prepared: Prepared, announce: Announce) -> list[RegretRow]:
+        timer = partial(timed, device=device)
+        return rows_of(prepared, measure(prepared, device, facts.architecture, timer, announce))
+
+    return measuring(device, measured)
+
+
+def timed(calls: Mapping[str, Call], chosen: str, device: torch.device) -> Mapping[str, Timing]:
+    """Samples of all; then those near the fastest and what "auto" takes again, since the least of many few samples is a
+    lucky one."""
+    first = time_interleaved(calls, device=device, warmup=WARMUP, iters=SAMPLES)
+    limit = NEAR * min(timing.median_ms for timing in first.values())
+    final = {
+        name: calls[name] for name, timing in first.items() if timing.median_ms <= limit or name == chosen
+    }
+    return {**first, **time_interleaved(final, device=device, warmup=1, iters=FINAL_SAMPLES)}
+
+
+def rows_of(prepared: Prepared, rows: Iterable[Row]) -> list[RegretRow]:
+    """The rows, with what their plans are."""
+    layer = prepared.task.layer
+    problem = {**asdict(layer.geometry), "bias": layer.bias}
+    return [
+        RegretRow(
+            **{one.name: getattr(row, one.name) for one in fields(Row)},
+            problem=problem,
+            plans=_described(prepared.stages[row.stage].plans),
+        )
+        for row in rows
+    ]
+
+
+def _described(plans: Mapping[str, Plan]) -> dict[str, dict[str, Any]]:
+    values: dict[tuple[str, str], set[Any]] = {}
+    for made in plans.values():
+        for entry, constant, value in _constants(made):
+            values.setdefault((entry, constant), set()).add(value)
+    return {
+        name: {
+            "family": made.family,
+            "why": made.why,
+            "digest": made.digest,
+            "launches": [
+                f"{one.kernel.entry} {one.grid} x {one.block}, {one.shared_bytes} bytes"
+                for one in made.launches
+            ],
+            "schedule": ", ".join(
+                f"{constant}={value}"
+                for entry, constant, value in _constants(made)
+                if len(values[entry, constant]) > 1
+            ),
+        }
+        for name, made in plans.items()
+    }
+
+
+def _constants(made: Plan) -> Iterator[tuple[str, str, Any]]:
+    for one in made.launches:
+        for constant, value in one.kernel.constants:
+            yield one.kernel.entry, constant, value
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """Of every stage, the suite's rows, the random ones and all."""
+    return {"regrets": [asdict(regret) for regret in regrets(rows)]}
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """Of what "auto" takes, over the fastest measured, of a group of rows.
+
+    Attributes:
+        group: ``"forward, suite"``.
+        rows: how many there are, of which what "auto" takes was timed.
+        mean: the geometric mean; ``largest``: of one row.
+        as_good: the share of rows within ``AS_GOOD``; ``above``: how many rows are above ``MOST_REGRET``.
+        over_pytorch: the geometric mean of PyTorch's time over that of what "auto" takes.
+    """
+
+    group: str
+    rows: int
+    mean: float
+    largest: float
+    as_good: float
+    above: int
+    over_pytorch: float
+
+
+def regrets(rows: Sequence[Row]) -> list[Regret]:
+    """Of every stage on the suite and on the random layers, then of all."""
+    groups: dict[str, list[tuple[Row, float]]] = {}
+    for row in rows:
+        if row.regret is not None:
+            where = "suite" if row.of_suite else "random layers"
+            for name in (f"{row.stage}, {where}", f"all, {where}"):
+                groups.setdefault(name, []).append((row, row.regret))
+    return [_regret(name, groups[name]) for name in sorted(groups, key=lambda one: one.startswith("all"))]
+
+
+def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
+    values = [regret for _, regret in group]
+    gains = [
+        row.microseconds[PYTORCH] / row.microseconds[row.chosen]
+        for row, _ in group
+        if PYTORCH in row.microseconds
+    ]
+    return Regret(
+        group=name,
+        rows=len(values),
+        mean=geometric_mean(values),
+        largest=max(values),
+        as_good=sum(value <= AS_GOOD for value in values) / len(values),
+        above=sum(value > MOST_REGRET for value in values),
+        over_pytorch=geometric_mean(gains),
+    )
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The regret of each group, and the worst rows, as text."""
+    if not rows:
+        return "nothing was measured"
+    groups = [
+        [
+            one.group,
+            str(one.rows),
+            f"{one.mean:.3f}",
+            f"{one.largest:.2f}",
+            f"{one.as_good:.0%}",
+            str(one.above),
+            f"{one.over_pytorch:.2f}",
+        ]
+        for one in regrets(rows)
+    ]
+    headings = ["group", "rows", "regret", "largest", "within 5 %", "above 1.25", "over PyTorch"]
+    lines = [Table(headings, groups, left=1).text(), *map(_line, worst(rows))]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    best = min(row.microseconds, key=lambda name: row.microseconds[name])
+    taken, fastest = (f"{name} {row.microseconds[name]:.1f} us" for name in (row.chosen, best))
+    return f"{row.regret:6.2f} {' '.join(row.key)}: {taken}, {fastest}"
+
+
+def _told(rows: Sequence[RegretRow]) -> str:
+    return "; ".join(
+        f"{row.stage} {row.chosen} of {len(row.microseconds)}"
+        + ("" if row.regret is None else f" {row.microseconds[row.chosen]:.1f} us x{row.regret:.2f}")
+        for row in rows
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.regret",
+        description='Time what "auto" takes beside the other plans there are and PyTorch\'s operator.',
+        epilog="Exit codes: 0 all was measured, 1 time ran out or something failed, 2 usage or no GPU.",
+    )
+    add_options(parser, SECONDS)
+    add_selection(parser)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""Several networks at a time, the GPU by turns: who holds it, what comes of rows that fail, die or have no time."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+from benchmarks.measuring_process import StoppedError, TaskError
+from benchmarks.models import merged
+from benchmarks.models_row import Case, Setting
+from benchmarks.models_turns import Turn, rows_by_turns
+
+CPU = torch.device("cpu")
+SETTING = Setting(CPU, True, None)
+
+
+def case(name: str) -> Case:
+    return Case(name, "fp16", "any", "best")
+
+
+def test_one_holds_the_gpu_save_while_it_compiles(tmp_path: Path) -> None:
+    entered, left = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with Turn(tmp_path / "turn", CPU):
+            entered.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=other)
+    with Turn(tmp_path / "turn", CPU) as turn:
+        thread.start()
+        with callback_handler.install_callbacks(CallbackTrigger.CUDAGRAPH_RECORDING, "0"):
+            assert not entered.wait(0.3)
+        turn._compilation_begins(_Arguments(CallbackTrigger.DYNAMO))
+        assert entered.wait(10)
+        began = time.monotonic()
+        threading.Timer(0.3, left.set).start()
+        turn._compilation_ends(_Arguments(CallbackTrigger.DYNAMO))
+        assert time.monotonic() - began > 0.2
+        held = turn.held_s
+        assert 0.3 < held < 5
+        time.sleep(0.1)
+    assert turn.held_s > held + 0.1
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+class _Arguments:
+    def __init__(self, trigger: CallbackTrigger) -> None:
+        self.callback_trigger = trigger
+
+
+def test_compiling_lets_go_of_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    monkeypatch.setattr("benchmarks.models_turns.fcntl.flock", lambda file, how: done.append(str(int(how))))
+    with Turn(tmp_path / "turn", CPU):
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+        done.append("calls")
+        compiled(torch.zeros(1))
+        done.append("called")
+        compiled(torch.zeros(1))
+    exclusive, unlock = "2", "8"
+    assert done == [exclusive, "calls", unlock, exclusive, "called", unlock]
+    compiled(torch.zeros(2))
+    assert len(done) == 6
+
+
+def measured(case: Case, setting: Setting) -> dict[str, Any]:
+    if case.network == "fails":
+        raise ValueError("no\nand more")
+    if case.network == "dies":
+        os._exit(1)
+    return {**case._asdict(), "threads": os.environ["TORCHINDUCTOR_COMPILE_THREADS"]}
+
+
+def test_rows_of_processes() -> None:
+    cases = [case(name) for name in ("dies", "one", "fails")]
+    found = dict(rows_by_turns(cases, SETTING, 3, 2, lambda: math.inf, measured))
+    assert found.keys() == set(cases)
+    row = found[cases[1]]
+    assert isinstance(row, dict)
+    assert 0 <= row.pop("seconds")["gpu"] < 60
+    assert row == {**cases[1]._asdict(), "threads": "2"}
+    assert isinstance(found[cases[0]], StoppedError)
+    error = found[cases[2]]
+    assert isinstance(error, TaskError)
+    assert str(error) == "ValueError: no\nand more"
+    assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
+
+
+def slow(case: Case, setting: Setting) -> dict[str, Any]:
+    time.sleep(1000)
+    return {}
+
+
+def test_without_time_nothing_begins_and_what_has_begun_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.models_turns.GRACE_SECONDS", 0.5)
+    cases = [case(name) for name in ("one", "two", "three")]
+    assert dict(rows_by_turns(cases, SETTING, 1, 1, lambda: 0.0, slow)) == {}
+
+
+def test_rows_of_parts_are_merged() -> None:
+    def document(rows: list[str], missing: list[str]) -> dict[str, Any]:
+        return {
+            "benchmark": "models",
+            "rows": [case(name)._asdict() for name in rows],
+            "not_measured": [f"{case(name)}: no time left" for name in missing],
+        }
+
+    found = merged([document(["a"], ["b", "c"]), document(["b"], ["c"])])
+    assert [row["network"] for row in found["rows"]] == ["a", "b"]
+    assert found["not_measured"] == ["c fp16 any best: no time left"]

@@ -1,0 +1,180 @@
+"""The regret of "auto": its candidates, its timing, what its rows say; with a pretended GPU."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ablation_cases import DRAWN, SUITE
+from pretended_gpu import H200, pretended_gpu
+
+from benchmarks import ablation_measure, regret, selection
+from benchmarks.ablation_measure import Call, Task, measure, prepare
+from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
+from benchmarks.kernels import problem_of
+from benchmarks.regret import RegretRow, candidates
+from benchmarks.sweep import Results
+from tconv_swap.cuda import plan
+from tconv_swap.geometry import Geometry
+from tconv_swap.measurement.modes import MODES
+from tconv_swap.measurement.suite import Layer
+from tconv_swap.measurement.timing import Timing
+
+DIRECTIONS = selection.directions_of(argparse.Namespace(stage=None))
+LAYERS = {layer.name: layer for layer in (*SUITE, *DRAWN)}
+TASK = Task(
+    Layer("small", "made up", Geometry(2, 128, 8, 8, 64, (4, 4), (2, 2), (1, 1)), True, False),
+    False,
+    "fp16",
+    "nchw",
+    "backward",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "layout", "stage"),
+    [
+        ("cyclegan1", "fp16", "nchw", "forward"),
+        ("kb57", "fp16", "nchw", "forward"),
+        ("dcgan1", "tf32", "channels_last", "grad_input"),
+        ("cyclegan1", "fp16", "nchw", "grad_weight"),
+        ("centernet_dw", "tf32", "nchw", "grad_weight"),
+    ],
+)
+def test_the_candidates(name: str, mode: str, layout: str, stage: str) -> None:
+    layer = LAYERS[name]
+    problem = problem_of(layer, MODES[mode], layout)
+    if stage == "forward":
+        ranked = plan.forward_candidates(problem, layer.bias, H200, regret.MOST_PLANS)
+        taken = plan.plan_forward(problem, layer.bias, H200)
+    else:
+        problem = plan.with_weight_layout(problem, problem.channels_last)
+        ranked = plan.backward_candidates(problem, MASKS[stage], H200, regret.MOST_PLANS)
+        taken = plan.plan_backward(problem, MASKS[stage], H200)
+    found, chosen = candidates(problem, stage, layer.bias, H200)
+    families = plans_of(problem, stage, layer.bias, H200)
+    assert {made.digest for made in families.values()} <= {made.digest for made in found.values()}
+    assert families.keys() <= found.keys()
+    assert len({made.digest for made in found.values()}) == len(found) <= max(8, len(families) + 1)
+    assert found[chosen] == taken
+    assert chosen == next(iter(found)) == family_of(taken)
+    assert len(found) >= min(8, len({made.digest for made in ranked}))
+
+
+def test_where_pytorchs_operator_is_taken() -> None:
+    problem = problem_of(LAYERS["vocoder_1"], MODES["fp16"], "nchw")
+    found, chosen = candidates(problem, "forward", True, H200)
+    assert chosen == PYTORCH
+    assert PYTORCH not in found
+
+
+def options(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    selection.add_selection(parser)
+    return parser.parse_args(arguments)
+
+
+def test_about_1100_rows_of_which_any_beginning_is_a_sample() -> None:
+    layers = selection.layers_of("both")
+    assert (len(selection.layers_of("suite")), len(selection.layers_of("random"))) == (len(SUITE), 60)
+    found = selection.tasks_of(options())
+    assert found == selection.tasks_of(options())
+    assert len(set(found)) == len(found) == 8 * len(layers)
+    for beginning in (found[:80:2], found[1:80:2]):
+        assert {task.mode for task in beginning} == set(selection.MODES)
+        assert 0.15 < sum(task.of_suite for task in beginning) / len(beginning) < 0.5
+    assert DIRECTIONS == {"forward": ("forward",), "backward": ("grad_input", "grad_weight")}
+
+
+def test_a_part_of_the_rows() -> None:
+    wanted = options("--stage", "grad_weight", "--mode", "fp16", "--layers", "suite", "--layout", "nchw")
+    assert selection.directions_of(wanted) == {"forward": (), "backward": ("grad_weight",)}
+    found = selection.tasks_of(wanted)
+    assert len(found) == len(SUITE)
+    assert {task.key[1:] for task in found} == {("fp16", "nchw", "backward")}
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(ablation_measure.jit, "compile_kernel", lambda kernel, architecture: b"")
+    ready = prepare(replace(TASK, direction=direction), H200, candidates, DIRECTIONS)
+    timer = partial(regret.timed, device=torch.device("cpu"))
+    with pretended_gpu(monkeypatch):
+        measured = measure(ready, torch.device("cpu"), H200.architecture, timer, lambda _: None)
+    rows = regret.rows_of(ready, measured)
+    assert [row.stage for row in rows] == [s for s, of in selection.STAGES.items() if of == direction]
+    for row in rows:
+        assert row.microseconds.keys() == {PYTORCH, *row.plans}
+        assert row.chosen in row.microseconds
+        assert row.problem["kernel"] == (4, 4)
+        assert row.problem["bias"]
+        assert row.regret is not None
+        assert row.regret >= 1
+    alike = [row.plans for row in rows if "forward_tile 2" in row.plans]
+    for plans in alike:
+        assert plans["forward_tile"]["schedule"] != plans["forward_tile 2"]["schedule"]
+        assert "IN_CHANNELS" not in plans["forward_tile"]["schedule"]
+    assert bool(alike) == (direction == "forward")
+    results = Results("regret", {"gpu": "pretended"}, {}, rows, {TASK.key})
+    results.save(tmp_path / "rows.json", regret.summary(rows))
+    kept = Results.load(tmp_path / "rows.json", "regret", RegretRow)
+    assert [row.microseconds for row in kept.rows] == [row.microseconds for row in rows]
+    assert "small" in regret.report(kept.rows) or all(row.regret == 1 for row in kept.rows)
+
+
+def test_only_what_is_near_the_fastest_or_taken_is_timed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[list[str], int]] = []
+    times = {PYTORCH: 9.0, "a": 1.0, "a 2": 1.2, "b": 4.0, "c": 2.0}
+
+    def time_interleaved(calls: Mapping[str, Call], **options: Any) -> dict[str, Timing]:
+        asked.append((list(calls), options["iters"]))
+        return {name: Timing(times[name] * len(asked), 1, 1, 5) for name in calls}
+
+    monkeypatch.setattr(regret, "time_interleaved", time_interleaved)
+    calls: dict[str, Call] = dict.fromkeys(times, list)
+    found = regret.timed(calls, "b", torch.device("cpu"))
+    assert asked == [(list(times), regret.SAMPLES), (["a", "a 2", "b"], regret.FINAL_SAMPLES)]
+    assert {name: timing.median_ms for name, timing in found.items()} == times | {
+        "a": 2.0,
+        "a 2": 2.4,
+        "b": 8.0,
+    }
+
+
+def made_up(times: Mapping[str, float], **changes: Any) -> RegretRow:
+    row = RegretRow("layer", "1x1", "k4s2", True, "tf32", "nchw", "forward", "a", times, {}, {}, {})
+    return replace(row, **changes)
+
+
+def test_what_the_rows_say() -> None:
+    rows = [
+        made_up({"a": 1.0, "b": 2.0, PYTORCH: 4.0}),
+        made_up({"a": 2.0, "b": 1.0}, layer="slow"),
+        made_up({"a": 1.04, "b": 1.0, PYTORCH: 1.04}),
+        made_up({"b": 1.0}),
+        made_up({"a": 1.26, "b": 1.0}, of_suite=False, stage="grad_input"),
+    ]
+    found = {one.group: one for one in regret.regrets(rows)}
+    assert list(found) == ["forward, suite", "grad_input, random layers", "all, suite", "all, random layers"]
+    suite = found["all, suite"]
+    assert suite.mean == pytest.approx((1 * 2 * 1.04) ** (1 / 3))
+    assert (suite.rows, suite.largest, suite.above) == (3, 2.0, 1)
+    assert suite.as_good == pytest.approx(2 / 3)
+    assert suite.over_pytorch == pytest.approx(2.0)
+    assert found["all, random layers"].above == 1
+    assert "\n  2.00 slow tf32 nchw forward: a 2.0 us, b 1.0 us\n" in regret.report(rows)
+    assert regret.report([]) == "nothing was measured"
+
+
+def test_without_a_gpu_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert regret.main(["--json", str(tmp_path / "found.json")]) == 2
+    assert "no GPU" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""A sweep from its command line to its file, with real processes and a pretended measurement."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import sweep
+from benchmarks.measuring_process import Work
+from benchmarks.sweep import Results, Sweep, add_options, shuffled
+
+
+@dataclass(frozen=True)
+class Number:
+    value: int
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        return (str(self.value),)
+
+
+@dataclass(frozen=True)
+class Doubled:
+    value: int
+    launches: int = 1
+
+    def without(self, running: str, how: str) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class Found:
+    value: int
+
+
+def double(task: Number) -> Doubled:
+    if task.value == 3:
+        raise ValueError("three\nand more")
+    return Doubled(2 * task.value)
+
+
+def _make() -> Work[Doubled, list[Found]]:
+    return lambda ready, announce: [Found(ready.value)]
+
+
+def _report(rows: Sequence[Found]) -> str:
+    return f"{sorted(row.value for row in rows)}"
+
+
+def _summary(rows: Sequence[Found]) -> dict[str, Any]:
+    return {"sum": sum(row.value for row in rows)}
+
+
+DOUBLES = Sweep[Number, Doubled, Found]("doubles", double, _make, Found, str, _report, _summary)
+
+
+def test_a_run_in_processes_and_another_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
+    parser = argparse.ArgumentParser()
+    add_options(parser, 60.0)
+    path = tmp_path / "rows.json"
+    tasks = shuffled([Number(value) for value in range(8)], 1)
+    assert tasks != sorted(tasks, key=lambda task: task.value)
+    options = parser.parse_args(["--json", str(path), "--workers", "2", "--part", "1/2"])
+    assert DOUBLES.main(tasks, {"seed": 1}, options) == (1 if Number(3) in tasks[1::2] else 0)
+    kept = Results.load(path, "doubles", Found)
+    assert kept.done == {task.key for task in tasks[1::2]}
+    assert kept.settings["part"] == "1/2"
+    options = parser.parse_args(["--json", str(path), "--workers", "1", "--resume"])
+    assert DOUBLES.main(tasks, {"seed": 1}, options) == 1
+    kept = Results.load(path, "doubles", Found)
+    assert sorted(row.value for row in kept.rows) == [0, 2, 4, 8, 10, 12, 14]
+    assert kept.failures == ["Number(value=3): ValueError: three"]
+    assert '"sum": 50' in path.read_text()
+    capsys.readouterr()
+    assert DOUBLES.read(parser.parse_args(["--json", str(path), "--report"])) == 0
+    assert capsys.readouterr().out == "[0, 2, 4, 8, 10, 12, 14]\n"
+    assert DOUBLES.read(options) is None
