@@ -32,10 +32,11 @@ from tconv_swap.cuda.plans import (
     plan_pixel_gradients,
     plan_strips,
     plan_tile,
+    plan_tiny,
 )
 from tconv_swap.cuda.plans.grad_weight_candidates import choose
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
+from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Output, Part, Plan
 
@@ -118,6 +119,9 @@ def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]
     yield from plan_tile.plan_candidates(problem, has_bias, device, _ALL)
     for family in (plan_strips, plan_fold, plan_cells, plan_narrow, plan_pixel):
         yield from family.plan_candidates(problem, has_bias, device, 1)
+    tiny = plan_tiny.plan_forward(problem)
+    if tiny is not None:
+        yield tiny
 
 
 def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
@@ -163,9 +167,12 @@ _BACKWARD = {"grad_input": _grad_input, "grad_weight": _grad_weight, "gradients"
 def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]:
     """Families that compute either gradient, and both from one pass or from the same copies."""
     mask = MASKS[stage]
-    pixel = plan_pixel_gradients.plan_backward(problem, mask, device)
-    if pixel is not None:
-        yield pixel
+    for whole in (
+        plan_tiny.plan_backward(problem, mask),
+        plan_pixel_gradients.plan_backward(problem, mask, device),
+    ):
+        if whole is not None:
+            yield whole
     depthwise = plan_depthwise_backward.plan_gradients(problem, mask, device)
     if depthwise is not None:
         outputs = (_grad_input_output(problem), _grad_weight_output(problem))

@@ -30,7 +30,9 @@ from tconv_swap.measurement.environment import environment
 ROOT = Path(__file__).parents[1]
 #: Of each stage, the families whose kernels are told sizes.
 FAMILIES = {
-    "forward": {"halo tile"},
+    "forward": {
+        *("halo tile", "narrow tensor", "narrow fold", "narrow", "strips", "pixel product", "general"),
+    },
     "grad_input": {"halo tile", "box tile", "unfolded tile"},
     "grad_weight": {"weight tile", "weight boxes", "weight rows"},  # of these the tile in place
 }
@@ -49,16 +51,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("commit", help="whose kernels have the sizes compiled in")
     parser.add_argument("--json", type=Path, help="write the microseconds of every row here")
     parser.add_argument("--stage", choices=FAMILIES, default="forward")
+    parser.add_argument("--families", help="of them, by comma (default: all of the stage)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         print("benchmarks.sizes needs an NVIDIA GPU", file=sys.stderr)
         return 2
+    families = set(options.families.split(",")) if options.families else FAMILIES[options.stage]
+    if not families <= FAMILIES[options.stage]:
+        parser.error(f"--families: of {options.stage} there are {', '.join(sorted(FAMILIES[options.stage]))}")
     if options.child:
-        print(json.dumps(times(options.stage)))
+        print(json.dumps(times(options.stage, families)))
         return 0
-    before, after = measure(options.commit, options.stage, options.rounds)
+    before, after = measure(options.commit, options.stage, families, options.rounds)
     rows = [
         {"row": name, "before_us": before[name], "after_us": after[name]} for name in before if name in after
     ]
@@ -75,7 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def measure(commit: str, stage: str, rounds: int) -> tuple[dict[str, float], dict[str, float]]:
+def measure(
+    commit: str, stage: str, families: set[str], rounds: int
+) -> tuple[dict[str, float], dict[str, float]]:
     """Microseconds of each row: of the commit's library, and of this one; the least of the rounds."""
     from benchmarks.varying import build_host_parts, link_host_parts  # not in the other tree
 
@@ -97,22 +105,23 @@ def measure(commit: str, stage: str, rounds: int) -> tuple[dict[str, float], dic
             (old / "benchmarks" / name).write_bytes((Path(__file__).parent / name).read_bytes())
         for _ in range(rounds):
             for tree, times_of in zip((old, ROOT), found, strict=True):
-                for row, time in _in_a_process(tree, cache, stage).items():
+                for row, time in _in_a_process(tree, cache, stage, families).items():
                     times_of[row] = min(time, times_of.get(row, math.inf))
     return found
 
 
-def _in_a_process(tree: Path, cache: Path, stage: str) -> dict[str, float]:
+def _in_a_process(tree: Path, cache: Path, stage: str, families: set[str]) -> dict[str, float]:
     environment_of = {**os.environ, "PYTHONPATH": str(tree), ENVIRONMENT_VARIABLE: str(cache)}
     command = [sys.executable, "-m", "benchmarks.sizes", "-", "--child", "--stage", stage]
+    command += ["--families", ",".join(sorted(families))]
     done = subprocess.run(
         command, cwd=tree, env=environment_of, check=True, stdout=subprocess.PIPE, text=True
     )
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def times(stage: str) -> dict[str, float]:
-    """Microseconds of each row, by the library of this process: the median of the calls."""
+def times(stage: str, families: set[str]) -> dict[str, float]:
+    """Microseconds of each row that one of the families computes, by the library of this process: medians of calls."""
     from tconv_swap import conv_transpose2d
     from tconv_swap.cuda import call, plan
     from tconv_swap.measurement.suite import load_suite
@@ -131,7 +140,7 @@ def times(stage: str) -> dict[str, float]:
                 forward_plan = made = plan.plan_forward(problem, layer.bias, facts)
                 if stage in MASKS:
                     made = plan.plan_backward(problem, MASKS[stage], facts)
-                if FAMILIES[stage] & set(made.family.split(", ")):
+                if families & set(made.family.split(", ")):
                     rows.append((f"{layer.name} {mode} {layout}", layer, dtype, form))
                     launches = {*made.launches, *forward_plan.launches}
                     kernels.update(dict.fromkeys(one.kernel for one in launches))

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tconv_swap.cuda import plan
+from tconv_swap.cuda.plans import plan_grad_input, plan_grad_weight
 
 #: Files whose last tests read what the first have saved.
 TOGETHER = ("test_foreign.py",)
@@ -65,9 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture
 def plans_anew() -> Iterator[None]:
     """For tests that change who makes a plan: plans are remembered."""
-    plan.plan_backward.cache_clear()
+    remembered = plan.plan_backward, plan_grad_input.plan_grad_input, plan_grad_weight.plan_grad_weight
+    for planner in remembered:
+        planner.cache_clear()
     yield
-    plan.plan_backward.cache_clear()
+    for planner in remembered:
+        planner.cache_clear()
 
 
 @pytest.fixture(autouse=True)

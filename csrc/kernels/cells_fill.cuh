@@ -18,10 +18,9 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int ITEM = sizeof(Element);
 constexpr int CHANNELS_PER_WORD = 4 / ITEM;
 constexpr int HALF_WORDS = HALF_CHANNELS / CHANNELS_PER_WORD;
-constexpr int PIXELS = HEIGHT * WIDTH;
 
-/// Elements of one copy: neighbours in a row, or channels of a pixel.
-constexpr int COPY = power_dividing(CHANNELS_LAST ? CI_GROUP : WIDTH, 16 / ITEM);
+/// Elements of one copy: neighbours in a row, whose length is a multiple of ROW_MULTIPLE, or channels of a pixel.
+constexpr int COPY = power_dividing(CHANNELS_LAST ? CI_GROUP : ROW_MULTIPLE, 16 / ITEM);
 constexpr int COPY_PIXELS = CHANNELS_LAST ? 1 : COPY;
 constexpr int LEAD = (Horizontal::LOWEST % COPY_PIXELS + COPY_PIXELS) % COPY_PIXELS;
 constexpr int HALO_H = TILE_H + (V - 1) * V_STEP;
@@ -42,11 +41,12 @@ constexpr int SLOTS = ceil_div(LINE_COPIES, THREADS);
 
 struct InputFill {
   const Element* input;
+  const Sizes& sizes;
   int place[SLOTS];    // column of the halo (channels_last), or copy within a line; none: negative
   int to[SLOTS];       // bytes from the line's first
   int channel[SLOTS];  // channels_last: negative where there is only padding
 
-  __device__ __forceinline__ explicit InputFill(const Element* input) : input(input) {
+  __device__ __forceinline__ InputFill(const Element* input, const Sizes& sizes) : input(input), sizes(sizes) {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const int copy = (SHARERS > 1 ? threadIdx.x % LINE_COPIES : threadIdx.x) + s * THREADS;
@@ -69,30 +69,31 @@ struct InputFill {
   /// Bring the halo whose first pixel (after LEAD) is (row0, col0) of an image: in the background, but for 16 bits in
   /// NCHW, where a word joins two channels that lie apart, and for copies of 2 bytes.
   __device__ __forceinline__ void copy(u32 shared, long long image, int row0, int col0) const {
-    const Element* const from = input + image * (static_cast<long long>(IN_CHANNELS) * PIXELS);
+    const int height = sizes.height, width = sizes.width, pixels = sizes.pixels();
+    const Element* const from = input + image * (static_cast<long long>(IN_CHANNELS) * pixels);
     const int first_line = SHARERS > 1 ? threadIdx.x / LINE_COPIES : 0;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       if (place[s] < 0) continue;
       if constexpr (CHANNELS_LAST) {
         const int col = col0 + place[s];
-        const bool inside_row = static_cast<unsigned>(col) < WIDTH && channel[s] >= 0;
+        const bool inside_row = static_cast<unsigned>(col) < width && channel[s] >= 0;
 #pragma unroll 4
         for (int h = first_line; h < HALO_H; h += SHARERS) {
           const int row = row0 + h;
-          const bool inside = inside_row && static_cast<unsigned>(row) < HEIGHT;
-          const Element* const source = from + (inside ? (row * WIDTH + col) * IN_CHANNELS + channel[s] : 0);
+          const bool inside = inside_row && static_cast<unsigned>(row) < height;
+          const Element* const source = from + (inside ? (row * width + col) * IN_CHANNELS + channel[s] : 0);
           copy_elements(shared + h * (HALO_W * PIXEL_PITCH * 4) + to[s], source, inside);
         }
       } else {
         const int row = row0 + place[s] / (HALO_W / COPY), col = col0 + place[s] % (HALO_W / COPY) * COPY;
-        const bool inside_image = static_cast<unsigned>(row) < HEIGHT && static_cast<unsigned>(col) < WIDTH;
-        const Element* const pixel = from + (inside_image ? row * WIDTH + col : 0);
+        const bool inside_image = static_cast<unsigned>(row) < height && static_cast<unsigned>(col) < width;
+        const Element* const pixel = from + (inside_image ? row * width + col : 0);
 #pragma unroll 4
         for (int line = first_line; line < WORDS; line += SHARERS) {
           const int group = GROUPS == 1 ? 0 : line / GROUP_WORDS;
           const int channel = (line - group * GROUP_WORDS) * CHANNELS_PER_WORD;
-          const Element* const source = pixel + (group * CI_GROUP + channel) * PIXELS;
+          const Element* const source = pixel + (group * CI_GROUP + channel) * pixels;
           const u32 target = shared + line * (K_PITCH * 4) + to[s];
           const bool inside = inside_image && channel < CI_GROUP;
           if constexpr (!IS_16_BIT) {
@@ -100,7 +101,7 @@ struct InputFill {
           } else {
             u32 even[COPY_WORDS] = {}, odd[COPY_WORDS] = {};
             if (inside) ptx::load_global<COPY * ITEM>(even, source);
-            if (inside && channel + 1 < CI_GROUP) ptx::load_global<COPY * ITEM>(odd, source + PIXELS);
+            if (inside && channel + 1 < CI_GROUP) ptx::load_global<COPY * ITEM>(odd, source + pixels);
             store_joined(target, even, odd);
           }
         }

@@ -2,7 +2,6 @@
 // DIRECT stored as they are, where a tile of M is a run of neighbours in memory.
 #pragma once
 
-constexpr int OUT_PIXELS = OUT_HEIGHT * OUT_WIDTH;
 constexpr int MOST = 16 / ITEM;  // elements of the widest store
 
 // Lines, which lie in one piece in memory: the tile's pixels of an output row, of one channel (NCHW) or of all.
@@ -10,13 +9,16 @@ constexpr int STAGE_ROWS = TILE_H * PASS_ROWS;
 constexpr int CHANNEL_LINES = CHANNELS_LAST ? 1 : OUT_CHANNELS;
 constexpr int LINES = CHANNEL_LINES * STAGE_ROWS;
 constexpr int CELL = STRIDE_W * (CHANNELS_LAST ? OUT_CHANNELS : 1);
-constexpr int LINE = TILE_W * CELL, OUT_LINE = OUT_WIDTH * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+constexpr int LINE = TILE_W * CELL;
+/// Elements of an output row, of one channel or of all; a multiple of OUT_LINE_MULTIPLE.
+__device__ __forceinline__ int out_line(const Sizes& sizes) { return sizes.out_width * (CHANNELS_LAST ? OUT_CHANNELS : 1); }
+constexpr int OUT_LINE_MULTIPLE = OUT_ROW_MULTIPLE * (CHANNELS_LAST ? OUT_CHANNELS : 1);
 // Four lanes write cells two apart; where those would meet the same banks, 16 bytes separate the cells.
 constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
 constexpr int CELL_PITCH = CELL + CELL_PAD;
 
 /// Elements of one store.
-constexpr int STORE = power_dividing(OUT_LINE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
+constexpr int STORE = power_dividing(OUT_LINE_MULTIPLE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
 constexpr int STORES = LINE / STORE;
 
 // Pitches of a line and of a channel; eight lanes write neighbouring channels.
@@ -43,7 +45,7 @@ static_assert(!NEIGHBOURS || CELL_PITCH % 2 == 0);
 
 /// The tile that is computed: its image, first cell, and row of the cell.
 struct OutputTile {
-  long long image;
+  int image;
   int cell_h, cell_w, pass;
 
   /// Output row of row `row` of the staged tile.
@@ -51,8 +53,8 @@ struct OutputTile {
     return (cell_h + row / PASS_ROWS) * STRIDE_H + pass + row % PASS_ROWS;
   }
   /// The first element of a line, counted from the image's.
-  __device__ __forceinline__ int line_begin(int channel, int out_row) const {
-    return (channel * OUT_HEIGHT + out_row) * OUT_LINE + cell_w * CELL;
+  __device__ __forceinline__ int line_begin(const Sizes& sizes, int channel, int out_row) const {
+    return (channel * sizes.out_height + out_row) * out_line(sizes) + cell_w * CELL;
   }
 };
 
@@ -64,25 +66,26 @@ __device__ __forceinline__ Element element_of(float x) {
   }
 }
 
-static_assert(!DIRECT || (NEIGHBOURS && !STACKED && GROUPS == 1 && ALL_COLUMNS && OUT_WIDTH % STRIDE_W == 0));
+static_assert(!DIRECT || (NEIGHBOURS && !STACKED && GROUPS == 1 && ALL_COLUMNS));
 static_assert(!DIRECT || CHANNELS_LAST || STRIDE_W % 16 == 0);
 
-/// With DIRECT, where a lane's neighbours m and m + 1 of M go: in the cell, and in the cells after it.
+/// With DIRECT, whose output rows are whole cells, where a lane's neighbours m and m + 1 of M go: in the cell, and in the cells after it.
 struct DirectStore {
   Element* output;  // of the pass's row of the tile's first cell
-  int at;
+  int at, cell_row;  // from a row of cells to the next
   float bias[2];
 
-  __device__ __forceinline__ DirectStore(Element* output, const Element* bias, const OutputTile& tile, int m)
-      : output(output + tile.image * (static_cast<long long>(OUT_CHANNELS) * OUT_PIXELS)) {
+  __device__ __forceinline__ DirectStore(Element* output, const Element* bias, const Sizes& sizes, const OutputTile& tile, int m)
+      : output(output + tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels())),
+        cell_row(STRIDE_H * out_line(sizes)) {
     const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
-    this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * OUT_LINE + tile.cell_w * CELL;
-    at = CHANNELS_LAST ? m : place.channel * OUT_PIXELS + place.column;
+    this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.cell_w * CELL;
+    at = CHANNELS_LAST ? m : place.channel * sizes.out_pixels() + place.column;
     this->bias[0] = HAS_BIAS && m < M ? load_as(bias[place.channel]) : 0.f;
     this->bias[1] = HAS_BIAS && m < M ? load_as(bias[next.channel]) : 0.f;
   }
   __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
-    Element* const to = output + (at + cell_h * STRIDE_H * OUT_LINE + cell_w * CELL);
+    Element* const to = output + (at + cell_h * cell_row + cell_w * CELL);
     low += bias[0], high += bias[1];
     if constexpr (IS_16_BIT) {
       __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
@@ -124,16 +127,16 @@ __device__ __forceinline__ void store_run(Element* to, const Element* from) {
 }
 
 /// The staged tile, by all threads.
-__device__ __forceinline__ void store_tile(const Element* staged, Element* output, const OutputTile& tile) {
-  output += tile.image * (static_cast<long long>(OUT_CHANNELS) * OUT_PIXELS);
-  const int left = OUT_LINE - tile.cell_w * CELL, length = left < LINE ? left : LINE;
+__device__ __forceinline__ void store_tile(const Element* staged, Element* output, const Sizes& sizes, const OutputTile& tile) {
+  output += tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels());
+  const int left = out_line(sizes) - tile.cell_w * CELL, length = left < LINE ? left : LINE;
   const int lane = threadIdx.x % LANES;
 #pragma unroll 2
   for (int line = threadIdx.x / LANES; line < LINES; line += THREADS / LANES) {
     const int row = line % STAGE_ROWS, channel = line / STAGE_ROWS;
     const int out_row = tile.out_row(row);
-    if (out_row >= OUT_HEIGHT) continue;
-    Element* const to = output + tile.line_begin(channel, out_row);
+    if (out_row >= sizes.out_height) continue;
+    Element* const to = output + tile.line_begin(sizes, channel, out_row);
     const Element* const from = staged + channel * CHANNEL_PITCH + row * LINE_PITCH;
 #pragma unroll(ceil_div(STORES, LANES) <= 16 ? ceil_div(STORES, LANES) : 4)
     for (int pass = 0; pass < ceil_div(STORES, LANES); ++pass) {

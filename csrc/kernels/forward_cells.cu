@@ -3,7 +3,8 @@
 // (cells.cuh), so that a tile of 16 is filled where no single phase could.
 //
 // Covers: float16, bfloat16, float32 (IEEE: six products of BFloat16 parts); NCHW and channels_last; any kernel,
-// stride, padding, output padding, dilation, groups; sm_80 and up. plan_cells.py says for which it pays.
+// stride, padding, output padding, dilation, groups, told at the launch how large the images are; sm_80 and up.
+// plan_cells.py says for which it pays.
 //
 // A tile is TILE_H x TILE_W cells of one image, all groups and channels. A block computes one pass of every
 // `walks`-th tile; it brings a tile's input with its halo to shared memory as words (a channel, or two of 16 bits),
@@ -14,13 +15,13 @@
 // read from the caches.
 #include "mma.cuh"
 #include "cells.cuh"
+#include "sizes.cuh"
 
 using ptx::u32;
 
 #include "cells_fill.cuh"
 #include "cells_store.cuh"
 
-constexpr int TILES_H = ceil_div(CELLS_H, TILE_H), TILES_W = ceil_div(CELLS_W, TILE_W);
 constexpr int WEIGHT_WORDS = RESIDENT ? GROUPS * M_TILES * TILE_FRAGMENTS * FRAGMENT_WORDS : 0;
 
 // ---- the product ----------------------------------------------------------------------------------------------
@@ -170,11 +171,11 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
 }
 
 /// The same to where they stay. `tile`: the block's.
-__device__ __forceinline__ void store_sums(const Sums& sums, Element* output, const Element* bias, const OutputTile& tile,
-                                           int m_tile, int h, int w) {
+__device__ __forceinline__ void store_sums(const Sums& sums, Element* output, const Element* bias, const Sizes& sizes,
+                                           const OutputTile& tile, int m_tile, int h, int w) {
   const int m = m_of_row(m_tile, threadIdx.x % 32 / 4), first = w + threadIdx.x % 4 * 2;
-  const DirectStore store(output, bias, tile, m);
-  const int rows = m < M ? CELLS_H - tile.cell_h : 0, columns = CELLS_W - tile.cell_w;
+  const DirectStore store(output, bias, sizes, tile, m);
+  const int rows = m < M ? sizes.cells_h - tile.cell_h : 0, columns = sizes.cells_w - tile.cell_w;
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
 #pragma unroll
@@ -182,14 +183,14 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Element* output, co
 #pragma unroll
       for (int cell = 0; cell < 2; ++cell) {
         const int cell_h = h + row, cell_w = first + col * 8 + cell;
-        if (cell_h < rows && cell_w < columns && (cell_h + tile.cell_h) * STRIDE_H + tile.pass < OUT_HEIGHT)
+        if (cell_h < rows && cell_w < columns && (cell_h + tile.cell_h) * STRIDE_H + tile.pass < sizes.out_height)
           store.put(cell_h, cell_w, sums.of[row][col][cell], sums.of[row][col][2 + cell]);
       }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_cells(const Element* __restrict__ input, const u32* __restrict__ packed, const Element* __restrict__ bias,
-                  Element* __restrict__ output, long long batch, long long walks) {
+                  Element* __restrict__ output, const __grid_constant__ Sizes sizes, long long walks) {
   extern __shared__ __align__(16) u32 shared[];
   const u32 input_tile = ptx::pinned(ptx::shared_address(shared));
   u32* const weight_tile = shared + INPUT_WORDS;
@@ -197,19 +198,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 
   // Passes of a tile side by side, so that neighbouring output rows are written at about the same time; shifted from
   // walk to walk, so that no multiprocessor gets the quick ones only.
-  const unsigned walk = blockIdx.x / PASSES;
+  const int walk = blockIdx.x / PASSES;
   const int pass = (blockIdx.x + walk) % PASSES;
   const bool taps = has_taps(pass);
   const int row_shift = first_row(pass);
-  const long long tiles = batch * (TILES_H * TILES_W);
-  long long tile = walk;
+  const int tiles = sizes.tiles, step = static_cast<int>(walks);
+  int tile = walk;
 
-  const auto tile_at = [&](long long tile) {
-    const int in_image = static_cast<int>(tile % (TILES_H * TILES_W));
-    return OutputTile{tile / (TILES_H * TILES_W), in_image / TILES_W * TILE_H, in_image % TILES_W * TILE_W, pass};
+  const auto tile_at = [&](int tile) {
+    const int image = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, image);
+    const int row = sizes.row_tiles.quotient(in_image);
+    return OutputTile{image, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W, pass};
   };
-  const InputFill fill(input);
-  const auto bring = [&](long long tile) {
+  const InputFill fill(input, sizes);
+  const auto bring = [&](int tile) {
     const OutputTile at = tile_at(tile);
     fill.copy(input_tile, at.image, at.cell_h + row_shift, at.cell_w + Horizontal::LOWEST - LEAD);
   };
@@ -233,7 +235,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   const uint4* const lane_weights = reinterpret_cast<const uint4*>(RESIDENT ? weight_tile : pass_weights) + lane;
 
 #pragma unroll 1
-  for (; tile < tiles; tile += walks) {
+  for (; tile < tiles; tile += step) {
     const OutputTile at = tile_at(tile);
     // Then the input is there for all threads, and the tile before is stored.
     ptx::wait_copies<0>();
@@ -247,15 +249,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         Sums sums;
         multiply(sums, lane_weights + all_tile * TILE_FRAGMENTS * 32, from, SHIFTS.count[m_tile] * GROUP_HALVES);
         if constexpr (DIRECT) {
-          store_sums(sums, output, bias, at, m_tile, h, w);
+          store_sums(sums, output, bias, sizes, at, m_tile, h, w);
         } else {
           stage_sums(sums, staged, bias, group, m_tile, h, w);
         }
       }
     }
     __syncthreads();
-    if (taps && tile + walks < tiles) bring(tile + walks);
+    if (taps && tile + step < tiles) bring(tile + step);
     ptx::commit_copies();
-    if (!DIRECT) store_tile(staged, output, at);
+    if (!DIRECT) store_tile(staged, output, sizes, at);
   }
 }

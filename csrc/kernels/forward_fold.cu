@@ -6,7 +6,7 @@
 //
 // Covers: float16, bfloat16, float32 (six products of BFloat16 parts: parts.cuh); NCHW with rows, or channels_last with
 // channels, of 16-byte multiples; one group; at most 96 products a pixel; any stride, padding, output padding, dilation;
-// sm_90a (the copy engine, wgmma). plan_fold.py says for which it pays.
+// told at the launch how large the images are; sm_90a (the copy engine, wgmma). plan_fold.py says for which it pays.
 //
 // A block walks down strips of an image (`strips` of each), STEP_ROWS rows of COLUMNS pixels at a time. The copy engine
 // brings them, STAGES steps ahead (fold_input.cuh); a warp multiplies 16 pixels by all weights, M = co * taps by ci,
@@ -18,7 +18,8 @@
 #include "pipeline.cuh"
 #include "tma.cuh"
 #include "parts.cuh"
-#include "geometry.cuh"
+#include "layer.cuh"
+#include "sizes.cuh"
 #include "tile_index.cuh"
 #include "repeat.cuh"
 
@@ -56,28 +57,23 @@ constexpr int PLANE_BYTES = N * 16, PART_BYTES = K / 8 * PLANE_BYTES, WEIGHT_BYT
 /// Input rows (columns) that an output row (column) may need: its cell's, and those before.
 constexpr int REACH_H = ceil_div((KERNEL_H - 1) * DILATION_H + 1, STRIDE_H);
 constexpr int REACH_W = ceil_div((KERNEL_W - 1) * DILATION_W + 1, STRIDE_W);
-constexpr int FIRST_ROW = PADDING_H / STRIDE_H, CELL_ROWS = (OUT_HEIGHT - 1 + PADDING_H) / STRIDE_H + 1 - FIRST_ROW;
+constexpr int FIRST_ROW = PADDING_H / STRIDE_H;
 
 /// Neighbouring outputs of a thread, and groups of them in a tile of columns.
 constexpr int GROUP_CELLS = ceil_div(4, ITEM * STRIDE_W);
 constexpr int GROUP = STRIDE_W * GROUP_CELLS;
-constexpr int OUT_GROUPS = ceil_div(OUT_WIDTH, GROUP);
-constexpr bool WHOLE_ROWS = WIDTH <= COLUMNS;
 constexpr int CELL_SHIFT = PADDING_W / STRIDE_W;
 constexpr int LAST_SHIFT = PADDING_W == 0 ? -1 : (PADDING_W - 1) / STRIDE_W;
-/// Boxes of NCHW begin at multiples of 16 bytes: so many columns early, the same of each tile of columns.
+/// Boxes of NCHW begin at multiples of 16 bytes: so many columns early, the same of each tile of columns, where rows are
+/// longer than a buffer.
 constexpr int BOX_STEP = CHANNELS_LAST ? GROUP_CELLS : 16 / ITEM;
-constexpr int LEAD = WHOLE_ROWS ? 0 : ((CELL_SHIFT - (REACH_W - 1)) % BOX_STEP + BOX_STEP) % BOX_STEP;
-constexpr int TILE_GROUPS =
-    WHOLE_ROWS ? OUT_GROUPS : (COLUMNS - LEAD - REACH_W + CELL_SHIFT - LAST_SHIFT) / BOX_STEP * BOX_STEP / GROUP_CELLS;
+constexpr int LEAD = ((CELL_SHIFT - (REACH_W - 1)) % BOX_STEP + BOX_STEP) % BOX_STEP;
 static_assert(BOX_STEP % GROUP_CELLS == 0);
-constexpr int COLUMN_TILES = ceil_div(OUT_GROUPS, TILE_GROUPS);
-static_assert(TILE_GROUPS > 0);
 
-// Columns of a buffer that no product is written to, and that lie outside the image: zeros.
-constexpr int LEFT = WHOLE_ROWS && REACH_W - 1 > CELL_SHIFT ? round_up(REACH_W - 1 - CELL_SHIFT, 2) : 0;
-constexpr int LAST_COLUMN = TILE_GROUPS * GROUP_CELLS + LAST_SHIFT;
-constexpr int RIGHT = WHOLE_ROWS && LAST_COLUMN >= COLUMNS ? LAST_COLUMN - COLUMNS + 1 : 0;
+// Columns of a buffer that no product is written to, and that lie outside rows that are whole in a buffer: zeros.
+constexpr int LEFT = REACH_W - 1 > CELL_SHIFT ? round_up(REACH_W - 1 - CELL_SHIFT, 2) : 0;
+constexpr int LAST_COLUMN = MOST_GROUPS * GROUP_CELLS + LAST_SHIFT;
+constexpr int RIGHT = LAST_COLUMN >= COLUMNS ? LAST_COLUMN - COLUMNS + 1 : 0;
 /// Eight pixels of four pairs of products meet different banks.
 constexpr int PITCH = round_up(LEFT + COLUMNS + RIGHT - 4, 16) + 4;
 constexpr int BUFFER = STEP_ROWS * M * PITCH;
@@ -91,23 +87,25 @@ static_assert(SHARED_BYTES == BARRIERS + STAGES * 8, "the plan and the kernel mu
 
 /// The steps of a block: down a strip of a tile of columns, then the next one.
 struct Steps {
-  int tile, tiles, strips;
+  const FoldSizes& sizes;
+  int tile;
   int image, column_tile;
   int begin, end;   // cell rows of the strip
   int first, stop;  // input rows that it needs; all others are zeros
   int row;          // first input row of the step
 
-  __device__ __forceinline__ Steps(int tiles, int strips) : tile(blockIdx.x), tiles(tiles), strips(strips) { aim(); }
+  __device__ __forceinline__ explicit Steps(const FoldSizes& sizes) : sizes(sizes), tile(blockIdx.x) { aim(); }
   __device__ __forceinline__ void aim() {
-    column_tile = tile % COLUMN_TILES;
-    const int strip = tile / COLUMN_TILES % strips;
-    image = tile / COLUMN_TILES / strips;
-    begin = FIRST_ROW + strip * CELL_ROWS / strips;
-    end = FIRST_ROW + (strip + 1) * CELL_ROWS / strips;
+    const int rest = sizes.column_tiles.quotient(tile);
+    column_tile = sizes.column_tiles.remainder(tile, rest);
+    image = sizes.strips.quotient(rest);
+    const int strip = sizes.strips.remainder(rest, image);
+    begin = FIRST_ROW + sizes.strips.quotient(strip * sizes.cell_rows);
+    end = FIRST_ROW + sizes.strips.quotient((strip + 1) * sizes.cell_rows);
     row = first = most(begin - (REACH_H - 1), 0);
-    stop = most(least(end, HEIGHT), first + 1);
+    stop = most(least(end, sizes.height), first + 1);
   }
-  __device__ __forceinline__ bool done() const { return tile >= tiles; }
+  __device__ __forceinline__ bool done() const { return tile >= sizes.tiles; }
   __device__ __forceinline__ void next() {
     row += STEP_ROWS;
     if (row < stop) return;
@@ -116,10 +114,10 @@ struct Steps {
   }
   __device__ __forceinline__ bool begins() const { return row == first; }
   __device__ __forceinline__ bool ends() const { return row + STEP_ROWS >= stop; }
-  __device__ __forceinline__ int first_group() const { return column_tile * TILE_GROUPS; }
+  __device__ __forceinline__ int first_group() const { return column_tile * sizes.tile_groups; }
   /// The input column that is the first of a buffer.
   __device__ __forceinline__ int first_column() const {
-    return WHOLE_ROWS ? 0 : first_group() * GROUP_CELLS + CELL_SHIFT - (REACH_W - 1) - LEAD;
+    return sizes.whole_rows ? 0 : first_group() * GROUP_CELLS + CELL_SHIFT - (REACH_W - 1) - LEAD;
   }
 };
 
@@ -137,9 +135,10 @@ __device__ constexpr int tap_at(int distance) {
 constexpr int THREAD_CHANNELS = CHANNELS_LAST ? OUT_CHANNELS : 1;
 constexpr int RUN = GROUP * THREAD_CHANNELS;
 /// Elements of one store.
-constexpr int STORE = power_dividing(OUT_WIDTH * THREAD_CHANNELS, power_dividing(RUN, 16 / ITEM));
+constexpr int STORE = power_dividing(RUN, 16 / ITEM);
 
 /// The first `left` outputs of a run.
+template <int STORE>
 __device__ __forceinline__ void store_run(Element* to, const float (&sums)[RUN], int left) {
 #pragma unroll
   for (int i = 0; i < RUN; i += STORE) {
@@ -184,7 +183,7 @@ __device__ __forceinline__ void add_products(float (&sums)[RUN], const float* fr
 }
 
 constexpr int CHANNEL_RUNS = OUT_CHANNELS / THREAD_CHANNELS;
-constexpr int ITEMS = TILE_GROUPS * STRIDE_H * CHANNEL_RUNS, THREAD_ITEMS = ceil_div(ITEMS, THREADS);
+constexpr int ITEMS = MOST_GROUPS * STRIDE_H * CHANNEL_RUNS, THREAD_ITEMS = ceil_div(ITEMS, THREADS);
 
 /// Some neighbouring outputs of one row of the cell, or of all in channels_last, down a strip.
 struct Item {
@@ -192,11 +191,11 @@ struct Item {
   int from;                     // in a row of a buffer
   float carried[REACH_H][RUN];  // of the rows of cells below, the next one first; the last is nothing
 
-  __device__ __forceinline__ void aim(int item) {
+  __device__ __forceinline__ void aim(int item, bool whole_rows) {
     Digits digits{static_cast<unsigned>(item)};
-    group = digits.next(TILE_GROUPS), channel = digits.next(CHANNEL_RUNS), phase = digits.rest;
+    group = digits.next(MOST_GROUPS), channel = digits.next(CHANNEL_RUNS), phase = digits.rest;
     // A buffer's first column is that of the first group's first cell, less its reach and LEAD; or the image's first.
-    const int column = group * GROUP_CELLS + (WHOLE_ROWS ? LEFT : REACH_W - 1 - CELL_SHIFT + LEAD);
+    const int column = LEFT + group * GROUP_CELLS + (whole_rows ? 0 : REACH_W - 1 - CELL_SHIFT + LEAD);
     from = channel * (TAPS * PITCH) + column;
   }
   __device__ __forceinline__ void begin() {
@@ -236,19 +235,26 @@ struct Item {
 /// The outputs that this step's rows complete.
 __device__ __forceinline__ void fold(Item& item, const float* buffer, const Steps& step, const Element* bias,
                                      Element* output) {
-  if (item.phase >= STRIDE_H) return;
+  const FoldSizes& sizes = step.sizes;
+  if (item.phase >= STRIDE_H || item.group >= sizes.tile_groups) return;
   if (step.begins()) item.begin();
   const int x = (step.first_group() + item.group) * GROUP;
   const long long channel = static_cast<long long>(step.image) * CHANNEL_RUNS + item.channel;
-  Element* const column = output + channel * OUT_HEIGHT * (OUT_WIDTH * THREAD_CHANNELS) + x * THREAD_CHANNELS;
+  Element* const column = output + channel * sizes.out_height * (sizes.out_width * THREAD_CHANNELS) + x * THREAD_CHANNELS;
   const auto store = [&](int cell_row, float(&sums)[RUN]) {
     const int y = cell_row * STRIDE_H - PADDING_H + item.phase;
-    if (cell_row < step.begin || cell_row >= step.end || y < 0 || y >= OUT_HEIGHT || x >= OUT_WIDTH) return;
+    if (cell_row < step.begin || cell_row >= step.end || y < 0 || y >= sizes.out_height || x >= sizes.out_width) return;
     if (HAS_BIAS) {
 #pragma unroll
       for (int i = 0; i < RUN; ++i) sums[i] += load_as(bias[item.channel + i % THREAD_CHANNELS]);
     }
-    store_run(column + y * (OUT_WIDTH * THREAD_CHANNELS), sums, (OUT_WIDTH - x) * THREAD_CHANNELS);
+    Element* const to = column + y * (sizes.out_width * THREAD_CHANNELS);
+    const int left = (sizes.out_width - x) * THREAD_CHANNELS;
+    if (STORE == 1 || sizes.out_width * THREAD_CHANNELS % STORE == 0) {
+      store_run<STORE>(to, sums, left);
+    } else {
+      store_run<1>(to, sums, left);
+    }
   };
   float sums[RUN];
 #pragma unroll 1
@@ -266,15 +272,14 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_fold(const __grid_constant__ TensorMap input, const Element* __restrict__ weight,
-                 const Element* __restrict__ bias, Element* __restrict__ output, long long batch, long long strips) {
+                 const Element* __restrict__ bias, Element* __restrict__ output, const __grid_constant__ FoldSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;
-  const int tiles = static_cast<int>(batch * strips) * COLUMN_TILES;
   float* const products = reinterpret_cast<float*>(memory + PRODUCTS_AT);
   const auto full = [&](int stage) { return shared + BARRIERS + stage * 8; };
 
-  Steps asked(tiles, static_cast<int>(strips)), step = asked;
+  Steps asked(sizes), step = asked;
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < STAGES; ++stage) ptx::set_up_barrier(full(stage), 1);
     ptx::publish_barriers();
@@ -296,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   float* const put_at = products + unit_row * (M * PITCH) + LEFT + column;
   Item items[THREAD_ITEMS];
 #pragma unroll
-  for (int i = 0; i < THREAD_ITEMS; ++i) items[i].aim(threadIdx.x + i * THREADS);
+  for (int i = 0; i < THREAD_ITEMS; ++i) items[i].aim(threadIdx.x + i * THREADS, sizes.whole_rows);
 
   int stage = 0, buffer = 0;
   u32 parity = 0;

@@ -12,7 +12,8 @@
 // BLOCK_IMAGES images and BLOCK_CHANNELS output channels (of one group, or of BLOCK_GROUPS whole groups). A block
 // walks down `repeat` tiles, which share their weights; it brings CHUNK input channels at a time, with their halo,
 // to shared memory as float32, the next ones while it computes: by cp.async (ASYNC: float, sm_80), else through
-// registers. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel.
+// registers. LOAD elements travel together: neighbours in a row, whose length LOAD divides, or in channels_last channels of
+// a pixel.
 // A thread owns THREAD_ROWS x THREAD_COLUMNS cells, THREAD_CHANNELS channels, and of each cell
 //   PHASES_H = STRIDE_H: all rows; 1: one row, the same in the whole block;
 //   PHASES_W = STRIDE_W: all columns; 1: one column, consecutive threads having consecutive columns.
@@ -20,14 +21,13 @@
 //   LANES_C channel slices, STRIDE_W / PHASES_W columns of a cell, LANES_W cells, SLICES_C more channel slices,
 //   LANES_H rows of threads, BLOCK_IMAGES images.
 #include "narrow.cuh"
+#include "sizes.cuh"
 
 constexpr int THREADS = LANES_C * (STRIDE_W / PHASES_W) * LANES_W * SLICES_C * LANES_H * BLOCK_IMAGES;
 constexpr int BLOCK_CHANNELS = LANES_C * SLICES_C * THREAD_CHANNELS;
 constexpr int BLOCK_CO = BLOCK_CHANNELS / BLOCK_GROUPS;  // of them, in one group
 constexpr int TILES_CO = ceil_div(CO_GROUP, BLOCK_CO);
 constexpr int TILES_GROUP = ceil_div(GROUPS, BLOCK_GROUPS);
-constexpr int TILES_H = ceil_div(CELLS_H, LANES_H * THREAD_ROWS);
-constexpr int TILES_W = ceil_div(CELLS_W, LANES_W * THREAD_COLUMNS);
 constexpr int CHUNKS = ceil_div(CI_GROUP, CHUNK);
 static_assert(BLOCK_GROUPS == 1 || (CHUNKS == 1 && BLOCK_CO == CO_GROUP), "whole groups only");
 
@@ -51,7 +51,7 @@ constexpr int INPUT_TILE = ceil_div(BLOCK_IMAGES * IMAGE, 4) * 4;
 constexpr int INPUT_BUFFERS = ASYNC ? 2 : 1;
 static_assert(INPUT_C % LOAD_C == 0 && CHUNK % READ == 0);
 static_assert(LOAD == 1 || (CHANNELS_LAST ? CI_GROUP * BLOCK_GROUPS % LOAD == 0 && IN_CHANNELS % LOAD == 0
-                                          : LANES_W * THREAD_COLUMNS % LOAD == 0 && WIDTH % LOAD == 0));
+                                          : LANES_W * THREAD_COLUMNS % LOAD == 0));
 
 // The weight tile: [ci][vertical tap][horizontal tap][channel slice], a slice rounded up to whole vectors. Where
 // threads side by side read different taps, these are an odd number of vectors apart (banks again).
@@ -82,6 +82,12 @@ __device__ __forceinline__ InputVector input_vector(unsigned v) {
   return {(int)digits.rest, channel, row, column};
 }
 
+// Offset of element [n, c, h, w] of images of C channels and height x width pixels.
+template <int C>
+__device__ __forceinline__ Index activation(Index n, int c, int h, int w, int height, int width) {
+  return CHANNELS_LAST ? ((n * height + h) * width + w) * C + c : ((n * C + c) * height + h) * width + w;
+}
+
 // Where vector v of the tile lies in shared memory.
 __device__ __forceinline__ int shared_place(unsigned v) {
   return CHANNELS_LAST ? v / VECTORS_C * PIXEL + v % VECTORS_C * LOAD : v * LOAD;
@@ -89,7 +95,8 @@ __device__ __forceinline__ int shared_place(unsigned v) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     forward_narrow(const Element* __restrict__ input, const Element* __restrict__ weight,
-                   const Element* __restrict__ bias, Element* __restrict__ output, long long batch, long long repeat) {
+                   const Element* __restrict__ bias, Element* __restrict__ output,
+                   const __grid_constant__ CellWalkSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles_x = reinterpret_cast<float*>(shared);
   float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;
@@ -99,12 +106,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Digits block{blockIdx.x};
   const int co0 = block.next(TILES_CO) * BLOCK_CO;
   const int group0 = block.next(TILES_GROUP) * BLOCK_GROUPS;
-  const int cell_w0 = block.next(TILES_W) * (LANES_W * THREAD_COLUMNS);
-  const long long all_tiles = (batch + BLOCK_IMAGES - 1) / BLOCK_IMAGES * TILES_H;
-  const unsigned walks = (unsigned)((all_tiles + repeat - 1) / repeat);
-  const long long tile0 = block.next(walks) * repeat;
-  const int block_phase_h = block.rest;
-  const int tiles = (int)(repeat < all_tiles - tile0 ? repeat : all_tiles - tile0);
+  const int walk_rest = sizes.across.quotient(block.rest);
+  const int cell_w0 = sizes.across.remainder(block.rest, walk_rest) * (LANES_W * THREAD_COLUMNS);
+  const int block_phase_h = sizes.walks.quotient(walk_rest);
+  const int tile0 = sizes.walks.remainder(walk_rest, block_phase_h) * sizes.repeat;
+  const int tiles = sizes.repeat < sizes.all_tiles - tile0 ? sizes.repeat : sizes.all_tiles - tile0;
+  const int batch = sizes.batch, height = sizes.height, width = sizes.width;
   const Phase block_taps_h = Vertical::phase(block_phase_h);
 
   // What the thread owns.
@@ -133,23 +140,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int v = threadIdx.x + i * THREADS;
     const InputVector at = input_vector(v);
     const int iw = column0 + at.column;
-    const bool inside = v < VECTORS && (unsigned)iw < (unsigned)WIDTH && channel0 + at.channel < IN_CHANNELS;
-    places[i] = inside ? activation<IN_CHANNELS, HEIGHT, WIDTH>(at.image, at.channel, at.row, at.column) : NONE;
+    const bool inside = v < VECTORS && (unsigned)iw < (unsigned)width && channel0 + at.channel < IN_CHANNELS;
+    places[i] = inside ? activation<IN_CHANNELS>(at.image, at.channel, at.row, at.column, height, width) : NONE;
     rows[i] = at.row;
   }
   Pack<LOAD> ahead[ASYNC ? 1 : LOADS];
 
   // Start to bring a chunk of a tile, to `buffer` (ASYNC) or to `ahead`.
-  const auto fetch_input = [&](long long tile, int chunk, float* buffer) {
-    const long long n = tile / TILES_H * BLOCK_IMAGES;
-    const int row0 = (int)(tile % TILES_H) * (LANES_H * THREAD_ROWS) + row_shift;
+  const auto fetch_input = [&](int tile, int chunk, float* buffer) {
+    const int images = sizes.down.quotient(tile), n = images * BLOCK_IMAGES;
+    const int row0 = sizes.down.remainder(tile, images) * (LANES_H * THREAD_ROWS) + row_shift;
     const int ci0 = chunk * CHUNK;
-    const Element* const corner = input + n * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
-                                  activation<IN_CHANNELS, HEIGHT, WIDTH>(0, channel0 + ci0, row0, column0);
+    const Element* const corner = input + n * ((long long)IN_CHANNELS * height * width) +
+                                  activation<IN_CHANNELS>(0, channel0 + ci0, row0, column0, height, width);
 #pragma unroll
     for (int i = 0; i < LOADS; ++i) {
       const int v = threadIdx.x + i * THREADS;
-      bool inside = places[i] != NONE && (unsigned)(row0 + rows[i]) < (unsigned)HEIGHT;
+      bool inside = places[i] != NONE && (unsigned)(row0 + rows[i]) < (unsigned)height;
       if (BLOCK_IMAGES > 1) inside = inside && n + input_vector(v).image < batch;
       if (CI_GROUP % CHUNK != 0) inside = inside && ci0 + input_vector(v).channel < CI_GROUP;
       if constexpr (ASYNC) {
@@ -202,13 +209,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   int buffer = 0;
 #pragma unroll 1
-  for (long long tile = tile0; tile < tile0 + tiles; ++tile) {
+  for (int tile = tile0; tile < tile0 + tiles; ++tile) {
     float sum[PHASES_H][THREAD_ROWS][THREAD_COLUMNS][PHASES_W][THREAD_CHANNELS] = {};
 #pragma unroll 1
     for (int chunk = 0; reads && chunk < CHUNKS; ++chunk) {
       const bool last_chunk = chunk + 1 == CHUNKS;
       const bool more = !last_chunk || tile + 1 < tile0 + tiles;
-      const long long next_tile = last_chunk ? tile + 1 : tile;
+      const int next_tile = last_chunk ? tile + 1 : tile;
       const int next_chunk = last_chunk ? 0 : chunk + 1;
       if constexpr (ASYNC) {
         if (more) {
@@ -303,22 +310,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     // Out it goes: in runs of elements that lie side by side in memory.
-    const long long n = tile / TILES_H * BLOCK_IMAGES + image;
-    const int cell_h0 = (int)(tile % TILES_H) * (LANES_H * THREAD_ROWS) + lane_h * THREAD_ROWS;
+    const int out_height = sizes.out_height, out_width = sizes.out_width;
+    const int images = sizes.down.quotient(tile), n = images * BLOCK_IMAGES + image;
+    const int cell_h0 = sizes.down.remainder(tile, images) * (LANES_H * THREAD_ROWS) + lane_h * THREAD_ROWS;
     if (n >= batch || group >= GROUPS || co >= CO_GROUP) continue;
-    Element* const image_output = output + n * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH);
+    Element* const image_output = output + n * ((long long)OUT_CHANNELS * out_height * out_width);
 #pragma unroll
     for (int row = 0; row < THREAD_ROWS; ++row) {
 #pragma unroll
       for (int phase_h = 0; phase_h < PHASES_H; ++phase_h) {
         const int oh = (cell_h0 + row) * STRIDE_H + block_phase_h + phase_h;
-        if (oh >= OUT_HEIGHT) continue;
+        if (oh >= out_height) continue;
 #pragma unroll
         for (int first = 0; first < THREAD_COLUMNS * PHASES_W; first += RUN_COLUMNS) {
           const int cell = cell_w0 + lane_w * LANE_STEP + first / PHASES_W * COLUMN_STEP;
           const int ow = cell * STRIDE_W + thread_phase_w + first % PHASES_W;
           Element* const to = image_output +
-                              activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(0, group * CO_GROUP + co, oh, ow);
+                              activation<OUT_CHANNELS>(0, group * CO_GROUP + co, oh, ow, out_height, out_width);
 #pragma unroll
           for (int c0 = 0; c0 < THREAD_CHANNELS; c0 += RUN_CHANNELS) {
             float run[RUN];
@@ -328,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
               const int c = c0 + i % RUN_CHANNELS;
               run[i] = sum[phase_h][row][column][phase_w][c] + offset[c];
             }
-            store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)OUT_HEIGHT * OUT_WIDTH), run, OUT_WIDTH - ow,
+            store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)out_height * out_width), run, out_width - ow,
                       CO_GROUP - co - c0);
           }
         }

@@ -4,7 +4,7 @@
 // In TF32 the multiplier takes from shared memory only what lies along k, and in NCHW channels do not; of 16 bits it takes
 // pixels only from multiples of 16 bytes on. So pixels come from registers, which read them at any shift; what a warp has
 // read it multiplies with the weights of every row of taps, each row's sums being those of another row of the output. A
-// block goes down strips of 64 WARPGROUPS pixels, SEGMENT rows at a time: each row of the input is brought once a strip, and
+// block goes down strips of 64 WARPGROUPS pixels, a segment of rows at a time: each row of the input is brought once a strip, and
 // the weights of all taps stay in shared memory.
 //
 // Row i of a segment's input takes part in the output rows i - a, a = 0 .. KERNEL_H - 1, whose sums lie in slot (i - a) %
@@ -25,10 +25,11 @@
 #include "ring.cuh"
 #include "repeat.cuh"
 #include "strips_weights.cuh"
+#include "sizes.cuh"
 
 using ptx::u32;
 
-constexpr int STRIP = 64 * WARPGROUPS, STRIPS = ceil_div(OUT_WIDTH, STRIP), SEGMENTS = ceil_div(OUT_HEIGHT, SEGMENT);
+constexpr int STRIP = 64 * WARPGROUPS;
 /// From an output row and column to the first that a tap reads.
 constexpr int FIRST_ROW = PADDING_H - (KERNEL_H - 1), FIRST_COL = PADDING_W - (KERNEL_W - 1);
 
@@ -49,42 +50,43 @@ static_assert(STEPS % 2 == 0);
 
 using Ring = StageRing<SLOTS, ROWS_AT, ROW_BYTES, BARRIERS>;
 
-/// SEGMENT rows of the output in a strip of an image.
+/// A segment of rows of the output in a strip of an image.
 struct Column {
   int image, strip, begin, rows;
 
-  __device__ __forceinline__ explicit Column(int number) {
-    strip = number % STRIPS * STRIP;
-    begin = number / STRIPS % SEGMENTS * SEGMENT;
-    image = number / (STRIPS * SEGMENTS);
-    rows = begin + SEGMENT < OUT_HEIGHT ? SEGMENT : OUT_HEIGHT - begin;
+  __device__ __forceinline__ Column(const StripSizes& sizes, int number) {
+    const int segments = sizes.strips.quotient(number);
+    strip = sizes.strips.remainder(number, segments) * STRIP;
+    image = sizes.segments.quotient(segments);
+    begin = sizes.segments.remainder(segments, image) * sizes.segment;
+    rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;
   }
 };
 
 /// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
-__device__ __forceinline__ int lead(int row, int plane) {
-  const int first = LINES ? row * (WIDTH % ALIGNMENT) + plane * (HEIGHT * WIDTH % ALIGNMENT) + FIRST_COL : FIRST_COL;
+__device__ __forceinline__ int lead(const StripSizes& sizes, int row, int plane) {
+  const int first = LINES ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
   // Never negative, of rows before the first neither.
   return first & (ALIGNMENT - 1);
 }
 
 /// One thread.
-__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, int tile, int first,
-                                     int columns, int step) {
+__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const StripSizes& sizes,
+                                     int tile, int first, int step) {
   bool weights = false;
-  for (int c = first; c < columns; c += step) {
-    const Column column(c);
+  for (int c = first; c < sizes.columns; c += step) {
+    const Column column(sizes, c);
     for (int i = 0; i < column.rows + KERNEL_H - 1; ++i) {
       const int row = column.begin + FIRST_ROW + i;
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       ptx::arrive_expecting(ring.full(), ROW_COPIED);
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
-        const int col = column.strip + FIRST_COL - lead(row, plane);
+        const int col = column.strip + FIRST_COL - lead(sizes, row, plane);
         if constexpr (LINES) {
           // Beside a plane's rows lie another's.
-          const bool exists = row >= 0 && row < HEIGHT;
-          const int pixel = exists ? plane * (HEIGHT * WIDTH) + row * WIDTH + col : NOWHERE;
+          const bool exists = row >= 0 && row < sizes.height;
+          const int pixel = exists ? plane * sizes.pixels() + row * sizes.width + col : NOWHERE;
           ptx::copy_box(ring.data() + plane * PLANE_BYTES, input, pixel, 0, column.image, ring.full());
         } else {
           ptx::copy_box(ring.data(), input, col, row, 0, column.image, ring.full());
@@ -183,6 +185,7 @@ struct Multiplier {
   int lane, warp, first_channel;
   const Element* bias;
   Element* output;
+  const StripSizes& sizes;
 
   /// Row i of a column's input; its sums begin a new row of the output.
   template <int PHASE>
@@ -193,7 +196,7 @@ struct Multiplier {
 #pragma unroll
     for (int c = 0; c < LANE_CHANNELS; ++c) {
       const int channel = lane % 4 * LANE_CHANNELS + c, plane = channel % PLANES;
-      from[c] = ring.data() + plane * PLANE_BYTES + channel / PLANES * PITCH_BYTES + (pixel + lead(column.begin + FIRST_ROW + i, plane)) * ITEM;
+      from[c] = ring.data() + plane * PLANE_BYTES + channel / PLANES * PITCH_BYTES + (pixel + lead(sizes, column.begin + FIRST_ROW + i, plane)) * ITEM;
     }
     ptx::wait_for_phase(ring.full(), ring.parity);
     multiply_row<PHASE>(sums, from, base);
@@ -212,11 +215,12 @@ struct Multiplier {
   }
 
   __device__ __forceinline__ void store(const float (&sums)[TILE_CHANNELS / 2], const Column& column, int row, int col) const {
-    constexpr long long IMAGE = static_cast<long long>(OUT_HEIGHT) * OUT_WIDTH;
+    const long long image = static_cast<long long>(sizes.out_height) * sizes.out_width;
+    const int out_width = sizes.out_width;
     /// From a lane's first pixel to its second.
     constexpr int NEXT = ITEM == 4 ? 8 : 1;
     const int channel = first_channel + lane % 4 * 2;
-    Element* to = output + (static_cast<long long>(column.image) * OUT_CHANNELS + channel) * IMAGE + static_cast<long long>(row) * OUT_WIDTH + col;
+    Element* to = output + (static_cast<long long>(column.image) * OUT_CHANNELS + channel) * image + static_cast<long long>(row) * out_width + col;
 #pragma unroll
     for (int j = 0; j < TILE_CHANNELS / 8; ++j)
 #pragma unroll
@@ -225,19 +229,19 @@ struct Multiplier {
         if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
         const float add = HAS_BIAS ? load_as(bias[channel + at]) : 0.f;
         const float first = sums[j * 4 + r] + add, second = sums[j * 4 + 2 + r] + add;
-        if constexpr (ITEM == 2 && OUT_WIDTH % 2 == 0) {
-          if (col < OUT_WIDTH) __stcs(reinterpret_cast<u32*>(to + at * IMAGE), ptx::pack_pair<PRECISION>(first, second));
+        if (ITEM == 2 && out_width % 2 == 0) {
+          if (col < out_width) __stcs(reinterpret_cast<u32*>(to + at * image), ptx::pack_pair<PRECISION>(first, second));
         } else {
-          if (col < OUT_WIDTH) to[at * IMAGE] = store_as<Element>(first);
-          if (col + NEXT < OUT_WIDTH) to[at * IMAGE + NEXT] = store_as<Element>(second);
+          if (col < out_width) to[at * image] = store_as<Element>(first);
+          if (col + NEXT < out_width) to[at * image + NEXT] = store_as<Element>(second);
         }
       }
   }
 
-  __device__ __forceinline__ void run(u32 weight_barrier, int first, int columns, int step) {
+  __device__ __forceinline__ void run(u32 weight_barrier, int first, int step) {
     bool waits = true;
-    for (int c = first; c < columns; c += step) {
-      const Column column(c);
+    for (int c = first; c < sizes.columns; c += step) {
+      const Column column(sizes, c);
       const int rows = column.rows + KERNEL_H - 1;
       if (waits) ptx::wait_for_phase(weight_barrier, 0);
       waits = false;
@@ -254,7 +258,7 @@ struct Multiplier {
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
     forward_strips(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const Element* __restrict__ bias,
-                   Element* __restrict__ output, long long batch) {
+                   Element* __restrict__ output, const __grid_constant__ StripSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
   const Ring ring(base);
@@ -270,11 +274,10 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
   }
   __syncthreads();
   const int tile = blockIdx.x % CHANNEL_TILES, first = blockIdx.x / CHANNEL_TILES, step = gridDim.x / CHANNEL_TILES;
-  const int columns = static_cast<int>(batch) * (SEGMENTS * STRIPS);
   if (threadIdx.x >= MULTIPLY_THREADS) {
-    if (threadIdx.x == MULTIPLY_THREADS) fill(ring, weight_barrier, input, packed, tile, first, columns, step);
+    if (threadIdx.x == MULTIPLY_THREADS) fill(ring, weight_barrier, input, packed, sizes, tile, first, step);
   } else {
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
-    Multiplier{ring, base, lane, warp, tile * TILE_CHANNELS, bias, output}.run(weight_barrier, first, columns, step);
+    Multiplier{ring, base, lane, warp, tile * TILE_CHANNELS, bias, output, sizes}.run(weight_barrier, first, step);
   }
 }

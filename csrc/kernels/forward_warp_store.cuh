@@ -89,6 +89,8 @@ __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int 
 
 /// Cells that stand in a row are outputs that do.
 constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
+/// Of those, neighbouring outputs of a store at most, where images are only known to be multiples of so many.
+constexpr int STORE_DENSE = least(4, STORE_MOST);
 
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const float (&biases)[2], const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -288,7 +290,11 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       const int cell_row = place.row + (PLACES_ADD ? mine.row : 0);
       bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
       Out* to;
-      if constexpr (FLAT) {
+      if constexpr (DENSE) {
+        const int cell = at.origin.image + at.col + out_col, image = sizes.image_cells.quotient(cell);
+        to = output + image * image_distance + channel * out_pixels + sizes.image_cells.remainder(cell, image);
+        inside = inside && image < sizes.batch;
+      } else if constexpr (FLAT) {
         const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
         to = output + cell.image * image_distance + channel * out_pixels +
              static_cast<long long>(cell.row * CELL_ROWS + at.stack_row + at.phase_row + cell_row) * sizes.out_width +
@@ -325,6 +331,15 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, biases, at);
+  } else if constexpr (DENSE) {
+    constexpr int SOME = least(STORE_ROW, STORE_DENSE);
+    if (STORE_ROW > SOME && sizes.out_pixels() % STORE_ROW == 0) {
+      store_nchw<STORE_ROW>(sums, output, biases, at, staged);
+    } else if (SOME > STORE_ANY && sizes.out_pixels() % SOME == 0) {
+      store_nchw<SOME>(sums, output, biases, at, staged);
+    } else {
+      store_nchw<STORE_ANY>(sums, output, biases, at, staged);
+    }
   } else if (STORE_ROW > STORE_ANY && sizes.out_width % STORE_ROW == 0) {
     store_nchw<STORE_ROW>(sums, output, biases, at, staged);
   } else {

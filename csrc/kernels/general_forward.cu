@@ -7,11 +7,24 @@
 // The outputs split into STRIDE_H x STRIDE_W phases; within one, the same taps reach every pixel. A block computes
 // one tile of one phase and group: m = pixels of that phase over the whole batch, n = output channels of the
 // group, k = (tap, input channel). A phase without taps has k = 0: its output is the bias.
-#include "geometry.cuh"
+#include "images.cuh"
 #include "tile_gemm.cuh"
 
-constexpr int CELLS_H = (OUT_HEIGHT + STRIDE_H - 1) / STRIDE_H;
-constexpr int CELLS_W = (OUT_WIDTH + STRIDE_W - 1) / STRIDE_W;
+// The taps of one axis that reach the output positions congruent to `residue` (= (o + padding) mod stride):
+// first, first + step, ..., `count` of them. None when no k * dilation is congruent to the residue.
+struct PhaseTaps {
+  int first, count;
+};
+template <int KERNEL, int STRIDE, int DILATION>
+struct Axis {
+  static constexpr int STEP = STRIDE / gcd(STRIDE, DILATION);
+  __device__ static PhaseTaps taps(int residue) {
+    int first = 0;
+    while (first < KERNEL && first * DILATION % STRIDE != residue) ++first;
+    return {first, first < KERNEL ? (KERNEL - 1 - first) / STEP + 1 : 0};
+  }
+};
+
 constexpr int TILES_N = (CO_GROUP + TILE_N - 1) / TILE_N;
 using Vertical = Axis<KERNEL_H, STRIDE_H, DILATION_H>;
 using Horizontal = Axis<KERNEL_W, STRIDE_W, DILATION_W>;
@@ -19,22 +32,22 @@ using Horizontal = Axis<KERNEL_W, STRIDE_W, DILATION_W>;
 constexpr long long MOST_TERMS =
     (KERNEL_H / Vertical::STEP + 1LL) * (KERNEL_W / Horizontal::STEP + 1) * CI_GROUP;
 
-struct Pixel {
-  long long n;
+// The output pixel of a phase whose number among the cells of all images is m.
+struct OutputPixel {
+  Index n;
   int oh, ow;
   bool inside;
 };
-__device__ __forceinline__ Pixel pixel_of(long long m, long long batch, int phase_h, int phase_w) {
-  const int cell_w = (int)(m % CELLS_W);
-  const long long rest = m / CELLS_W;
-  Pixel p{rest / CELLS_H, (int)(rest % CELLS_H) * STRIDE_H + phase_h, cell_w * STRIDE_W + phase_w, false};
-  p.inside = p.n < batch && p.oh < OUT_HEIGHT && p.ow < OUT_WIDTH;
+__device__ __forceinline__ OutputPixel pixel_of(const ImageSizes& sizes, long long m, int phase_h, int phase_w) {
+  const Pixel cell = Pixel::of(sizes, m);
+  OutputPixel p{cell.image, cell.row * STRIDE_H + phase_h, cell.column * STRIDE_W + phase_w, false};
+  p.inside = p.n < sizes.batch && p.oh < sizes.out_height && p.ow < sizes.out_width;
   return p;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_forward(const Element* __restrict__ input, const Element* __restrict__ weight,
-                    const Element* __restrict__ bias, Element* __restrict__ output, long long batch) {
+                    const Element* __restrict__ bias, Element* __restrict__ output, const __grid_constant__ ImageSizes sizes) {
   __shared__ TileShared shared;
   unsigned block = blockIdx.x;
   const int tile_n = block % TILES_N;
@@ -53,19 +66,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
 
   using ShareA = Share<TILE_M, CHANNELS_LAST>;
   using ShareB = Share<TILE_N, false>;
-  Pixel pixels[A_LOADS];
+  OutputPixel pixels[A_LOADS];
 #pragma unroll
-  for (int i = 0; i < A_LOADS; ++i) pixels[i] = pixel_of(m0 + ShareA::row(i), batch, phase_h, phase_w);
+  for (int i = 0; i < A_LOADS; ++i) pixels[i] = pixel_of(sizes, m0 + ShareA::row(i), phase_h, phase_w);
 
   auto load_a = [&](int i, long long k) -> Sum {
     const int tap = (int)(k / CI_GROUP), ci = (int)(k % CI_GROUP);
-    const Pixel& p = pixels[i];
+    const OutputPixel& p = pixels[i];
     // The phase makes both differences multiples of the stride; they are negative above and left of the input.
     const int uh = p.oh + PADDING_H - (taps_h.first + tap / taps_w.count * Vertical::STEP) * DILATION_H;
     const int uw = p.ow + PADDING_W - (taps_w.first + tap % taps_w.count * Horizontal::STEP) * DILATION_W;
     const int ih = uh / STRIDE_H, iw = uw / STRIDE_W;
-    if (!p.inside || uh < 0 || uw < 0 || ih >= HEIGHT || iw >= WIDTH) return 0;
-    return load_as(input[at_input(p.n, group * CI_GROUP + ci, ih, iw)]);
+    if (!p.inside || uh < 0 || uw < 0 || ih >= sizes.height || iw >= sizes.width) return 0;
+    return load_as(input[at_input(sizes, p.n, group * CI_GROUP + ci, ih, iw)]);
   };
   auto load_b = [&](int i, long long k) -> Sum {
     const int tap = (int)(k / CI_GROUP), ci = (int)(k % CI_GROUP), co = n0 + ShareB::row(i);
@@ -81,14 +94,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
 
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i) {
-    const Pixel p = pixel_of(m0 + Owned<M_FASTEST>::m(i), batch, phase_h, phase_w);
+    const OutputPixel p = pixel_of(sizes, m0 + Owned<M_FASTEST>::m(i), phase_h, phase_w);
 #pragma unroll
     for (int j = 0; j < THREAD_N; ++j) {
       const int co = n0 + Owned<M_FASTEST>::n(j);
       if (!p.inside || co >= CO_GROUP) continue;
       const int channel = group * CO_GROUP + co;
       const Sum offset = HAS_BIAS ? load_as(bias[channel]) : Sum(0);
-      output[at_output(p.n, channel, p.oh, p.ow)] = store_as<Element>(sum[i][j] + offset);
+      output[at_output(sizes, p.n, channel, p.oh, p.ow)] = store_as<Element>(sum[i][j] + offset);
     }
   }
 }

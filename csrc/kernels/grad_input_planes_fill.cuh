@@ -70,13 +70,15 @@ struct InputFill {
   __device__ __forceinline__ void load(int s) {
     u32(&words)[PLACE_REGISTERS] = staged[SLICE % FILL_AHEAD][s];
     const bool inside = (bits[s] & 16u) != 0;
-    const char* from = source[s] + slice_distance<SLICE>(sizes);
+    // Pinned: else the compiler finds the address of every load anew.
+    const char* from = ptx::pinned(source[s] + slice_distance<SLICE>(sizes));
+    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
     if constexpr (INPUT_CHANNELS_LAST) {
       load_words<16>(words, from, inside);
     } else {
 #pragma unroll
       for (int c = 0; c < PLANE_CHANNELS; ++c)
-        load_words<COPY_PIXELS * ITEM>(words + c * ROW_REGISTERS, from + c * next_channel,
+        load_words<COPY_PIXELS * ITEM>(words + c * ROW_REGISTERS, from + static_cast<unsigned long long>(c) * next,
                                        inside && (!RAGGED_K || plane(s) * PLANE_CHANNELS + c < left));
     }
     next_slice(s, SLICE == SLICES - 1);

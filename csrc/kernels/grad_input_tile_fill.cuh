@@ -45,17 +45,19 @@ struct InputFill {
     for (int s = 0; s < SLOTS; ++s) {
       if (to[s] != NOWHERE) {
         const bool inside = has_slice<SLICE>(slices[s]);
-        const char* source = first + from[s];
         if constexpr (INPUT_CHANNELS_LAST) {
           constexpr int BYTES = COPY * ITEM;
           const bool real = inside && (!RAGGED_K || index(s) % COPIES_PER_PIXEL * (BYTES / 4) < words_left);
-          ptx::copy_async_or_zero<BYTES>(stage + to[s], real ? source : input, real);
+          ptx::copy_async_or_zero<BYTES>(stage + to[s], real ? first + from[s] : input, real);
         } else {
+          // Pinned: else the compiler finds the address of every copy anew.
+          const char* source = ptx::pinned(inside ? first + from[s] : input);
+          const u32 next = inside ? static_cast<u32>(next_channel) : 0;
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
             const bool real = inside && (!RAGGED_K || k * SHARERS < words_left);
-            ptx::copy_async_or_zero<COPY * 4>(stage + to[s] + k * SHARERS * K_PITCH * 4,
-                                              real ? source + k * SHARERS * next_channel : input, real);
+            const char* word = source + static_cast<unsigned long long>(k * SHARERS) * next;
+            ptx::copy_async_or_zero<COPY * 4>(stage + to[s] + k * SHARERS * K_PITCH * 4, RAGGED_K && !real ? input : word, real);
           }
         }
       }
@@ -67,16 +69,18 @@ struct InputFill {
   __device__ __forceinline__ void load(int chunk) {
     const char* first = slice_of<SLICE>(chunk);
     const int left = CI_GROUP - (chunk * CHUNK_WORDS + first_k) * 2;
+    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const bool inside = to[s] != NOWHERE && has_slice<SLICE>(slices[s]);
-      // One address after another: all of them at once would take registers.
-      const char* row = first + from[s];
+      const char* row = ptx::pinned(first + from[s]);
 #pragma unroll
-      for (int k = 0; k < K_PER_SLOT; ++k, row += SHARERS * 2 * next_channel) {
+      for (int k = 0; k < K_PER_SLOT; ++k) {
         u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
-        load_halves(to_words, row, inside && (!RAGGED_K || k * SHARERS * 2 < left));
-        load_halves(to_words + HALVES, row + next_channel, inside && (!RAGGED_K || k * SHARERS * 2 + 1 < left));
+        const int channel = k * SHARERS * 2;
+        const unsigned long long distance = channel;
+        load_halves(to_words, row + distance * next, inside && (!RAGGED_K || channel < left));
+        load_halves(to_words + HALVES, row + (distance + 1) * next, inside && (!RAGGED_K || channel + 1 < left));
       }
     }
   }

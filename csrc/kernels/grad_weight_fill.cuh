@@ -188,23 +188,25 @@ struct Fill {
 
   __device__ __forceinline__ void load(u32 table, const Source& source, int lead) {
     const Inside inside(source, lead);
-    const long long next_channel = static_cast<long long>(channel_items(source.extent)) * ITEM;
+    // Pinned, and 32 bits: else the compiler finds the address of every load anew, from the tile's origin.
+    const u32 next_channel = ptx::pinned(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const unsigned unit = threadIdx.x + s * THREADS;
-      const int channel = octet_of(unit) * 8;
+      const u32 channel = octet_of(unit) * 8;
       u32 entry[2] = {0, 0};
       bool here = unit < PIECES * OCTETS;
       if (here) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
       here = here && inside(entry[1]);
-      const char* from = inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
-                         channel * next_channel;
+      const int left = here ? inside.channels - static_cast<int>(channel) : 0;
+      const char* from = ptx::pinned(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
+                                     static_cast<unsigned long long>(channel) * next_channel);
 #pragma unroll
-      for (int c = 0; c < 8; ++c) {
+      for (u32 c = 0; c < 8; ++c) {
 #pragma unroll
         for (int i = 0; i < ROW_REGISTERS; ++i) staged[s][c][i] = 0;
-        if (here && (Win::GROUP % Win::CHANNELS == 0 || channel + c < inside.channels))
-          ptx::load_global<COPY_BYTES>(staged[s][c], from + c * next_channel);
+        if (Win::GROUP % Win::CHANNELS == 0 ? here : static_cast<int>(c) < left)
+          ptx::load_global<COPY_BYTES>(staged[s][c], from + static_cast<unsigned long long>(c) * next_channel);
       }
     }
   }

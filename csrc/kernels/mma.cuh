@@ -21,6 +21,12 @@ __device__ __forceinline__ u32 pinned(u32 value) {
   return value;
 }
 
+/// The same of an address in global memory.
+__device__ __forceinline__ const char* pinned(const char* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
 // ---- conversions ------------------------------------------------------------------------------------------
 
 /// Round to nearest, ties away: raw bits would be truncated by the multiplier, at twice the error.

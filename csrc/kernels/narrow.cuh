@@ -1,5 +1,5 @@
 // The memory accesses of the narrow forward kernel, from the constants a plan gives
-// (geometry.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
+// (layer.cuh) and the thread's tile: PHASES_*, THREAD_*, ADJACENT.
 #pragma once
 #include "phases.cuh"
 #include "tile_index.cuh"
@@ -62,10 +62,11 @@ constexpr int RUN_COLUMNS =
     ALL_W && RUN_CHANNELS == (CHANNELS_LAST ? OUT_CHANNELS : 1) ? (ADJACENT ? THREAD_COLUMNS : 1) * PHASES_W : 1;
 constexpr int RUN = RUN_COLUMNS * RUN_CHANNELS;
 
-// Widest store, in elements, that fits the run and the alignment of every run's first element.
+// Widest store, in elements, that fits the run and the alignment of every run's first element. Output rows are multiples of
+// OUT_ROW_MULTIPLE.
 constexpr int store_width() {
   int width = 1;
-  const int pitch = !CHANNELS_LAST ? OUT_WIDTH : RUN_COLUMNS > 1 ? OUT_WIDTH * OUT_CHANNELS : CO_GROUP;
+  const int pitch = !CHANNELS_LAST ? OUT_ROW_MULTIPLE : RUN_COLUMNS > 1 ? OUT_ROW_MULTIPLE * OUT_CHANNELS : CO_GROUP;
   while (2 * width * sizeof(Element) <= 16 && RUN % (2 * width) == 0 && pitch % (2 * width) == 0) width *= 2;
   return width;
 }

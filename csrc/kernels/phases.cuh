@@ -2,7 +2,7 @@
 // outputs. The output is cut into cells of STRIDE_H x STRIDE_W pixels: pixel (phase_h, phase_w) of cell (i, j) reads
 // the inputs (i + a, j + b), where (a, b) depends on the phase and the tap alone.
 #pragma once
-#include "geometry.cuh"
+#include "layer.cuh"
 #include "tile_index.cuh"
 
 // The taps of one phase on one axis: first, first + STEP, ..., `count` of them. The first reads the input `origin`
@@ -59,6 +59,3 @@ struct PhaseAxis {
 };
 using Vertical = PhaseAxis<KERNEL_H, STRIDE_H, PADDING_H, DILATION_H>;
 using Horizontal = PhaseAxis<KERNEL_W, STRIDE_W, PADDING_W, DILATION_W>;
-
-constexpr int CELLS_H = ceil_div(OUT_HEIGHT, STRIDE_H);
-constexpr int CELLS_W = ceil_div(OUT_WIDTH, STRIDE_W);

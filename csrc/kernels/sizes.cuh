@@ -16,6 +16,12 @@ struct Divisor {
   __device__ __forceinline__ int remainder(int n) const { return remainder(n, quotient(n)); }
 };
 
+/// Of the kernels that find their pixels one by one (images.cuh).
+struct ImageSizes {
+  int batch, height, width, out_height, out_width;
+  Divisor rows, columns;  // of the input; general_forward.cu: of the cells
+};
+
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;
@@ -43,7 +49,8 @@ struct TilePlace {
   }
 };
 
-/// Of the kernels that cut the map into tiles of cells (tile_shape.cuh, grad_input_boxes.cu, grad_input_unfolded.cu).
+/// Of the kernels that cut the map into tiles of cells (tile_shape.cuh, grad_input_boxes.cu, grad_input_unfolded.cu,
+/// forward_cells.cu).
 struct Sizes {
   int batch, height, width, out_height, out_width;
   int cells_h, cells_w;
@@ -54,4 +61,32 @@ struct Sizes {
 
   __device__ __forceinline__ constexpr int pixels() const { return height * width; }
   __device__ __forceinline__ constexpr int out_pixels() const { return out_height * out_width; }
+};
+
+/// Of forward_narrow.cu, whose blocks walk down tiles of cells.
+struct CellWalkSizes {
+  int batch, height, width, out_height, out_width;
+  int all_tiles;                // below each other, over all images
+  int repeat;                   // tiles of a walk
+  Divisor down, across, walks;  // tiles below each other in an image, and side by side; walks of all images
+};
+
+/// Of forward_strips.cu, which goes down strips of images, `segment` rows of the output at a time.
+struct StripSizes {
+  int height, width, out_height, out_width;
+  int segment;
+  int columns;  // segments of strips, of all images
+  Divisor strips, segments;
+
+  __device__ __forceinline__ constexpr int pixels() const { return height * width; }
+};
+
+/// Of forward_fold.cu, which goes down strips of images.
+struct FoldSizes {
+  int height, out_height, out_width;
+  int tiles;        // strips, of tiles of columns, of all images
+  int cell_rows;    // that have outputs
+  int tile_groups;  // of neighbouring outputs in a tile of columns
+  int whole_rows;   // whether a tile of columns is a whole row
+  Divisor column_tiles, strips;
 };

@@ -16,8 +16,9 @@ from torch import Tensor
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
 from tconv_swap.cuda import choice, launch, nvrtc, plan, tuned
 from tconv_swap.cuda.choice import Mask, Step
+from tconv_swap.cuda.integers import INT32_LIMIT
 from tconv_swap.cuda.plans.plan_cast import plan_cast
-from tconv_swap.cuda.program import Output
+from tconv_swap.cuda.program import Output, Plan
 from tconv_swap.geometry import Arguments, from_list
 
 #: In bytes: kernels copy pieces of this size. PyTorch's allocations are aligned to it; a slice may not be.
@@ -111,7 +112,7 @@ def answer(
             observe(posed)
     words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
     for step in steps:
-        words += _step_words(step, input, formats)
+        words += _step_words(step, input, tensors, formats)
     return words
 
 
@@ -130,7 +131,7 @@ def cast_answer(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[in
     ]
     made = plan_cast(copies, first.dtype) if len(copies) == len(given) else None
     step = Step(choice.FORWARD, made, "")
-    return [FORMAT_WORDS[torch.contiguous_format], 0, *_step_words(step, first, _AS_THEY_LIE)]
+    return [FORMAT_WORDS[torch.contiguous_format], 0, *_step_words(step, first, tensors, _AS_THEY_LIE)]
 
 
 # Called through the module, whose function a test may replace.
@@ -216,12 +217,26 @@ def _gradient_steps(problem: plan.Problem, mask: Mask, device: int, backend: str
     return choice.choose_backward(problem, mask, device_facts(device), backend, tuned.winners(device))
 
 
-def _step_words(step: Step, input: Tensor, formats: Formats) -> list[int]:
-    handle = _PYTORCH
-    if step.plan is None:
+def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], formats: Formats) -> list[int]:
+    handle, made = _PYTORCH, step.plan
+    if made is None:
         formats = _AS_THEY_LIE
     else:
+        told = {
+            index: tensor.stride()
+            for index, tensor in enumerate(tensors)
+            if tensor is not None and can_be_told(made, index, tensor)
+        }
+        formats = tuple(None if index in told else form for index, form in enumerate(formats))
         architecture = device_facts(input.get_device()).architecture
-        handle = launch.add_plan(step.plan, input.dtype, input.device, architecture)
+        handle = launch.add_plan(made.with_strides(told), input.dtype, input.device, architecture)
     mask = step.mask or (False, False, False)
     return [handle, *map(int, mask), *(FORMAT_WORDS[form] for form in formats)]
+
+
+def can_be_told(made: Plan, index: int, tensor: Tensor) -> bool:
+    """Returns whether the kernels read this input however it lies: its offsets must be of 32 bits."""
+    if index not in made.read_as_they_lie:
+        return False
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last < INT32_LIMIT and max(tensor.stride()) < INT32_LIMIT

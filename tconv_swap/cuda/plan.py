@@ -25,6 +25,7 @@ from tconv_swap.cuda.plans import (
     plan_pixel_gradients,
     plan_strips,
     plan_tile,
+    plan_tiny,
 )
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import Launch, Output, Part, Plan
@@ -51,11 +52,17 @@ def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
     """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
 
-    Maps of one pixel are a plain product. Of the rest the narrow kernels take what memory bounds or what has few
-    channels in a group, on tensor cores where these can be filled (with few output channels as a product that is
-    then folded); strips large images of stride 1 in NCHW; the halo-tile kernels what has channels enough to fill a
-    tile of the tensor cores; the general kernels what remains, and all of float64.
+    What is tiny takes one launch. Maps of one pixel are a plain product. Of the rest the narrow kernels take what
+    memory bounds or what has few channels in a group, on tensor cores where these can be filled (with few output
+    channels as a product that is then folded); strips large images of stride 1 in NCHW; the halo-tile kernels what
+    has channels enough to fill a tile of the tensor cores; the general kernels what remains, and all of float64.
     """
+    made = _forward_of_larger_families(problem, has_bias, device)
+    tiny = plan_tiny.plan_forward(problem) if plan_tiny.replaces(made) else None
+    return tiny or made
+
+
+def _forward_of_larger_families(problem: Problem, has_bias: bool, device: Device) -> Plan:
     families = (
         plan_pixel.plan_forward,
         plan_fold.plan_forward,
@@ -128,6 +135,12 @@ def _in_turn(*families: list[_T]) -> list[_T]:
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     """Returns the plan of a backward pass. Its inputs are grad_output, input and weight; its outputs are the
     gradients that the mask asks for (input, weight, bias)."""
+    made = _of_larger_families(problem, output_mask, device)
+    tiny = plan_tiny.plan_backward(problem, output_mask) if plan_tiny.replaces(made) else None
+    return tiny or made
+
+
+def _of_larger_families(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
     for family in (plan_pixel_gradients.plan_backward, plan_arrange.plan_backward, _depthwise):
         made = family(problem, output_mask, device)
         if made is not None:

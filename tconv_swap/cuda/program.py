@@ -6,7 +6,7 @@ A :class:`Plan` is plain data: it can be compared, printed and compiled for an a
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from itertools import takewhile
@@ -131,6 +131,8 @@ class Launch:
     tensor_maps: tuple[TensorMap, ...] = ()
     #: The 32-bit words of the kernel's struct; unsigned ones are given as signed integers with the same bits.
     structs: tuple[tuple[int, ...], ...] = ()
+    #: (input, struct): the struct is the strides of the input, in elements. The kernel reads it however it lies.
+    strides: tuple[tuple[int, int], ...] = ()
 
     @property
     def operands(self) -> tuple[Argument, ...]:
@@ -214,6 +216,23 @@ class Plan:
             ),
             replace(self, launches=tuple(going_on), workspace_bytes=self.workspace_bytes - size),
         )
+
+    @property
+    def read_as_they_lie(self) -> frozenset[int]:
+        """The inputs that need lie in no format: every launch is told their strides."""
+        told = [{index for index, _ in launch.strides} for launch in self.launches]
+        return frozenset(set.intersection(*told)) if told else frozenset()
+
+    def with_strides(self, strides: Mapping[int, tuple[int, ...]]) -> Plan:
+        """Returns the plan for inputs that lie so, of those that ``read_as_they_lie`` names."""
+
+        def told(launch: Launch) -> Launch:
+            structs = list(launch.structs)
+            for index, place in launch.strides:
+                structs[place] = strides.get(index, structs[place])
+            return replace(launch, structs=tuple(structs))
+
+        return replace(self, launches=tuple(map(told, self.launches)))
 
     @property
     def digest(self) -> str:

@@ -10,7 +10,7 @@ import torch
 from harness import assert_kernel_matches
 
 from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_cells
+from tconv_swap.cuda.plans import cells_choice, plan_cells
 from tconv_swap.cuda.plans.cells_tile import product, shared_bytes
 from tconv_swap.geometry import Geometry, phase_taps
 
@@ -68,15 +68,6 @@ def test_depthwise_stays_with_ffma() -> None:
     assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow"
 
 
-def test_a_kernel_serves_many_batches() -> None:
-    kernels = {
-        one.kernel
-        for batch in range(1, 200, 7)
-        for one in plan.plan_forward(problem(RGB.with_batch(batch)), True, H200).launches
-    }
-    assert len(kernels) <= 1 + len(plan_cells.NOMINAL_BATCHES)
-
-
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_the_product_has_room_for_every_tap(geometry: Geometry) -> None:
     for stacked in (False, True):
@@ -97,7 +88,7 @@ def test_the_product_has_room_for_every_tap(geometry: Geometry) -> None:
 def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: bool) -> None:
     for dtype in (torch.float16, torch.float32):
         posed = problem(geometry, dtype, channels_last)
-        tiles = list(plan_cells.candidates(posed, H200))
+        tiles = list(cells_choice.candidates(posed, H200))
         assert tiles or dtype == torch.float32
         for tile in tiles:
             shared = shared_bytes(geometry, tile, dtype.itemsize, channels_last)
@@ -150,7 +141,7 @@ def test_float32_is_two_parts_where_tf32_is_allowed_and_cudnn_takes_it() -> None
     ):
         for last in (False, True):
             posed = plan.Problem(geometry, torch.float32, precision, last, last)
-            assert {tile.parts for tile in plan_cells.candidates(posed, H200)} == {parts}
+            assert {tile.parts for tile in cells_choice.candidates(posed, H200)} == {parts}
 
 
 def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
@@ -162,7 +153,7 @@ def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
         (replace(LARGE_CELLS, kernel=(16, 16), stride=(8, 8), padding=(4, 4)), False, False),  # runs of 8
         (GAPS, False, False),
     ):
-        tiles = list(plan_cells.candidates(problem(geometry, channels_last=last), H200))
+        tiles = list(cells_choice.candidates(problem(geometry, channels_last=last), H200))
         assert tiles
         assert {tile.direct for tile in tiles if not tile.stacked} == {direct}
 
@@ -192,7 +183,7 @@ def test_direct_stores_and_two_parts_on_random_geometries(seed: int) -> None:
             (rows // 2, columns // 2),
         )
         posed = plan.Problem(geometry, dtype, precision, rng.random() < 0.5, rng.random() < 0.5)
-        tiles = [tile for tile in plan_cells.candidates(posed, facts) if tile.direct == direct]
+        tiles = [tile for tile in cells_choice.candidates(posed, facts) if tile.direct == direct]
         if plan_cells.claims(posed, facts) and tiles:
             break
     with_bias = rng.random() < 0.5
@@ -212,7 +203,7 @@ def test_forced_on_random_geometries(seed: int) -> None:
     while True:
         geometry = random_geometry(rng)
         posed = plan.Problem(geometry, dtype, "ieee", rng.random() < 0.5, rng.random() < 0.5)
-        tiles = list(plan_cells.candidates(posed, facts))
+        tiles = list(cells_choice.candidates(posed, facts))
         if plan_cells.claims(posed, facts) and tiles:
             break
     with_bias = rng.random() < 0.5

@@ -1,5 +1,5 @@
-"""Kernels that are told sizes at their launch: how many a layer has over all sizes, what they compute with the sizes,
-and one kernel at several of them."""
+"""Kernels of the halo tile, which are told sizes at their launch: what they compute with the sizes, and one kernel at
+several of them. test_sizes_forward.py counts those of the whole stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, make_problem
 from tconv_swap.cuda.program import Kernel, Plan, input_, output
 from tconv_swap.geometry import Geometry
-from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.measurement.suite import load_suite
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -55,25 +55,6 @@ def computing(made: Plan) -> Kernel:
         if one.kernel.entry not in ("pack_weights", "arrange", "forward_tile_reduce")
     )
     return found
-
-
-@pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
-@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> None:
-    rng = random.Random(layer.name)
-    for dtype, precision in MODES:
-        for channels_last in (False, True):
-            kernels: dict[str, set[Kernel]] = {}
-            for _ in range(200):
-                geometry = random_sizes(rng, layer.geometry)
-                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-                made = plan_tile.plan_forward(problem, layer.bias, device)
-                for one in () if made is None else made.launches:
-                    kind = "multiplies" if one.kernel == computing(made) else one.kernel.entry
-                    kernels.setdefault(kind, set()).add(one.kernel)
-            assert all(len(found) <= 4 for found in kernels.values()), kernels
-            assert len(kernels.get("arrange", ())) <= 2  # rows that begin between two pieces, and others
-            assert len(kernels.get("forward_tile_reduce", ())) <= 1
 
 
 def test_no_size_is_compiled_in() -> None:

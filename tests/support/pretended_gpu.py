@@ -52,11 +52,13 @@ class GPU:
         launched: handles of plans, in the order of their launches.
         casts: how many launches cast what an autocast casts.
         asked: what Python was asked for: ``"output"`` or ``"gradients"``.
+        received: the address and strides of each tensor of these launches.
     """
 
     launched: list[int] = field(default_factory=list)
     casts: int = 0
     asked: list[str] = field(default_factory=list)
+    received: list[list[tuple[int, tuple[int, ...]] | None]] = field(default_factory=list)
     _plans: dict[int, tuple[program.Plan, torch.dtype]] = field(default_factory=dict)
     # Not the handles of programs that a test with a launcher of its own has added.
     _handles: Iterator[int] = field(default_factory=lambda: count(1 << 40))
@@ -77,6 +79,12 @@ class GPU:
         for index, tensor in enumerate(tensors):
             if tensor is not None:
                 assert tensor.dtype == dtype
+                if index in made.read_as_they_lie:
+                    told = {
+                        one.structs[place] for one in made.launches for k, place in one.strides if k == index
+                    }
+                    assert told == {tensor.stride()}
+                    continue
                 assert tensor.data_ptr() % call.ALIGNMENT == 0
                 if index == 0 and images:  # the gradient of a bias alone does not say how the others lie
                     assert tensor.is_contiguous(memory_format=form)
@@ -88,6 +96,7 @@ class GPU:
                 if tensor is not None
             ]
         self.launched.append(handle)
+        self.received.append([None if one is None else (one.data_ptr(), one.stride()) for one in tensors])
         return [
             found.to(output.dtype or dtype).contiguous(
                 memory_format=CHANNELS_LAST if output.channels_last else NCHW

@@ -6,6 +6,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.layer_sizes import of_any_size, power_dividing
 from tconv_swap.cuda.plans.narrow_tile import axes
 from tconv_swap.cuda.program import Constant
 from tconv_swap.geometry import Geometry, phase_taps
@@ -34,6 +35,9 @@ class Tile:
     #: Outputs go from the registers to memory.
     direct: bool
     blocks_per_multiprocessor: int
+    #: Powers of two that divide the rows of the input (NCHW) and of the output, at most 16 bytes of elements.
+    row_multiple: int
+    out_row_multiple: int
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
@@ -60,8 +64,12 @@ class Product:
     all_pairs: int
 
 
-@lru_cache(maxsize=1024)
 def product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product:
+    return _product(of_any_size(geometry), stacked, columns_fastest)
+
+
+@lru_cache(maxsize=1024)
+def _product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product:
     vertical, _ = axes(geometry)
     stride, padding, dilation = geometry.stride[1], geometry.padding[1], geometry.dilation[1]
     shifts = {}
@@ -96,19 +104,13 @@ def packed_bytes(geometry: Geometry, tile: Tile) -> int:
     return geometry.groups * p.m_tiles * p.pairs * p.v * tile.parts * FRAGMENT_BYTES
 
 
-def _power_dividing(n: int, most: int) -> int:
-    while n % most:
-        most //= 2
-    return most
-
-
 def _aligned_to(least: int, modulus: int, rest: int) -> int:
     return least + (rest - least) % modulus
 
 
-def copy_elements(geometry: Geometry, item: int, channels_last: bool) -> int:
+def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Elements of the input that travel together."""
-    return _power_dividing(geometry.in_channels_per_group if channels_last else geometry.width, 16 // item)
+    return power_dividing(geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item)
 
 
 def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
@@ -117,7 +119,7 @@ def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tupl
     _, horizontal = axes(geometry)
     words = geometry.groups * p.group_halves * HALF_CHANNELS * item // 4
     rows = tile.tile_h + (p.v - 1) * p.v_step
-    copy = 1 if channels_last else copy_elements(geometry, item, channels_last)
+    copy = 1 if channels_last else copy_elements(geometry, tile, item, channels_last)
     lead = horizontal.lowest % copy
     columns = round_up(lead + tile.tile_w + horizontal.span, copy)
     pixels = rows * columns
@@ -133,7 +135,7 @@ def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) ->
     p = product(geometry, tile.stacked, tile.columns_fastest)
     rows, columns, _ = halo(geometry, tile, item, channels_last)
     elements = geometry.groups * p.group_halves * HALF_CHANNELS if channels_last else rows
-    copies = elements * columns // copy_elements(geometry, item, channels_last)
+    copies = elements * columns // copy_elements(geometry, tile, item, channels_last)
     slots = ceil_div(copies, 32 * tile.warps)
     sums = 4 * tile.unit_rows * tile.unit_cols
     window = 2 * (tile.unit_rows + (p.v - 1) * p.v_step) * tile.unit_cols
@@ -153,8 +155,8 @@ def _cell(geometry: Geometry, item: int, channels_last: bool) -> tuple[int, bool
 def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Elements that one store writes."""
     cell, padded = _cell(geometry, item, channels_last)
-    most = _power_dividing(cell if padded else tile.tile_w * cell, 16 // item)
-    return _power_dividing(geometry.out_width * (geometry.out_channels if channels_last else 1), most)
+    most = power_dividing(cell if padded else tile.tile_w * cell, 16 // item)
+    return power_dividing(tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most)
 
 
 def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:

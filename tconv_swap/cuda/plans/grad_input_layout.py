@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.schedules import (
     CHANNEL_COLUMNS,
+    MOST_SCHEDULES,
     ONE_PIXEL,
     SINGLE,
     SIZES,
     SIZES_OF_ONE_ROW,
     UNUSUAL,
 )
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.cuda.plans.tile_memory import (
     STEP_WORDS,
@@ -26,8 +26,9 @@ from tconv_swap.cuda.problem import Problem
 from tconv_swap.cuda.program import ELEMENT_TYPES, Constant
 from tconv_swap.geometry import Geometry, Pair
 
-#: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy.
-ALIGNED_COLUMNS = 4
+#: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy, at most. Of so
+#: many cells and no output_padding.
+ALIGNED_COLUMNS, ALIGNED_CELLS = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +46,14 @@ class StridedProblem(TileProblem):
     def row_multiple(self) -> int:
         """What divides the columns of grad_output, whatever the size, and with ``flat`` the columns that the cells of a
         row have there."""
-        return ALIGNED_COLUMNS if self.aligned else 1
+        return self.aligned_columns if self.aligned else 1
+
+    @property
+    def aligned_columns(self) -> int:
+        """Columns of grad_output of which aligned rows are multiples: what divides those that most layers have. Where
+        these are odd, layers have an output_padding, and any power of two may divide them."""
+        columns = (ALIGNED_CELLS - 1) * self.step[1] + self.reach[1] + 1 - 2 * self.geometry.padding[1]
+        return ALIGNED_COLUMNS if columns % 2 else power_dividing(columns, ALIGNED_COLUMNS)
 
     @property
     def out_row_multiple(self) -> int:
@@ -61,7 +69,7 @@ class StridedProblem(TileProblem):
     def can_be_aligned(self) -> bool:
         """Whether ``aligned`` is true of this size."""
         spanned = self.cells[1] * self.step[1] if self.flat else 0
-        return not self.input_channels_last and (self.geometry.width | spanned) % ALIGNED_COLUMNS == 0
+        return not self.input_channels_last and (self.geometry.width | spanned) % self.aligned_columns == 0
 
     @property
     def flat(self) -> bool:

@@ -11,6 +11,7 @@ from operator import itemgetter
 
 from tconv_swap.cuda.integers import ceil_div
 from tconv_swap.cuda.plans.grad_weight_boxes import (
+    LEAST_STAGES,
     STEP_PIXELS,
     Boxes,
     candidates,
@@ -33,9 +34,11 @@ from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import Geometry
 
 #: Bytes of one multiprocessor and clock: what the L2 brings, what memory brings, what becomes of partial sums.
-L2_RATE, MEMORY_RATE, PARTIAL_RATE = 37, 15, 16
-#: Of a tile, of a block to begin and to end, of a launch that adds up.
-TILE_CLOCKS, BLOCK_CLOCKS, REDUCTION_CLOCKS = 100, 3000, 4000
+L2_RATE, MEMORY_RATE, PARTIAL_RATE = 40, 15, 16
+#: Of a tile, of a block to begin and to end, of a launch that adds up (fitted, docs/kernels/grad_weight_boxes.md).
+TILE_CLOCKS, BLOCK_CLOCKS, REDUCTION_CLOCKS = 220, 3000, 4000
+#: By what the fewest stages take longer than more of them that are smaller.
+FEW_STAGES = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +69,9 @@ def work_of(problem: Problem, boxes: Boxes) -> Work:
         )
         met = taps * problem.geometry.out_channels
     blocks = weight_tiles(problem, tile)
+    clocks = max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS
     return Work(
-        max(multiplies, shared, copied / L2_RATE) + TILE_CLOCKS,
+        clocks * (FEW_STAGES if tile.stages == LEAST_STAGES else 1.0),
         copied,
         blocks,
         blocks * tile.threads * tile.sums * 4,

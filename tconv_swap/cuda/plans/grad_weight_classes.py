@@ -115,24 +115,41 @@ def counts_in_32_bits(geometry: Geometry, tile: tuple[int, int, int]) -> bool:
 def select(
     clocks: Sequence[Sequence[float]], weights: Sequence[float], most: int, uncovered: float = UNCOVERED
 ) -> list[int]:
-    """Indices of at most ``most`` candidates, the one that is worth most first; of those as good the first. ``clocks``:
+    """Indices of at most ``most`` candidates; of those as good the first. ``clocks``:
     of each candidate at each size, infinite where it is not for that; ``weights``: of the sizes; ``uncovered``: what
     one counts for that none is for, the logarithm of how many times as long it takes."""
     best = [min(of_size) for of_size in zip(*clocks, strict=True)]
     coverable = [j for j, least in enumerate(best) if math.isfinite(least)]
+    none = [uncovered * weights[j] for j in coverable]
     losses = [
-        [weights[j] * math.log(row[j] / best[j]) if math.isfinite(row[j]) else uncovered for j in coverable]
+        [
+            weights[j] * math.log(row[j] / best[j]) if math.isfinite(row[j]) else lost
+            for j, lost in zip(coverable, none, strict=True)
+        ]
         for row in clocks
     ]
     all_weights = sum(weights[j] for j in coverable)
-    chosen: list[int] = []
-    now = [uncovered] * len(coverable)
-    while len(chosen) < most and losses:
+
+    def first_of_best(now: list[float]) -> tuple[int, float]:
         totals = [sum(map(min, now, row)) for row in losses]
-        least = min(totals)
+        limit = min(totals) + SLACK * all_weights
+        index = next(i for i, total in enumerate(totals) if total <= limit)
+        return index, min(totals)
+
+    def now_with(those: Sequence[int]) -> list[float]:
+        return [min(of_size) for of_size in zip(none, *(losses[i] for i in those), strict=True)]
+
+    chosen: list[int] = []
+    while len(chosen) < most and losses:
+        now = now_with(chosen)
+        index, least = first_of_best(now)
         if sum(now) - least < LEAST_GAIN * all_weights:
             break
-        index = next(i for i, total in enumerate(totals) if total <= least + SLACK * all_weights)
         chosen.append(index)
-        now = list(map(min, now, losses[index]))
+    # One of them at a time is exchanged for a better one.
+    for i in (*range(len(chosen)), *range(len(chosen))):
+        rest = chosen[:i] + chosen[i + 1 :]
+        index, least = first_of_best(now_with(rest))
+        if sum(now_with(chosen)) - least >= LEAST_GAIN * all_weights:
+            chosen[i] = index
     return chosen

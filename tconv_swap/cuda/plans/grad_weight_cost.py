@@ -59,7 +59,8 @@ def work_of(problem: Problem, tile: Tile) -> Work:
     # The four multipliers share the warps; a barrier and the trip to memory cost every tile, less where another block
     # goes on meanwhile.
     resident = tile.threads // 32 * tile.blocks_per_multiprocessor
-    clocks = clocks * round_up(resident, 4) / resident * math.sqrt(max(1.0, 8 / resident)) + 300
+    wanted = 8 if tile.wgmma else 12
+    clocks = clocks * round_up(resident, 4) / resident * math.sqrt(max(1.0, wanted / resident)) + 300
     clocks *= 1 if tile.blocks_per_multiprocessor == 1 else 0.8
     return Work(clocks, weight_tiles(problem, tile), slice_bytes(problem, tile), tile.warps[3])
 
@@ -113,9 +114,10 @@ def _fill_clocks(problem: Problem, operands: tuple[Window, Window]) -> float:
     """Of the L2 for one tile of pixels: short copies of NCHW, and those that are joined in registers, are slower."""
     item = item_bytes(problem)
 
-    def rate(window: Window) -> int:
-        if problem.channels_last:
-            return 20
-        return 12 if window.through_registers else {4: 20, 2: 14}.get(window.copy, 8)
+    def clocks(window: Window) -> float:
+        if window.through_registers and not problem.channels_last:
+            return max(window.positions * item, window.sector_bytes) / 13
+        rate = 20 if problem.channels_last else {4: 20, 2: 14}.get(window.copy, 8)
+        return window.positions * item / rate
 
-    return sum(window.channels * window.positions * item / rate(window) for window in operands)
+    return sum(window.channels * clocks(window) for window in operands)

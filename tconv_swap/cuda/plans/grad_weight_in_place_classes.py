@@ -13,6 +13,7 @@ from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
     candidates,
     clocks_of,
     expected_clocks,
+    has_boxes,
     slice_choices,
     stage_clocks,
     stages_of,
@@ -25,8 +26,8 @@ from tconv_swap.geometry import Geometry
 
 #: Kernels of a layer; of a size that is asked for others, the best so many of each size that stands for a class.
 MOST_SCHEDULES, MOST_OF_SIZE = 3, 6
-#: What a size counts for that the kernels of plan_grad_weight.py compute instead: the logarithm of 1.4, as measured
-UNCOVERED = 0.35
+#: What a size counts for that the kernels of plan_grad_weight.py compute instead: the logarithm of 2.8, as measured.
+UNCOVERED = 1.03
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -96,14 +97,19 @@ def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
 
 @lru_cache(maxsize=256)
 def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
-    """All that are compared: the best at each size."""
+    """All that are compared: the best at each size, and the very best of these with the pixels of all."""
     found: dict[Tile, None] = {}
+    firsts: dict[Tile, None] = {}
     for size in sizes_of(layer):
         geometry = size.of(layer.geometry)
-        timed = [
+        timed = sorted(
             (expected_clocks(geometry, tile, device), i, tile)
             for i, tile in enumerate(candidates(geometry, device))
-        ]
-        found.update((replace(tile, slices=1), None) for _, _, tile in sorted(timed)[:MOST_OF_SIZE])
+        )
+        found.update((replace(tile, slices=1), None) for _, _, tile in timed[:MOST_OF_SIZE])
+        firsts.update((replace(tile, slices=1, together=1), None) for _, _, tile in timed[:1])
+    pixels = dict.fromkeys(tile.pixels for tile in found)
+    crossed = (replace(tile, pixels=one) for tile in firsts for one in pixels)
+    found.update((tile, None) for tile in crossed if has_boxes(layer.geometry, tile, device))
     g = layer.geometry
     return tuple(Schedule(tile, stage_clocks(g, tile), tiles_of(g, tile), weight_bytes(g)) for tile in found)

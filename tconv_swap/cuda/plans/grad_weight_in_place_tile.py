@@ -195,13 +195,13 @@ def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
             Tile(one, (rows, columns), chunks, flat, warpgroups, cols, 1)
             for one, flat in itertools.product(pixels, (False, True))
         ]
-        possible = [tile for tile in stages_of_tile if _has_boxes(g, tile, device)]
+        possible = [tile for tile in stages_of_tile if has_boxes(g, tile, device)]
         if possible:
             best = min(possible, key=lambda tile: stages_of(g, tile.pixels) * stage_clocks(g, tile))
             yield from _sliced(g, best, device)
 
 
-def _has_boxes(geometry: Geometry, tile: Tile, device: Device) -> bool:
+def has_boxes(geometry: Geometry, tile: Tile, device: Device) -> bool:
     """Whether boxes can bring it, and a ring of stages finds room."""
     stride, pixels = geometry.stride, tile.pixels
     columns, rows = (tile.pitch(geometry) - 1) * stride[1], (pixels.rows - 1) * stride[0]

@@ -15,6 +15,8 @@ from tconv_swap.geometry import Pair
 
 #: Bytes of the largest copy.
 COPY_BYTES = 16
+#: What memory brings at once.
+SECTOR_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,8 @@ class Window:
     through_registers: bool
     #: Rows and columns of memory, from the first to the last.
     span: Pair
+    #: Bytes of the sectors of memory that its rows lie in, wherever they begin (NCHW), of one channel.
+    sector_bytes: float
 
     def staged_registers(self, threads: int) -> int:
         if not self.through_registers:
@@ -152,7 +156,11 @@ def _window(
     through_registers = item == 2 and (not problem.channels_last or copy == 1)
     table = 16 * pieces if problem.channels_last or through_registers else 0
     span = rows * strides[0], cols * stride + copy
-    return Window(channels, positions, pieces, copy, round_up(size, 16), table, through_registers, span)
+    row_bytes = (cols if stride == 1 else cols * stride + lead) * item
+    sector_bytes = images * phases[0] * rows * (row_bytes + SECTOR_BYTES - copy * item)
+    return Window(
+        channels, positions, pieces, copy, round_up(size, 16), table, through_registers, span, sector_bytes
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -171,16 +179,18 @@ def _windows(
     g = problem.geometry
     split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
 
-    def best(windows: list[Window]) -> Window:
-        return min(windows, key=lambda window: (window.staged_registers(threads), -window.copy))
+    def best(windows: list[Window], sign: int = -1) -> Window:
+        return min(windows, key=lambda window: (window.staged_registers(threads), sign * window.copy))
 
+    # Through registers the input comes faster in short pieces (measured).
     into = best(
         [
             _window(problem, pixels, block_m, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
             for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiples[0], pixels[2])
             # Channels lie apart in quads.
             if copy == 1 or not (swapped and problem.channels_last)
-        ]
+        ],
+        1 if item_bytes(problem) == 2 and not problem.channels_last else -1,
     )
     pitch = [tap_step[axis] * g.dilation[axis] for axis in (0, 1)]
     period = [g.stride[axis] // math.gcd(g.stride[axis], pitch[axis]) for axis in (0, 1)]

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.layer_sizes import of_any_size
 from tconv_swap.cuda.plans.narrow_tile import (
     REGISTER_MARGIN,
     Tile,
@@ -149,7 +151,7 @@ def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes:
     whole_pixels = not channels_last or tile.thread_channels == geometry.out_channels
     if tile.phases_w == stride and whole_pixels:
         run = (tile.thread_columns if tile.adjacent else 1) * stride
-    pitch = geometry.out_width
+    pitch = tile.out_row_multiple
     if channels_last:
         pitch = pitch * geometry.out_channels if run > 1 else geometry.out_channels_per_group
         run *= tile.thread_channels
@@ -180,6 +182,11 @@ def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes:
 
 def _bank_passes(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
     """Passes over the banks of shared memory in which a warp reads one input channel, and one vector of weights."""
+    return _bank_passes_of_layer(of_any_size(geometry), tile, channels_last)
+
+
+@lru_cache(maxsize=4096)
+def _bank_passes_of_layer(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
     layout = shared_layout(geometry, tile, channels_last)
     stride, padding = geometry.stride[1], geometry.padding[1]
     columns_owned_apart = stride // tile.phases_w

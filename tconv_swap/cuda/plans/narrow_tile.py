@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
 
@@ -41,6 +41,8 @@ class Tile:
     async_: bool
     partial: int
     min_blocks: int
+    #: A power of two that divides the rows of the output.
+    out_row_multiple: int
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
@@ -80,13 +82,24 @@ class Axis:
 def axes(geometry: Geometry) -> tuple[Axis, Axis]:
     """The vertical and the horizontal axis."""
     sizes = (geometry.out_height, geometry.out_width)
-    vertical, horizontal = (_axis(geometry, index, sizes[index]) for index in (0, 1))
+    vertical, horizontal = (
+        replace(
+            _axis(
+                geometry.kernel[index],
+                geometry.stride[index],
+                geometry.padding[index],
+                geometry.dilation[index],
+            ),
+            cells=ceil_div(sizes[index], geometry.stride[index]),
+        )
+        for index in (0, 1)
+    )
     return vertical, horizontal
 
 
-def _axis(geometry: Geometry, index: int, out_size: int) -> Axis:
-    kernel, stride, dilation = geometry.kernel[index], geometry.stride[index], geometry.dilation[index]
-    padding = geometry.padding[index]
+@lru_cache(maxsize=1024)
+def _axis(kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+    """One axis of a layer, without cells."""
     common = gcd(stride, dilation)
     taps = [phase_taps(kernel, stride, dilation, (phase + padding) % stride) for phase in range(stride)]
     offsets = [(phase + padding - k * dilation) // stride for phase in range(stride) for k in taps[phase]]
@@ -97,7 +110,7 @@ def _axis(geometry: Geometry, index: int, out_size: int) -> Axis:
         taps=ceil_div(kernel, stride // common),
         full=len({len(t) for t in taps}) == 1,
         used=sum(bool(t) for t in taps) / stride,
-        cells=ceil_div(out_size, stride),
+        cells=0,
         lowest=min(offsets),
         span=max(offsets) - min(offsets),
     )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import product
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.layer_sizes import of_any_size
+from tconv_swap.cuda.plans.sizes import divisor
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -21,8 +23,8 @@ from tconv_swap.cuda.program import (
     Plan,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
 )
 from tconv_swap.geometry import Geometry
@@ -42,6 +44,10 @@ FEWEST_PRODUCTS = 16
 #: The most that are worth it in channels_last with 16 bits and strides, where gathering is at its fastest.
 GATHERED_PRODUCTS = 72
 MOST_OUT_CHANNELS = 8
+#: Of the input and its rows that are worth it: channels, and pixels.
+FEWEST_COLUMNS = 16
+#: Columns of the maps that the kernels of a layer are chosen for, each one's images and rows too.
+COLUMNS = (32, 64, 128)
 MOST_STRIPS = 64
 #: Bytes of a block's shared memory that are not its own; registers of a multiprocessor.
 RESERVED_BYTES = 1024
@@ -72,16 +78,31 @@ class Tile:
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: the copy engine's layouts, and offsets of 32 bits."""
     geometry = problem.geometry
-    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.batch == 0:
+    if not _claims_layer(problem, device) or geometry.batch == 0:
         return False
-    line = geometry.in_channels if problem.channels_last else geometry.width
-    if geometry.groups != 1 or line * problem.dtype.itemsize % 16:
-        return False
-    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MOST_OUT_CHANNELS:
+    if not problem.channels_last and geometry.width * problem.dtype.itemsize % 16:
         return False
     image = geometry.out_channels * geometry.out_height * geometry.out_width
     tiles = geometry.batch * geometry.out_height * geometry.out_width
-    return products(geometry) <= MOST_PRODUCTS and max(image, tiles) < INT32_LIMIT // 2
+    strips = MOST_STRIPS * geometry.out_height
+    return max(image, tiles, strips) < INT32_LIMIT // 2
+
+
+def _claims_layer(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes some sizes of the layer."""
+    geometry = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.architecture != "sm_90a" or geometry.groups != 1:
+        return False
+    if problem.channels_last and geometry.in_channels * problem.dtype.itemsize % 16:
+        return False
+    if not CHANNELS[0] <= geometry.in_channels <= CHANNELS[1] or geometry.out_channels > MOST_OUT_CHANNELS:
+        return False
+    return products(geometry) <= MOST_PRODUCTS
+
+
+def computes_some_size(problem: Problem, device: Device) -> bool:
+    """Whether ``plan_forward`` makes plans for some sizes of the layer."""
+    return _claims_layer(problem, device) and _pays_off(problem)
 
 
 def products(geometry: Geometry) -> int:
@@ -107,6 +128,20 @@ def _tile_groups(problem: Problem, tile: Tile) -> tuple[int, int]:
     lead = (shift - reach + 1) % step
     in_tile = (tile.columns - lead - reach + shift - (padding - 1) // stride) // step * step // cells
     return (in_tile, ceil_div(groups, in_tile)) if in_tile > 0 else (0, 0)
+
+
+@lru_cache(maxsize=4096)
+def _groups_of_layer(layer: Problem, tile: Tile) -> int:
+    geometry, item = layer.geometry, layer.dtype.itemsize
+    step = geometry.stride[1] * ceil_div(4, item * geometry.stride[1])
+    whole = replace(geometry, width=tile.columns).out_width
+    long = replace(layer, geometry=replace(geometry, width=2 * tile.columns))
+    return max(ceil_div(whole, step), _tile_groups(long, tile)[0], 1)
+
+
+def _most_groups(problem: Problem, tile: Tile) -> int:
+    """Groups of neighbouring outputs in a tile of columns, of any size of the layer."""
+    return _groups_of_layer(replace(problem, geometry=of_any_size(problem.geometry)), tile)
 
 
 def warps(tile: Tile) -> int:
@@ -138,26 +173,21 @@ def _parts(problem: Problem) -> int:
     return 1 if problem.dtype.itemsize == 2 else 3
 
 
-def _rounds(problem: Problem, tile: Tile, strips: int, device: Device) -> int:
-    """Steps that a block works through, all blocks being resident; with what it costs to begin a strip."""
-    geometry = problem.geometry
-    tiles = geometry.batch * strips * _tile_groups(problem, tile)[1]
-    rounds = ceil_div(tiles, device.multiprocessors * tile.blocks_per_multiprocessor)
-    first, cell_rows, reach = (
-        geometry.padding[0] // geometry.stride[0],
-        _cell_rows(geometry),
-        _reach(geometry, 0),
-    )
-    bounds = [first + strip * cell_rows // strips for strip in range(strips + 1)]
-    rows = (min(end, geometry.height) - max(begin - reach + 1, 0) for begin, end in pairwise(bounds))
-    return rounds * max(1, ceil_div(max(rows), tile.step_rows))
-
-
 @lru_cache(maxsize=4096)
 def strips_of(problem: Problem, tile: Tile, device: Device) -> int:
-    """Strips that an image is cut into, so that blocks are busy for about as long as one another."""
-    most = max(1, min(MOST_STRIPS, _cell_rows(problem.geometry) // 4))
-    return min(range(1, most + 1), key=lambda strips: _rounds(problem, tile, strips, device))
+    """Strips that an image is cut into, so that blocks are busy for about as long as one another: with the fewest steps
+    that a block works through, all blocks being resident, and what it costs to begin a strip."""
+    geometry = problem.geometry
+    column_tiles = geometry.batch * _tile_groups(problem, tile)[1]
+    blocks = device.multiprocessors * tile.blocks_per_multiprocessor
+    cell_rows, reach = _cell_rows(geometry), _reach(geometry, 0)
+    found, fewest = 1, INT32_LIMIT
+    for strips in range(1, max(1, min(MOST_STRIPS, cell_rows // 4)) + 1):
+        rows = min(geometry.height, ceil_div(cell_rows, strips) + reach - 1)
+        steps = ceil_div(column_tiles * strips, blocks) * max(1, ceil_div(rows, tile.step_rows))
+        if steps < fewest:
+            found, fewest = strips, steps
+    return found
 
 
 def shared_bytes(problem: Problem, tile: Tile) -> int:
@@ -166,13 +196,10 @@ def shared_bytes(problem: Problem, tile: Tile) -> int:
     m, k = products(geometry), round_up(geometry.in_channels, 16)
     stage = _box(problem, tile)[1] * tile.columns * tile.step_rows * item
     weights = _parts(problem) * k * _columns(geometry) * 2
-    left = right = 0
-    if geometry.width <= tile.columns:
-        stride, padding = geometry.stride[1], geometry.padding[1]
-        left = max(0, round_up(_reach(geometry, 1) - 1 - padding // stride, 2))
-        groups, _ = _tile_groups(problem, tile)
-        last = groups * ceil_div(4, item * stride) + (padding - 1) // stride
-        right = max(0, last - tile.columns + 1)
+    stride, padding = geometry.stride[1], geometry.padding[1]
+    left = max(0, round_up(_reach(geometry, 1) - 1 - padding // stride, 2))
+    last = _most_groups(problem, tile) * ceil_div(4, item * stride) + (padding - 1) // stride
+    right = max(0, last - tile.columns + 1)
     pitch = round_up(left + tile.columns + right - 4, 16) + 4
     return tile.stages * (stage + 8) + weights + tile.buffers * tile.step_rows * m * pitch * 4
 
@@ -187,13 +214,14 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         ("Index", "long long"),
         ("PRECISION", _PRECISIONS[problem.dtype]),
         ("PARTS", _parts(problem)),
-        *geometry.constants,
+        *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("HAS_BIAS", has_bias),
         ("PANEL_PIXELS", tile.panel_pixels),
         ("STEP_PANELS", tile.step_panels),
         ("STEP_ROWS", tile.step_rows),
+        ("MOST_GROUPS", _most_groups(problem, tile)),
         ("BUFFERS", tile.buffers),
         ("PARTIAL_SUMS", _partial_sums(problem, tile)),
         ("WARPS", warps_),
@@ -216,14 +244,23 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
         line,
     )
     strips = strips_of(problem, tile, device)
-    tiles = geometry.batch * strips * _tile_groups(problem, tile)[1]
+    groups, column_tiles = _tile_groups(problem, tile)
+    tiles = geometry.batch * strips * column_tiles
     launch = Launch(
         Kernel("forward_fold.cu", "forward_fold", constants),
         grid=min(tiles, device.multiprocessors * tile.blocks_per_multiprocessor),
         block=32 * warps_,
-        arguments=(tensor_map(0), input_(1), input_(2), output(0), int64(geometry.batch), int64(strips)),
+        arguments=(tensor_map(0), input_(1), input_(2), output(0), struct(0)),
         shared_bytes=shared,
         tensor_maps=(boxes,),
+        structs=(
+            (
+                *(geometry.height, geometry.out_height, geometry.out_width),
+                *(tiles, _cell_rows(geometry), groups, int(geometry.width <= tile.columns)),
+                *divisor(column_tiles),
+                *divisor(strips),
+            ),
+        ),
     )
     return Plan(
         "narrow fold",
@@ -235,10 +272,15 @@ def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device)
 
 def pays(problem: Problem) -> bool:
     """Whether it is expected to be faster than gathering: little to fold, much to multiply."""
+    return _pays_off(problem) and problem.geometry.width >= FEWEST_COLUMNS
+
+
+def _pays_off(problem: Problem) -> bool:
+    """The same of rows that are long enough."""
     geometry = problem.geometry
     fast_gather = problem.channels_last and problem.dtype.itemsize == 2 and max(geometry.stride) > 1
     most = GATHERED_PRODUCTS if fast_gather else MOST_PRODUCTS
-    return FEWEST_PRODUCTS <= products(geometry) <= most and min(geometry.in_channels, geometry.width) >= 16
+    return FEWEST_PRODUCTS <= products(geometry) <= most and geometry.in_channels >= FEWEST_COLUMNS
 
 
 def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
@@ -254,7 +296,29 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     """The ``count`` plans that are expected to be the fastest, the best first."""
     if not claims(problem, device):
         return []
-    return [plan_with_tile(problem, has_bias, tile, device) for tile in rank(problem, device)[:count]]
+    return [plan_with_tile(problem, has_bias, tile, device) for tile in choose(problem, device, count)]
+
+
+def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
+    """The ``count`` tiles that are expected to be the fastest for this size, the best first: of the layer's, then, to
+    be measured, of all."""
+    layer = replace(problem, geometry=of_any_size(problem.geometry))
+    found = [tile for tile in schedules(layer, device) if _tile_groups(problem, tile)[1]]
+    found.sort(key=lambda tile: (_tile_groups(problem, tile)[1] * tile.columns, -tile.columns))
+    if len(found) < count:
+        found = list(dict.fromkeys([*found, *rank(problem, device)]))
+    return found[:count]
+
+
+@lru_cache(maxsize=256)
+def schedules(layer: Problem, device: Device) -> tuple[Tile, ...]:
+    """The tiles for all sizes of a layer (``of_any_size``): the best of maps of so many columns."""
+    found: dict[Tile, None] = {}
+    for columns in COLUMNS:
+        geometry = replace(layer.geometry, batch=columns, height=columns, width=columns)
+        if min(geometry.out_height, geometry.out_width) > 0:
+            found.update(dict.fromkeys(rank(replace(layer, geometry=geometry), device)[:1]))
+    return tuple(found)
 
 
 def rank(problem: Problem, device: Device) -> list[Tile]:
@@ -298,7 +362,7 @@ def registers(problem: Problem, tile: Tile, partial_sums: int = 1) -> int:
     geometry, item = problem.geometry, problem.dtype.itemsize
     columns = _columns(geometry) // 2
     channels = 1 if problem.channels_last else geometry.out_channels
-    items = _tile_groups(problem, tile)[0] * geometry.stride[0] * channels
+    items = _most_groups(problem, tile) * geometry.stride[0] * channels
     run = geometry.stride[1] * ceil_div(4, item * geometry.stride[1]) * geometry.out_channels // channels
     carried = ceil_div(items, 32 * warps(tile)) * (_reach(geometry, 0) - 1) * run
     if _parts(problem) == 1:

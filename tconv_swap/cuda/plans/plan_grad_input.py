@@ -52,6 +52,7 @@ MOST_TAPS = 64
 MOST_PHASES = 16
 
 
+@lru_cache(maxsize=256)
 def plan_grad_input(problem: Problem, device: Device) -> Part | None:
     """The halo-tile part, or None for what it does not claim.
 

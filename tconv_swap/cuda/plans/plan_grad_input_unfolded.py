@@ -153,14 +153,14 @@ def _padded_bytes(problem: StridedProblem) -> int:
 def _pad_rows(problem: StridedProblem, to: int) -> Launch:
     """grad_output (float32) with rows that the copy engine can read, in lines that are longer."""
     g = problem.geometry
-    elements = g.batch * g.in_channels * g.height * g.width
+    rows, padded = g.batch * g.in_channels * g.height, _padded_width(problem)
     constants = (("THREADS", _PAD_THREADS), ("EACH", _PAD_EACH))
     return Launch(
         Kernel("pad_rows.cu", "pad_rows", constants),
-        grid=ceil_div(elements, _PAD_THREADS * _PAD_EACH),
+        grid=ceil_div(rows * padded, _PAD_THREADS * _PAD_EACH),
         block=_PAD_THREADS,
         arguments=(input_(0), workspace(to), struct(0)),
-        structs=((elements, _padded_width(problem), *divisor(g.width)),),
+        structs=((rows, g.width, *divisor(padded)),),
     )
 
 

@@ -32,8 +32,8 @@ from tconv_swap.cuda.plans.grad_weight_tile import (
     tile_constants,
     windows,
 )
+from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
 from tconv_swap.cuda.plans.sizes import pixel_sizes
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -65,6 +65,7 @@ OTHERS_SCHEDULES = 2
 SPARE_REGISTERS = 48
 
 
+@lru_cache(maxsize=256)
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
     """Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
     the bias. None for what this family does not claim.

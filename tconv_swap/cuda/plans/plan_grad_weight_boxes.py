@@ -25,8 +25,8 @@ from tconv_swap.cuda.plans.grad_weight_boxes_classes import Schedule, choose
 from tconv_swap.cuda.plans.grad_weight_classes import of_any_size, pixel_tiles
 from tconv_swap.cuda.plans.grad_weight_reduction import Sums, flush_of, reduction, reduction_kernel
 from tconv_swap.cuda.plans.grad_weight_tile import tap_blocks, tile_constants
+from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
 from tconv_swap.cuda.plans.sizes import pixel_sizes
-from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.tile_layout import has_stride_of_one_pixel
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -32,6 +34,8 @@ MOST_STAGES = 4
 MOST_WARPS = 8
 #: With more the multiplies count, which wgmma does faster (measured: about equal at 256, slower at 512).
 MOST_IMAGES = 256
+#: Images that the tile of a layer is chosen for.
+NOMINAL_IMAGES = 128
 #: Images x outputs.
 MODERATE_TILE = 64 * 64
 
@@ -52,10 +56,22 @@ class Tile:
 
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the kernel computes the problem: one pixel, and copies that fit the tensors' rows."""
-    geometry, item = problem.geometry, problem.dtype.itemsize
-    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
+    geometry = problem.geometry
+    if (geometry.height, geometry.width) != (1, 1) or geometry.batch == 0:
         return False
-    if (geometry.height, geometry.width) != (1, 1) or geometry.groups != 1:
+    return _claims_layer(problem, device)
+
+
+def computes_some_size(problem: Problem, device: Device) -> bool:
+    """Whether ``plan_forward`` makes plans for some sizes of the layer, all by one kernel: where stride = kernel the
+    halo tile's kernels of other maps compute those of one pixel, too."""
+    return has_stride_of_one_pixel(problem.geometry) and _claims_layer(problem, device)
+
+
+def _claims_layer(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes the layer's maps of one pixel."""
+    geometry, item = replace(problem.geometry, height=1, width=1), problem.dtype.itemsize
+    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.groups != 1:
         return False
     if (geometry.out_height, geometry.out_width) != geometry.kernel or any(geometry.padding):
         return False
@@ -144,17 +160,25 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
 
     Inputs: input, weight (both 16-byte aligned), bias. Output: the output.
     """
-    pays = problem.geometry.batch <= MOST_IMAGES
+    pays = problem.geometry.batch <= MOST_IMAGES and computes_some_size(problem, device)
     plans = plan_candidates(problem, has_bias, device, count=1) if pays else []
     return plans[0] if plans else None
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
-    """The ``count`` plans that are expected to be the fastest, the best first."""
+    """The layer's plan, whatever the batch is, then those that are expected to be the fastest: ``count`` in all."""
     if not claims(problem, device):
         return []
-    tiles = sorted(candidates(problem, device), key=lambda tile: _cost(problem, tile, device))
+    tiles = [*rank(replace(problem, geometry=problem.geometry.with_batch(NOMINAL_IMAGES)), device)[:1]]
+    if len(tiles) < count:
+        tiles = list(dict.fromkeys([*tiles, *rank(problem, device)]))
     return [plan_with_tile(problem, has_bias, tile) for tile in tiles[:count]]
+
+
+@lru_cache(maxsize=1024)
+def rank(problem: Problem, device: Device) -> tuple[Tile, ...]:
+    """All tiles, the one that is expected to be the fastest first."""
+    return tuple(sorted(candidates(problem, device), key=lambda tile: _cost(problem, tile, device)))
 
 
 def _cost(problem: Problem, tile: Tile, device: Device) -> tuple[bool, bool, int, int]:

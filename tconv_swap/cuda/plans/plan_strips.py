@@ -4,12 +4,15 @@ output, and the gradient of the input, which is an output of grad_output."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.layer_sizes import of_any_size
+from tconv_swap.cuda.plans.sizes import Words, divisor
 from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
@@ -23,13 +26,15 @@ from tconv_swap.cuda.program import (
     Plan,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
 
 _FAMILY = "strips"
+#: Batch, rows and columns of the maps at one of which strips must be the faster for a layer to have a kernel of them.
+LARGE = ((8, 1024, 1024), (1, 1024, 1024), (8, 512, 1024), (8, 512, 512), (16, 256, 256))
 #: Work, and channels on either side, from which strips were measured to be the faster.
 LEAST_MACS, LEAST_CHANNELS = 1 << 35, 32
 #: Of 16 bits: channels of the output, or no more columns of taps.
@@ -64,6 +69,11 @@ class Tile:
     segment: int
     blocks: int
 
+    @property
+    def kernel(self) -> tuple[int, int, bool, int]:
+        """What is compiled in."""
+        return self.warpgroups, self.channels, self.stacked, self.slots
+
     def __str__(self) -> str:
         return (
             f"{self.channels} channels x {self.warpgroups * _PIXELS} pixels, rows of taps "
@@ -77,8 +87,19 @@ def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | Non
     Inputs: input (16-byte aligned), weight, bias. Output: the output. Workspace: the packed weights.
     """
     posed = _posed(problem, has_bias)
-    plans = plan_candidates(problem, has_bias, device, 1) if preferred(posed, device) else []
+    takes = not in_lines(posed) and computes_some_size(posed, device) and preferred(posed, device)
+    plans = plan_candidates(problem, has_bias, device, 1) if takes else []
     return plans[0] if plans else None
+
+
+def computes_some_size(problem: TileProblem, device: Device) -> bool:
+    """Whether ``plan_forward`` makes plans for some sizes of the layer, all by one kernel."""
+    return _is_preferred_somewhere(replace(problem, geometry=of_any_size(problem.geometry)), device)
+
+
+@lru_cache(maxsize=256)
+def _is_preferred_somewhere(layer: TileProblem, device: Device) -> bool:
+    return any(preferred(_sized(layer, *size), device) for size in LARGE)
 
 
 def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
@@ -105,8 +126,33 @@ def part_candidates(problem: TileProblem, device: Device, count: int) -> list[Pa
     """The same, of an output or of a gradient of an input."""
     if not claims(problem, device):
         return []
-    tiles = sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
-    return [plan_with_tile(problem, tile) for tile in tiles[:count]]
+    layer = replace(problem, geometry=of_any_size(problem.geometry))
+    kernel = _kernel_of_layer(layer, in_lines(problem), planes_of(problem), device)
+
+    def order(tile: Tile) -> tuple[bool, float]:
+        return tile.kernel != kernel, expected_clocks(problem, tile, device)
+
+    return [plan_with_tile(problem, tile) for tile in sorted(candidates(problem, device), key=order)[:count]]
+
+
+@lru_cache(maxsize=256)
+def _kernel_of_layer(
+    layer: TileProblem, lines: bool, planes: int, device: Device
+) -> tuple[int, int, bool, int] | None:
+    """What is compiled in for all sizes of a layer whose rows lie so: that of the best tile for large images."""
+    for size in ((8, 1024 + rows, 1024 + columns) for rows in range(8) for columns in range(8)):
+        sized = _sized(layer, *size)
+        if (in_lines(sized), planes_of(sized)) != (lines, planes) or not claims(sized, device):
+            continue
+        tiles = list(candidates(sized, device))
+        tiles = [tile for tile in tiles if tile.warpgroups == _WARPGROUPS[-1]] or tiles
+        best = min(tiles, key=lambda tile: expected_clocks(sized, tile, device), default=None)
+        return None if best is None else best.kernel
+    return None
+
+
+def _sized(layer: TileProblem, batch: int, height: int, width: int) -> TileProblem:
+    return replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
 
 
 def preferred(problem: TileProblem, device: Device) -> bool:
@@ -252,6 +298,19 @@ def expected_clocks(problem: TileProblem, tile: Tile, device: Device) -> float:
     return waves * ceil_div(columns, tile.blocks) * (tile.segment + g.kernel[0] - 1) * row
 
 
+def _sizes(problem: TileProblem, tile: Tile) -> Words:
+    """``StripSizes`` of csrc/kernels/sizes.cuh."""
+    g = problem.geometry
+    strips = ceil_div(g.out_width, tile.warpgroups * _PIXELS)
+    segments = ceil_div(g.out_height, tile.segment)
+    return (
+        *(g.height, g.width, g.out_height, g.out_width),
+        *(tile.segment, g.batch * segments * strips),
+        *divisor(strips),
+        *divisor(segments),
+    )
+
+
 def plan_with_tile(problem: TileProblem, tile: Tile) -> Part:
     """The plan that computes the problem with this tile."""
     g = problem.geometry
@@ -291,12 +350,11 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Part:
             "forward_strips.cu",
             "forward_strips",
             (
-                *g.constants,
+                *g.layer_constants,
                 *lying,
                 ("LINES", lines),
                 ("PLANES", planes),
                 ("WARPGROUPS", tile.warpgroups),
-                ("SEGMENT", tile.segment),
                 ("SLOTS", tile.slots),
                 ("PITCH", width),
                 ("HAS_BIAS", problem.has_bias),
@@ -305,9 +363,10 @@ def plan_with_tile(problem: TileProblem, tile: Tile) -> Part:
         ),
         grid=tiles * tile.blocks,
         block=128 * tile.warpgroups + _FILL_THREADS,
-        arguments=(tensor_map(0), workspace(0), input_(2), output(0), int64(g.batch)),
+        arguments=(tensor_map(0), workspace(0), input_(2), output(0), struct(0)),
         shared_bytes=shared,
         overlaps_previous=True,
+        structs=(_sizes(problem, tile),),
         tensor_maps=(
             TensorMap(
                 input_(0),

@@ -7,13 +7,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
+#: Kernels of one stage of a layer that compute it, in one dtype and layout, over all sizes.
+MOST_SCHEDULES = 4
 #: Of a schedule for a size that it cannot compute.
 MOST_REGRET = 1e3
-#: Batch, rows and columns of the maps that stand for all, those first that many networks have.
+#: Batch, rows and columns of the maps that stand for all, those first that many networks have; and of those of patches,
+#: which kernels enlarge that are their strides.
 SIZES: tuple[tuple[int, int, int], ...] = (
     *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
     *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),
 )
+PATCHES = (8, 37, 37)
 SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
     (8, 1, 512),
     (4, 1, 512),

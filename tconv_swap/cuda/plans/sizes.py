@@ -20,6 +20,17 @@ def divisor(value: int) -> Words:
     return value, signed(ceil_div(1 << (31 + shift), value)), shift
 
 
+def image_sizes(geometry: Geometry, counted: tuple[int, int] | None = None) -> Words:
+    """``ImageSizes``, of the kernels that find their pixels one by one: those of the input, or of a map of so many
+    ``counted`` rows and columns."""
+    rows, columns = counted or (geometry.height, geometry.width)
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *divisor(rows),
+        *divisor(columns),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
@@ -53,7 +64,14 @@ def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
 
 def cell_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
     """The same with so many ``tiles`` along the images, the rows and the columns."""
-    geometry, (cells_h, cells_w), (images, rows, cols) = problem.geometry, problem.cells, tiles
+    return map_sizes(problem.geometry, problem.cells, tiles, splits)
+
+
+def map_sizes(
+    geometry: Geometry, cells: tuple[int, int], tiles: tuple[int, int, int], splits: int = 1
+) -> Words:
+    """The same of a map of so many ``cells``."""
+    (cells_h, cells_w), (images, rows, cols) = cells, tiles
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         *(cells_h, cells_w, images * rows * cols),

@@ -14,6 +14,7 @@ from itertools import islice, zip_longest
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans import nchw_boxes
+from tconv_swap.cuda.plans.forward_shares import share_of_tile
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.plans.tile_choice import candidates, power_above
 from tconv_swap.cuda.plans.tile_layout import (
@@ -21,12 +22,9 @@ from tconv_swap.cuda.plans.tile_layout import (
     TileProblem,
     block_count,
     can_be_aligned,
-    has_stride_of_one_pixel,
 )
 from tconv_swap.cuda.problem import Device
 
-#: Kernels of one stage of a layer that multiply, in one dtype and layout, over all sizes.
-MOST_SCHEDULES = 4
 #: Candidates that are remembered of each class, for tuning.
 MOST_CANDIDATES = 8
 #: Input channels times columns of the map that stands for large ones: layers of many channels see smaller maps. And its
@@ -148,7 +146,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         one = _best(layer, _sized(layer, 4096, 1, 1), device)
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
-    most = MOST_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
+    most = share_of_tile(layer, device)
     for make in _classes(layer):
         if len(found) == most:
             break

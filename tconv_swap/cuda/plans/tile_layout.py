@@ -12,6 +12,8 @@ from tconv_swap.geometry import Geometry, Pair
 
 #: Pixels that images with ``aligned`` are multiples of, if they are flat.
 ALIGNED_PIXELS = 128
+#: Of a kernel that makes an image of one pixel.
+LARGE_KERNEL = 4
 #: Threads of grad_input_wgmma.cu that bring the input.
 FILL_THREADS = 128
 
@@ -246,9 +248,11 @@ def can_be_aligned(problem: TileProblem) -> bool:
 
 
 def has_stride_of_one_pixel(geometry: Geometry) -> bool:
-    """Whether nothing depends on the stride where a map is one pixel, and stride = kernel is another."""
+    """Whether nothing depends on the stride where a map is one pixel, and stride = kernel is another; of layers that
+    may be the first of a generator, by their kernel or because they add channels: others see no such maps."""
     plain = (geometry.padding, geometry.output_padding, geometry.dilation) == ((0, 0), (0, 0), (1, 1))
-    return plain and geometry.kernel != geometry.stride
+    begins = min(geometry.kernel) >= LARGE_KERNEL or geometry.out_channels > geometry.in_channels
+    return plain and geometry.kernel != geometry.stride and begins
 
 
 def group_taps(problem: TileProblem) -> list[int]:

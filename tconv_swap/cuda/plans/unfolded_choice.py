@@ -3,6 +3,7 @@ computes one size. Pure functions of data."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
@@ -12,9 +13,10 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     of_any_size,
     representatives,
     schedules_at_most,
+    sized,
 )
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.schedules import covering
+from tconv_swap.cuda.plans.schedules import PATCHES, covering
 from tconv_swap.cuda.plans.unfolded_tile import (
     MULTIPLY_MACS,
     UnfoldedTile,
@@ -31,6 +33,8 @@ from tconv_swap.cuda.problem import Device
 
 #: How much longer than its multiplies a problem may be expected to take: beyond it grad_input_wgmma.cu was as fast.
 MOST_CLOCKS = 3.3
+#: The same of grad_input_wgmma.cu where no tile of a layer is for a size (4 x 4 maps, measured).
+OTHERS_CLOCKS = 5.8
 #: Words in halves pay where so many products are summed up for an element, or where there are so many elements of
 #: grad_input for each multiprocessor (what was slower had fewer of both).
 HALVES_SUMMED = 2048
@@ -88,6 +92,8 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """The tiles of a layer (``of_any_size``), each the one that brings the expected time of ``representatives`` closest
     to the best of all tiles."""
     sizes, weights = representatives(layer)
+    if layer.geometry.kernel == layer.step and not layer.one_pixel:
+        sizes, weights = [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
 
     def times(tile: UnfoldedTile, passes: float) -> list[float]:
         return [_least(tile, passes, size, device) for size in sizes]
@@ -99,15 +105,19 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     found: dict[Schedule, list[float]] = {}
     for tile in looked_at:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
-        passes, best = min(timed, key=lambda entry: entry[0])
+        passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
     return covering(found, weights, (), schedules_at_most(layer))
 
 
 def _least(tile: UnfoldedTile, passes: float, problem: StridedProblem, device: Device) -> float:
-    """The expected time with the best number of splits, or that of grad_input_wgmma.cu where it is as fast."""
-    times = (clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem))
-    return LEAST_CLOCKS + min((*times, _most_clocks(problem, device)))
+    """The expected time with the best number of splits, or that of grad_input_wgmma.cu where that computes it."""
+    best = min(
+        (clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem)),
+        default=math.inf,
+    )
+    most = _most_clocks(problem, device)
+    return LEAST_CLOCKS + (best if best <= most else most * OTHERS_CLOCKS / MOST_CLOCKS)
 
 
 def _most_clocks(problem: StridedProblem, device: Device) -> float:

@@ -10,6 +10,7 @@ from math import gcd
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_input_layout import StridedProblem
+from tconv_swap.cuda.plans.schedules import PATCHES
 from tconv_swap.cuda.problem import Device
 
 #: Words of 32 bits of one step of k, and of the weights' stage.
@@ -30,12 +31,13 @@ MOST_OFFSETS = 36
 MOST_OFFSETS_256 = 20
 #: Warpgroups, multiplies of 64 cells of each, channels: of 128 sums a thread, or 64.
 SHAPES = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
-#: Bytes a clock from the L2 to each multiprocessor, multiply-adds a clock for each element of a word, clocks that a row
-#: of a box takes however short (fitted, docs/kernels/grad_input_unfolded.md), bytes a clock of its outputs and of
-#: the memory, clocks that a tile takes beside its multiplies, and a launch.
+#: Bytes a clock from the L2 to each multiprocessor; multiply-adds a clock for each element of a word; lines of shared
+#: memory, clocks that a row of a box takes for each that it touches, and at least (fitted,
+#: docs/kernels/grad_input_unfolded.md); bytes a clock of its outputs and of the memory, clocks that a tile takes beside
+#: its multiplies, and a launch.
 FILL_BYTES = 36
 MULTIPLY_MACS = 1024
-ROW_CLOCKS = 6
+LINE_BYTES, LINE_CLOCKS, ROW_CLOCKS = 128, 3.3, 4
 STORE_BYTES = 14
 MEMORY_BYTES = 2300
 TILE_CLOCKS = 1500
@@ -218,7 +220,9 @@ def clocks(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int, pa
     row = tile.box_w * problem.item
     rows = input_bytes(problem, tile) / row / steps(problem, tile)
     weights = 4 * STEP_WORDS * tile.channels
-    fill = weights / FILL_BYTES + rows * max(ROW_CLOCKS, row / FILL_BYTES)
+    # Rows follow one another, so they begin anywhere in a line.
+    lines = (row + LINE_BYTES - gcd(row, LINE_BYTES)) / LINE_BYTES
+    fill = weights / FILL_BYTES + rows * max(ROW_CLOCKS, LINE_CLOCKS * lines, row / FILL_BYTES)
     loads = 16 * passes * (2 if halves(problem, tile) else 1)
     memory = multiplies * (loads + tile.channels / 4) + (weights + rows * row) / 128
     step = max(1.05 * multiplies * tile.channels / 2, memory, fill)
@@ -311,6 +315,13 @@ def _shapes(problem: StridedProblem, channels: int) -> Iterator[UnfoldedTile]:
                 shape = UnfoldedTile(images, rows, cols, m_tiles, warpgroups, width, channels, box_w)
                 if rest == 0 and _fits(problem, shape):
                     yield shape
+        if problem.geometry.kernel == problem.step:
+            # Whole rows of maps of patches; those of fewer columns fit tiles of 16 as well (measured).
+            cols = PATCHES[2]
+            box_w = least_box_w(problem, cols)
+            shape = UnfoldedTile(1, cells // cols, cols, m_tiles, warpgroups, width, channels, box_w)
+            if _fits(problem, shape):
+                yield shape
 
 
 def _padded(problem: StridedProblem, box_w: int) -> list[int]:
