@@ -73,7 +73,9 @@ def test_what_is_slower_missing_or_failed() -> None:
     assert not verdict.holds
 
 
-@pytest.mark.parametrize("name", ["forward", "backward", "models", "blocks", "varying", "ablation"])
+@pytest.mark.parametrize(
+    "name", ["forward", "backward", "models", "blocks", "varying", "ablation", "regret", "neighbours"]
+)
 def test_the_committed_results_beside_themselves(name: str) -> None:
     document = json.loads((RESULTS / f"h200-{name}.json").read_text())
     verdict = compare(document, document)
