@@ -18,6 +18,7 @@ from tconv_swap.cuda.cache import csrc_directory
 from tconv_swap.cuda.plan import with_weight_layout
 from tconv_swap.cuda.problem import Problem
 from tconv_swap.cuda.program import Plan
+from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
 
@@ -113,6 +114,10 @@ def test_every_family_of_the_package_is_listed_for_a_layer() -> None:
     for stage in ("forward", "grad_input", "grad_weight"):
         wide = Problem(BY_NAME["kb81"].geometry, torch.float64, "ieee", False, False)
         found |= set(plans_of(wide, stage, False, H200))
+    # No layer of the suite is tiny.
+    tiny = Problem(Geometry(2, 8, 4, 4, 8, (2, 2), (2, 2)), torch.float32, "ieee", False, False)
+    for stage in ("forward", "gradients"):
+        found |= {name for name in plans_of(tiny, stage, False, H200) if name.startswith("tiny")}
     helpers = ("cast", "pack_", "pad_rows", "arrange", "part_phases", "reduce_slices", "general_grad_bias")
     sources = {path.stem for path in (csrc_directory() / "kernels").glob("*.cu")}
     assert found == {
