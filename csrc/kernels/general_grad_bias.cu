@@ -4,6 +4,7 @@
 // what rounding left of it to partial[2 slice + 1, channel]; reduce_slices adds them up. Every sum has a fixed order:
 // the same input gives the same bits.
 #include "compensated_sum.cuh"
+#include "images.cuh"
 
 /// The smallest power of 2 that holds `count`, at most 32.
 constexpr int lanes_for(int count) {
@@ -14,47 +15,51 @@ constexpr int lanes_for(int count) {
 constexpr int CHANNELS = CHANNELS_LAST ? lanes_for(OUT_CHANNELS) : 1;  // neighbouring threads read neighbouring memory
 constexpr int POSITIONS = THREADS / CHANNELS;
 constexpr int TILES = (OUT_CHANNELS + CHANNELS - 1) / CHANNELS;
-constexpr long long PIXELS = (long long)OUT_HEIGHT * OUT_WIDTH;
 constexpr int AHEAD = 8;  // loads that a thread has under way
 using Sum = Accumulate<Element>::type;
 using Total = CompensatedSum<Sum, (sizeof(Element) > 2)>;
 
 /// A thread's way through grad_output: POSITIONS positions further at each step.
 struct Walk {
+  const long long pixels;   // of an image
+  const long long further;  // of a step's elements in NCHW, where it ends in an image as far in as it began
+  const int left;           // of a step's positions behind whole images
   long long at, pixel;
 
-  __device__ __forceinline__ Walk(long long position, int channel) {
-    const long long image = position / PIXELS;
-    pixel = position % PIXELS;
-    at = CHANNELS_LAST ? position * OUT_CHANNELS + channel : (image * OUT_CHANNELS + channel) * PIXELS + pixel;
+  __device__ __forceinline__ Walk(long long position, int channel, long long pixels)
+      : pixels(pixels),
+        further(POSITIONS / pixels * ((OUT_CHANNELS - 1) * pixels) + POSITIONS),
+        left((int)(POSITIONS % pixels)) {
+    const long long image = position / pixels;
+    pixel = position - image * pixels;
+    at = CHANNELS_LAST ? position * OUT_CHANNELS + channel : (image * OUT_CHANNELS + channel) * pixels + pixel;
   }
   __device__ __forceinline__ void advance() {
     if constexpr (CHANNELS_LAST) {
       at += (long long)POSITIONS * OUT_CHANNELS;
     } else {
-      constexpr long long TO_NEXT_IMAGE = (OUT_CHANNELS - 1) * PIXELS;
-      at += POSITIONS / PIXELS * TO_NEXT_IMAGE + POSITIONS;
-      pixel += POSITIONS % PIXELS;
-      if (pixel >= PIXELS) pixel -= PIXELS, at += TO_NEXT_IMAGE;
+      at += further;
+      pixel += left;
+      if (pixel >= pixels) pixel -= pixels, at += (OUT_CHANNELS - 1) * pixels;
     }
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    general_grad_bias(const Element* __restrict__ grad_output, Sum* __restrict__ partial, long long batch,
-                      long long positions_per_slice) {
+    general_grad_bias(const Element* __restrict__ grad_output, Sum* __restrict__ partial,
+                      const __grid_constant__ ImageSizes sizes, long long positions_per_slice) {
   __shared__ Total shared[POSITIONS][CHANNELS];
   const int lane = threadIdx.x % CHANNELS, position = threadIdx.x / CHANNELS;
   const int channel = blockIdx.x % TILES * CHANNELS + lane;
   const long long slice = blockIdx.x / TILES;
   const long long begin = slice * positions_per_slice;
-  const long long all = batch * PIXELS;
+  const long long pixels = (long long)sizes.out_height * sizes.out_width, all = sizes.batch * pixels;
   const long long end = begin + positions_per_slice < all ? begin + positions_per_slice : all;
 
   Total sum{};
   if (channel < OUT_CHANNELS) {
     long long p = begin + position;
-    Walk walk(p, channel);
+    Walk walk(p, channel, pixels);
     for (; p + (AHEAD - 1) * POSITIONS < end; p += AHEAD * POSITIONS) {
       Element loaded[AHEAD];
 #pragma unroll

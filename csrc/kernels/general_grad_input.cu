@@ -6,27 +6,15 @@
 //
 // A block computes one tile of one group: m = input pixels over the whole batch, n = input channels of the group,
 // k = (tap, output channel).
-#include "geometry.cuh"
+#include "images.cuh"
 #include "tile_gemm.cuh"
 
 constexpr int TILES_N = (CI_GROUP + TILE_N - 1) / TILE_N;
 constexpr long long TERMS = (long long)TAPS * CO_GROUP;
 
-struct Pixel {
-  long long n;
-  int ih, iw;
-  bool inside;
-};
-__device__ __forceinline__ Pixel pixel_of(long long m, long long batch) {
-  const long long rest = m / WIDTH;
-  Pixel p{rest / HEIGHT, (int)(rest % HEIGHT), (int)(m % WIDTH), false};
-  p.inside = p.n < batch;
-  return p;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_grad_input(const Element* __restrict__ grad_output, const Element* __restrict__ weight,
-                       Element* __restrict__ grad_input, long long batch) {
+                       Element* __restrict__ grad_input, const __grid_constant__ ImageSizes sizes) {
   __shared__ TileShared shared;
   unsigned block = blockIdx.x;
   const int n0 = block % TILES_N * TILE_N;
@@ -38,15 +26,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
   using ShareB = Share<TILE_N, false>;
   Pixel pixels[A_LOADS];
 #pragma unroll
-  for (int i = 0; i < A_LOADS; ++i) pixels[i] = pixel_of(m0 + ShareA::row(i), batch);
+  for (int i = 0; i < A_LOADS; ++i) pixels[i] = Pixel::of(sizes, m0 + ShareA::row(i));
 
   auto load_a = [&](int i, long long k) -> Sum {
     const int tap = (int)(k / CO_GROUP), co = (int)(k % CO_GROUP);
     const Pixel& p = pixels[i];
-    const int oh = p.ih * STRIDE_H - PADDING_H + tap / KERNEL_W * DILATION_H;
-    const int ow = p.iw * STRIDE_W - PADDING_W + tap % KERNEL_W * DILATION_W;
-    if (!p.inside || oh < 0 || ow < 0 || oh >= OUT_HEIGHT || ow >= OUT_WIDTH) return 0;
-    return load_as(grad_output[at_output(p.n, group * CO_GROUP + co, oh, ow)]);
+    const int oh = p.row * STRIDE_H - PADDING_H + tap / KERNEL_W * DILATION_H;
+    const int ow = p.column * STRIDE_W - PADDING_W + tap % KERNEL_W * DILATION_W;
+    if (p.image >= sizes.batch || oh < 0 || ow < 0 || oh >= sizes.out_height || ow >= sizes.out_width) return 0;
+    return load_as(grad_output[at_output(sizes, p.image, group * CO_GROUP + co, oh, ow)]);
   };
   auto load_b = [&](int i, long long k) -> Sum {
     const int tap = (int)(k / CO_GROUP), co = (int)(k % CO_GROUP), ci = n0 + ShareB::row(i);
@@ -60,12 +48,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
 
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i) {
-    const Pixel p = pixel_of(m0 + Owned<M_FASTEST>::m(i), batch);
+    const Pixel p = Pixel::of(sizes, m0 + Owned<M_FASTEST>::m(i));
 #pragma unroll
     for (int j = 0; j < THREAD_N; ++j) {
       const int ci = n0 + Owned<M_FASTEST>::n(j);
-      if (!p.inside || ci >= CI_GROUP) continue;
-      grad_input[at_input(p.n, group * CI_GROUP + ci, p.ih, p.iw)] = store_as<Element>(sum[i][j]);
+      if (p.image >= sizes.batch || ci >= CI_GROUP) continue;
+      grad_input[at_input(sizes, p.image, group * CI_GROUP + ci, p.row, p.column)] = store_as<Element>(sum[i][j]);
     }
   }
 }

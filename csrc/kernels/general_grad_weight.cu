@@ -7,7 +7,7 @@
 // A block computes one tile of one group over one slice of the pixels: m = input channels of the group,
 // n = (tap, output channel), k = pixels. Slices go to partial[slice, ...] in the weight's own order of memory;
 // reduce_slices adds them in a fixed order, so the same input gives the same bits.
-#include "geometry.cuh"
+#include "images.cuh"
 #include "tile_gemm.cuh"
 
 constexpr int COLUMNS = TAPS * CO_GROUP;
@@ -17,7 +17,8 @@ constexpr long long UNBOUNDED = 1LL << 62;  // the batch may be of any size
 
 extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 : 2)
     general_grad_weight(const Element* __restrict__ input, const Element* __restrict__ grad_output,
-                        Sum* __restrict__ partial, long long batch, long long pixels_per_slice) {
+                        Sum* __restrict__ partial, const __grid_constant__ ImageSizes sizes,
+                        long long pixels_per_slice) {
   __shared__ TileShared shared;
   unsigned block = blockIdx.x;
   const int n0 = block % TILES_N * TILE_N;
@@ -26,7 +27,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
   block /= TILES_M;
   const int group = block % GROUPS;
   const long long slice = block / GROUPS;
-  const long long pixels = batch * HEIGHT * WIDTH;
+  const long long pixels = (long long)sizes.batch * sizes.height * sizes.width;
   const long long k_begin = slice * pixels_per_slice;
   const long long k_end = k_begin + pixels_per_slice < pixels ? k_begin + pixels_per_slice : pixels;
 
@@ -37,19 +38,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
   auto load_a = [&](int i, long long k) -> Sum {
     const int ci = m0 + ShareA::row(i);
     if (ci >= CI_GROUP) return 0;
-    const long long rest = k / WIDTH;
-    return load_as(
-        input[at_input(rest / HEIGHT, group * CI_GROUP + ci, (int)(rest % HEIGHT), (int)(k % WIDTH))]);
+    const Pixel p = Pixel::of(sizes, k);
+    return load_as(input[at_input(sizes, p.image, group * CI_GROUP + ci, p.row, p.column)]);
   };
   auto load_b = [&](int i, long long k) -> Sum {
     const int column = n0 + ShareB::row(i);
     if (column >= COLUMNS) return 0;
     const int co = column % CO_GROUP, tap = column / CO_GROUP;
-    const long long rest = k / WIDTH;
-    const int oh = (int)(rest % HEIGHT) * STRIDE_H - PADDING_H + tap / KERNEL_W * DILATION_H;
-    const int ow = (int)(k % WIDTH) * STRIDE_W - PADDING_W + tap % KERNEL_W * DILATION_W;
-    if (oh < 0 || ow < 0 || oh >= OUT_HEIGHT || ow >= OUT_WIDTH) return 0;
-    return load_as(grad_output[at_output(rest / HEIGHT, group * CO_GROUP + co, oh, ow)]);
+    const Pixel p = Pixel::of(sizes, k);
+    const int oh = p.row * STRIDE_H - PADDING_H + tap / KERNEL_W * DILATION_H;
+    const int ow = p.column * STRIDE_W - PADDING_W + tap % KERNEL_W * DILATION_W;
+    if (oh < 0 || ow < 0 || oh >= sizes.out_height || ow >= sizes.out_width) return 0;
+    return load_as(grad_output[at_output(sizes, p.image, group * CO_GROUP + co, oh, ow)]);
   };
 
   Sum sum[THREAD_M][THREAD_N];

@@ -16,6 +16,12 @@ struct Divisor {
   __device__ __forceinline__ int remainder(int n) const { return remainder(n, quotient(n)); }
 };
 
+/// Of the kernels that find their pixels one by one (images.cuh).
+struct ImageSizes {
+  int batch, height, width, out_height, out_width;
+  Divisor rows, columns;  // of the input
+};
+
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;

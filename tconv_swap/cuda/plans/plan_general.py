@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from tconv_swap.cuda.integers import ceil_div
+from tconv_swap.cuda.plans.sizes import image_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -19,6 +20,7 @@ from tconv_swap.cuda.program import (
     input_,
     int64,
     output,
+    struct,
     workspace,
 )
 
@@ -35,6 +37,8 @@ WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
 INT32_ELEMENTS = 2**31 - 1
+#: A tile may reach so many pixels beyond the last one.
+MOST_TILE_PIXELS = 256
 _WHY = "covers every geometry"
 
 
@@ -72,7 +76,9 @@ def _tile(columns: int) -> Tile:
     return Tile(256, 4, 8, 4, 1)
 
 
-def _common(problem: Problem) -> tuple[tuple[str, Constant], ...]:
+def _common(
+    problem: Problem, geometry_constants: tuple[tuple[str, int], ...]
+) -> tuple[tuple[str, Constant], ...]:
     geometry = problem.geometry
     largest = max(
         geometry.batch * geometry.in_channels * geometry.height * geometry.width,
@@ -81,8 +87,8 @@ def _common(problem: Problem) -> tuple[tuple[str, Constant], ...]:
     )
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Index", "int" if largest <= INT32_ELEMENTS else "long long"),
-        *geometry.constants,
+        ("Index", "int" if largest <= INT32_ELEMENTS - MOST_TILE_PIXELS else "long long"),
+        *geometry_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
     )
@@ -102,7 +108,7 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
         "general_forward.cu",
         "general_forward",
         (
-            *_common(problem),
+            *_common(problem, geometry.constants),
             *tile.constants,
             ("HAS_BIAS", has_bias),
         ),
@@ -129,12 +135,17 @@ def plan_grad_input(problem: Problem) -> Part:
     tile = _tile(geometry.in_channels_per_group)
     tiles_m = ceil_div(geometry.batch * geometry.height * geometry.width, tile.m)
     tiles_n = ceil_div(geometry.in_channels_per_group, tile.n)
-    kernel = Kernel("general_grad_input.cu", "general_grad_input", (*_common(problem), *tile.constants))
+    kernel = Kernel(
+        "general_grad_input.cu",
+        "general_grad_input",
+        (*_common(problem, geometry.layer_constants), *tile.constants),
+    )
     launch = Launch(
         kernel,
         grid=tiles_m * tiles_n * geometry.groups,
         block=tile.threads,
-        arguments=(input_(0), input_(2), output(0), int64(geometry.batch)),
+        arguments=(input_(0), input_(2), output(0), struct(0)),
+        structs=(image_sizes(geometry),),
     )
     return Part("general", _WHY, (launch,))
 
@@ -190,12 +201,17 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
     count = geometry.in_channels * columns
     pixels = geometry.batch * geometry.height * geometry.width
     slices, per_slice = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
-    kernel = Kernel("general_grad_weight.cu", "general_grad_weight", (*_common(problem), *tile.constants))
+    kernel = Kernel(
+        "general_grad_weight.cu",
+        "general_grad_weight",
+        (*_common(problem, geometry.layer_constants), *tile.constants),
+    )
     launch = Launch(
         kernel,
         grid=blocks * slices,
         block=tile.threads,
-        arguments=(input_(1), input_(0), workspace(0), int64(geometry.batch), int64(per_slice)),
+        arguments=(input_(1), input_(0), workspace(0), struct(0), int64(per_slice)),
+        structs=(image_sizes(geometry),),
     )
     return Part(
         "general", _WHY, (launch, reduce_slices(dtype, count, slices)), count * slices * _sum_bytes(dtype)
@@ -212,12 +228,17 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     slices, per_slice = _split(
         positions, blocks, 4 * threads, 2 * channels * _sum_bytes(dtype), device.multiprocessors
     )
-    kernel = Kernel("general_grad_bias.cu", "general_grad_bias", (*_common(problem), ("THREADS", threads)))
+    kernel = Kernel(
+        "general_grad_bias.cu",
+        "general_grad_bias",
+        (*_common(problem, geometry.layer_constants), ("THREADS", threads)),
+    )
     launch = Launch(
         kernel,
         grid=blocks * slices,
         block=threads,
-        arguments=(input_(0), workspace(0), int64(geometry.batch), int64(per_slice)),
+        arguments=(input_(0), workspace(0), struct(0), int64(per_slice)),
+        structs=(image_sizes(geometry),),
     )
     overlaps = device.compute_capability >= 90
     return Part(

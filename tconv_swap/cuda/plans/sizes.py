@@ -20,6 +20,15 @@ def divisor(value: int) -> Words:
     return value, signed(ceil_div(1 << (31 + shift), value)), shift
 
 
+def image_sizes(geometry: Geometry) -> Words:
+    """``ImageSizes``, of the kernels that find their pixels one by one."""
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *divisor(geometry.height),
+        *divisor(geometry.width),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells

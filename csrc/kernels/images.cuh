@@ -1,0 +1,39 @@
+// The index arithmetic of kernels that are told the sizes of the images at their launch.
+#pragma once
+#include "layer.cuh"
+#include "sizes.cuh"
+
+/// Offset of element [n, c, h, w] of an activation tensor of C channels and height x width pixels.
+template <int C>
+__device__ __forceinline__ Index at_activation(Index n, int c, int h, int w, int height, int width) {
+  return CHANNELS_LAST ? ((n * height + h) * width + w) * C + c : ((n * C + c) * height + h) * width + w;
+}
+__device__ __forceinline__ Index at_input(const ImageSizes& sizes, Index n, int c, int h, int w) {
+  return at_activation<IN_CHANNELS>(n, c, h, w, sizes.height, sizes.width);
+}
+__device__ __forceinline__ Index at_output(const ImageSizes& sizes, Index n, int c, int h, int w) {
+  return at_activation<OUT_CHANNELS>(n, c, h, w, sizes.out_height, sizes.out_width);
+}
+/// Elements of an image.
+__device__ __forceinline__ long long input_image(const ImageSizes& sizes) {
+  return (long long)IN_CHANNELS * sizes.height * sizes.width;
+}
+__device__ __forceinline__ long long output_image(const ImageSizes& sizes) {
+  return (long long)OUT_CHANNELS * sizes.out_height * sizes.out_width;
+}
+
+/// Which pixel of the input has this number, counted through all images.
+struct Pixel {
+  Index image;
+  int row, column;
+
+  __device__ __forceinline__ static Pixel of(const ImageSizes& sizes, long long number) {
+    if constexpr (sizeof(Index) == 4) {
+      const int line = sizes.columns.quotient((int)number), image = sizes.rows.quotient(line);
+      return {image, sizes.rows.remainder(line, image), sizes.columns.remainder((int)number, line)};
+    } else {
+      const long long line = number / sizes.width;
+      return {line / sizes.height, (int)(line % sizes.height), (int)(number % sizes.width)};
+    }
+  }
+};
