@@ -14,12 +14,27 @@ struct Divisor {
   /// Of n, whose quotient is known.
   __device__ __forceinline__ int remainder(int n, int quotient) const { return n - quotient * static_cast<int>(value); }
   __device__ __forceinline__ int remainder(int n) const { return remainder(n, quotient(n)); }
+  /// The last digit of a number that is read digit by digit (tile_index.cuh).
+  __device__ __forceinline__ int digit(unsigned& rest) const {
+    const int all = static_cast<int>(rest), others = quotient(all);
+    rest = static_cast<unsigned>(others);
+    return remainder(all, others);
+  }
 };
 
 /// Of the kernels that find their pixels one by one (images.cuh).
 struct ImageSizes {
   int batch, height, width, out_height, out_width;
   Divisor rows, columns;  // of the input
+};
+
+/// Of the kernels whose blocks walk down tiles of the input's pixels (gather.cuh, depthwise_backward.cu).
+struct WalkSizes {
+  int batch, height, width, out_height, out_width;
+  int tile_rows;
+  int repeat;            // tiles of a walk
+  int split;             // whether sums go to the workspace
+  Divisor down, across;  // tiles below each other in an image, and side by side
 };
 
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).

@@ -29,6 +29,17 @@ def image_sizes(geometry: Geometry) -> Words:
     )
 
 
+def walk_sizes(geometry: Geometry, tile: tuple[int, int], repeat: int, split: bool) -> Words:
+    """``WalkSizes``, of the kernels whose blocks walk down ``repeat`` tiles of so many rows and columns of the input;
+    with ``split`` their sums go to the workspace."""
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(tile[0], repeat, int(split)),
+        *divisor(ceil_div(geometry.height, tile[0])),
+        *divisor(ceil_div(geometry.width, tile[1])),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
