@@ -37,6 +37,21 @@ struct WalkSizes {
   Divisor down, across;  // tiles below each other in an image, and side by side
 };
 
+/// Of the kernels that take pixels of an image as they follow each other (gradients_patches.cuh).
+struct RunSizes {
+  int batch, height, width, out_height, out_width;
+  int pixels;               // of an image of the input
+  int all_tiles;            // of all images
+  Divisor tiles, columns;   // tiles of an image; pixels of a row of the input
+};
+
+/// Of gradients_large.cu, whose steps are 16 pixels of a row of the input.
+struct StepSizes {
+  int batch, height, width, out_height, out_width;
+  int splits;            // of the steps of all images
+  Divisor rows, across;  // rows of the input, steps of a row
+};
+
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;

@@ -17,8 +17,6 @@ FAMILY = "narrow"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed; so do we.
 TF32_CHANNELS = 8
-#: Kernels of each gradient that a layer has over all sizes.
-MOST_SCHEDULES = 3
 #: Up to so many channels on one side of a group, most of a wide tile would be padding.
 NARROW_CHANNELS = 8
 #: From so many taps on, no wide tile holds the kernel; up to so many channels, this one does.

@@ -23,7 +23,6 @@ from tconv_swap.cuda.plans.grad_weight_classes import of_any_size
 from tconv_swap.cuda.plans.narrow_gradients import (
     CHUNK_TAPS,
     FAMILY,
-    MOST_SCHEDULES,
     REGISTER_MARGIN,
     REGISTERS,
     SHARED_BYTES,
@@ -42,6 +41,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.cuda.plans.narrow_schedules import most_schedules
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.schedules import few_of
 from tconv_swap.cuda.plans.sizes import walk_sizes
@@ -119,7 +119,7 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
     return few_of(
         layer,
-        MOST_SCHEDULES,
+        most_schedules(layer, device),
         lambda problem: grad_input_tiles(problem, device),
         computes,
         lambda problem, tile: expected_microseconds(problem, tile, device),

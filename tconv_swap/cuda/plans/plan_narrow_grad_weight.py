@@ -27,7 +27,6 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     INPUT_REGISTERS,
     LONGEST_CHAIN,
     MANY_TAPS,
-    MOST_SCHEDULES,
     MOST_SUMS,
     REGISTER_MARGIN,
     REGISTERS,
@@ -45,6 +44,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.cuda.plans.narrow_schedules import most_schedules
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.plans.schedules import few_of
@@ -130,7 +130,7 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
     unpadded = replace(layer.geometry, output_padding=(0, 0))
     return few_of(
         layer,
-        MOST_SCHEDULES,
+        most_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
         lambda problem, tile: (
             computes(problem, tile, False) and (not with_bias or _holds_the_output(unpadded, tile.gather))

@@ -40,6 +40,28 @@ def walk_sizes(geometry: Geometry, tile: tuple[int, int], repeat: int, split: bo
     )
 
 
+def run_sizes(geometry: Geometry, tile: int) -> Words:
+    """``RunSizes``, of the kernels whose tiles are so many pixels of an image that follow each other."""
+    pixels = geometry.height * geometry.width
+    tiles = ceil_div(pixels, tile)
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(pixels, geometry.batch * tiles),
+        *divisor(tiles),
+        *divisor(geometry.width),
+    )
+
+
+def step_sizes(geometry: Geometry, step: int, splits: int) -> Words:
+    """``StepSizes``, of the kernel whose steps are so many pixels of a row."""
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        splits,
+        *divisor(geometry.height),
+        *divisor(ceil_div(geometry.width, step)),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
