@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          kept[k][m][i] = weights[(warp_m * WARP_M + 16 * m + g + i % 2 * 8) * WEIGHT_PITCH + 8 * k + t + i / 2 * 4];
+          kept[k][m][i] = weights[(group * WEIGHT_ROWS + warp_m * WARP_M + 16 * m + g + i % 2 * 8) * WEIGHT_PITCH + 8 * k + t + i / 2 * 4];
   }
 
   float sum[M_TILES][N_TILES][4] = {};

@@ -52,6 +52,31 @@ struct StepSizes {
   Divisor rows, across;  // rows of the input, steps of a row
 };
 
+/// Of part_phases.cu: a tensor of images, and the lines of cells that become of it.
+struct CellSizes {
+  int batch, source_height, source_width;
+  int pixel_rows;            // of the input that taps reach cells from
+  int cells, pitch;          // of a line, and floats from one to the next
+  int segment;               // cells that a warp makes
+  Divisor segments, columns; // segments of a line, cells of a row
+};
+
+/// Of grad_weight_rows.cu, whose pixels lie in lines.
+struct LineSizes {
+  int batch, width;
+  int pixels;  // of an image
+  int slices;  // that the stages of all images are cut into
+};
+
+/// Of grad_weight_direct.cu, whose stages are images, rows and columns of the input.
+struct StageSizes {
+  int batch, out_width;
+  int line;             // pixels from a row of the input to the next
+  int down, across;     // stages of IMAGES images, below each other and side by side
+  int slices;           // that all stages are cut into
+  int in_weight_order;  // whether the one slice's sums are the gradient
+};
+
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;

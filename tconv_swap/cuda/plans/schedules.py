@@ -9,7 +9,7 @@ from dataclasses import replace
 from heapq import nsmallest
 from typing import TypeVar
 
-from tconv_swap.cuda.plans.grad_weight_classes import sizes_of, weight_of
+from tconv_swap.cuda.plans.grad_weight_classes import select, sizes_of, weight_of
 from tconv_swap.cuda.problem import Problem
 
 #: Of a schedule for a size that it cannot compute.
@@ -34,7 +34,7 @@ UNUSUAL = 0.25
 #: The same of single images: networks are trained on several.
 SINGLE = 0.5
 
-#: Of every so many of the sizes the best so many schedules are candidates, and so many of those for any size.
+#: Of every so many of the sizes the best so many schedules are candidates, and as many of those for any size.
 EVERY, BEST = 3, 12
 
 _Schedule = TypeVar("_Schedule")
@@ -47,6 +47,8 @@ def few_of(
     computes: Callable[[Problem, _Schedule], bool],
     expected: Callable[[Problem, _Schedule], float],
     any_size: Callable[[_Schedule], bool],
+    every: int = EVERY,
+    otherwise: float | None = None,
 ) -> tuple[_Schedule, ...]:
     """At most ``most`` schedules for all sizes of a layer, out of the candidates for the sizes that stand for all
     (grad_weight_classes.py); the first of those that compute ``any_size``, if there are such. ``expected``: the time
@@ -54,7 +56,7 @@ def few_of(
     geometries = [size.of(layer.geometry) for size in sizes_of(layer)]
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
     found: dict[_Schedule, None] = {}
-    for problem in problems[::EVERY]:
+    for problem in problems[::every]:
         own = [one for one in candidates(problem) if computes(problem, one)]
         for some in (own, [one for one in own if any_size(one)]):
             best = nsmallest(BEST, some, key=lambda one, problem=problem: expected(problem, one))  # type: ignore[misc]
@@ -64,6 +66,10 @@ def few_of(
         for one in found
     }
     weights = [weight_of(layer, geometry) for geometry in geometries]
+    if otherwise is not None:
+        every_schedule = list(times)
+        chosen = select(list(times.values()), weights, most, math.log(otherwise))
+        return tuple(every_schedule[index] for index in chosen)
     return covering(times, weights, [one for one in times if any_size(one)], most)
 
 

@@ -62,6 +62,31 @@ def step_sizes(geometry: Geometry, step: int, splits: int) -> Words:
     )
 
 
+def cell_sizes_of(
+    batch: int, source: tuple[int, int], pixel_rows: int, cells: tuple[int, int], pitch: int, segment: int
+) -> Words:
+    """``CellSizes``, of the kernel that parts ``source`` rows and columns to lines of ``cells``."""
+    count = cells[0] * cells[1]
+    return (
+        *(batch, *source, pixel_rows, count, pitch, segment),
+        *divisor(ceil_div(count, segment)),
+        *divisor(cells[1]),
+    )
+
+
+def line_sizes(geometry: Geometry, slices: int) -> Words:
+    """``LineSizes``, of the kernel whose pixels lie in lines."""
+    return geometry.batch, geometry.width, geometry.height * geometry.width, slices
+
+
+def stage_sizes(
+    geometry: Geometry, line: int, tile: tuple[int, int], slices: int, in_weight_order: bool
+) -> Words:
+    """``StageSizes``, of the kernel whose stages are so many rows and columns of the input."""
+    down, across = ceil_div(geometry.height, tile[0]), ceil_div(geometry.width, tile[1])
+    return geometry.batch, geometry.out_width, line, down, across, slices, int(in_weight_order)
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
