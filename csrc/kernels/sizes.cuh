@@ -77,6 +77,15 @@ struct StageSizes {
   int in_weight_order;  // whether the one slice's sums are the gradient
 };
 
+/// Of grad_weight_strips.cu, whose columns are `segment` rows of grad_output in a strip of an image.
+struct StripSizes {
+  int batch, out_height, out_width;
+  int segment;
+  int flush;                 // columns whose sums are added up before they leave
+  int slices;                // that the columns of all images are cut into
+  Divisor strips, segments;  // of an image
+};
+
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).
 struct PixelSizes {
   int batch, height, width, out_height, out_width;

@@ -87,6 +87,15 @@ def stage_sizes(
     return geometry.batch, geometry.out_width, line, down, across, slices, int(in_weight_order)
 
 
+def strip_sizes(geometry: Geometry, strip: int, segment: int, flush: int, slices: int) -> Words:
+    """``StripSizes``, of the kernel whose columns are ``segment`` rows in a strip of so many columns."""
+    return (
+        *(geometry.batch, geometry.out_height, geometry.out_width, segment, flush, slices),
+        *divisor(ceil_div(geometry.width, strip)),
+        *divisor(ceil_div(geometry.out_height, segment)),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
