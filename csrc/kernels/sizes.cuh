@@ -53,7 +53,7 @@ struct StepSizes {
 };
 
 /// Of part_phases.cu: a tensor of images, and the lines of cells that become of it.
-struct CellSizes {
+struct PartSizes {
   int batch, source_height, source_width;
   int pixel_rows;            // of the input that taps reach cells from
   int cells, pitch;          // of a line, and floats from one to the next
@@ -78,7 +78,7 @@ struct StageSizes {
 };
 
 /// Of grad_weight_strips.cu, whose columns are `segment` rows of grad_output in a strip of an image.
-struct StripSizes {
+struct GradWeightStripSizes {
   int batch, out_height, out_width;
   int segment;
   int flush;                 // columns whose sums are added up before they leave

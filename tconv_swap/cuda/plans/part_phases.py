@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tconv_swap.cuda.integers import ceil_div, round_up
-from tconv_swap.cuda.plans.sizes import cell_sizes_of
+from tconv_swap.cuda.plans.sizes import part_sizes
 from tconv_swap.cuda.program import (
     Argument,
     Constant,
@@ -110,5 +110,5 @@ def part_phases(
         grid=ceil_div(warps, _THREADS // 32),
         block=_THREADS,
         arguments=(source, workspace(to), workspace(bias_at or 0), struct(0)),
-        structs=(cell_sizes_of(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
+        structs=(part_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
     )

@@ -37,6 +37,8 @@ WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
 INT32_ELEMENTS = 2**31 - 1
+#: Taps from which on most problems are some other family's (narrow_gradients.py).
+MANY_TAPS = 256
 #: A tile may reach so many pixels beyond the last one.
 MOST_TILE_PIXELS = 256
 _WHY = "covers every geometry"
@@ -85,9 +87,11 @@ def _common(
         geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width,
         geometry.in_channels * geometry.out_channels_per_group * geometry.taps,
     )
+    # Layers of many taps come here with large images alone: they have one kernel.
+    few = largest <= INT32_ELEMENTS - MOST_TILE_PIXELS and geometry.taps < MANY_TAPS
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Index", "int" if largest <= INT32_ELEMENTS - MOST_TILE_PIXELS else "long long"),
+        ("Index", "int" if few else "long long"),
         *geometry_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),

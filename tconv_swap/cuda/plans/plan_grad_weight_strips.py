@@ -31,7 +31,7 @@ from tconv_swap.cuda.plans.grad_weight_strips_tile import (
     tiles_of,
 )
 from tconv_swap.cuda.plans.schedules import few_of
-from tconv_swap.cuda.plans.sizes import strip_sizes
+from tconv_swap.cuda.plans.sizes import grad_weight_strip_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -211,7 +211,7 @@ def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
             output(0) if direct else workspace(0),
             struct(0),
         ),
-        structs=(strip_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
+        structs=(grad_weight_strip_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
         shared_bytes=shared,
         tensor_maps=_maps(problem, tile),
     )

@@ -41,7 +41,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_INPUT, Multiplies, microseconds, work_of
-from tconv_swap.cuda.plans.narrow_schedules import most_schedules
+from tconv_swap.cuda.plans.narrow_schedules import loads_every_size, most_schedules
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.schedules import few_of
 from tconv_swap.cuda.plans.sizes import walk_sizes
@@ -123,7 +123,7 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
         lambda problem: grad_input_tiles(problem, device),
         computes,
         lambda problem, tile: expected_microseconds(problem, tile, device),
-        lambda tile: tile.splits == 1 and (layer.channels_last or tile.gather.load == 1),
+        lambda tile: tile.splits == 1 and loads_every_size(layer, tile.gather.load),
     )
 
 

@@ -44,7 +44,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
-from tconv_swap.cuda.plans.narrow_schedules import most_schedules
+from tconv_swap.cuda.plans.narrow_schedules import loads_every_size, most_schedules
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
 from tconv_swap.cuda.plans.schedules import few_of
@@ -136,7 +136,9 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
             computes(problem, tile, False) and (not with_bias or _holds_the_output(unpadded, tile.gather))
         ),
         lambda problem, tile: expected_microseconds(problem, tile, device),
-        lambda tile: layer.channels_last or tile.gather.load == tile.input_vector == 1,
+        lambda tile: (
+            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.gather.load)
+        ),
     )
 
 

@@ -62,10 +62,10 @@ def step_sizes(geometry: Geometry, step: int, splits: int) -> Words:
     )
 
 
-def cell_sizes_of(
+def part_sizes(
     batch: int, source: tuple[int, int], pixel_rows: int, cells: tuple[int, int], pitch: int, segment: int
 ) -> Words:
-    """``CellSizes``, of the kernel that parts ``source`` rows and columns to lines of ``cells``."""
+    """``PartSizes``, of the kernel that parts ``source`` rows and columns to lines of ``cells``."""
     count = cells[0] * cells[1]
     return (
         *(batch, *source, pixel_rows, count, pitch, segment),
@@ -87,8 +87,8 @@ def stage_sizes(
     return geometry.batch, geometry.out_width, line, down, across, slices, int(in_weight_order)
 
 
-def strip_sizes(geometry: Geometry, strip: int, segment: int, flush: int, slices: int) -> Words:
-    """``StripSizes``, of the kernel whose columns are ``segment`` rows in a strip of so many columns."""
+def grad_weight_strip_sizes(geometry: Geometry, strip: int, segment: int, flush: int, slices: int) -> Words:
+    """``GradWeightStripSizes``, of the kernel whose columns are ``segment`` rows in a strip of so many columns."""
     return (
         *(geometry.batch, geometry.out_height, geometry.out_width, segment, flush, slices),
         *divisor(ceil_div(geometry.width, strip)),

@@ -14,6 +14,7 @@ from itertools import islice, zip_longest
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans import nchw_boxes
+from tconv_swap.cuda.plans.grad_input_shares import share_of_stride_one
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.plans.tile_choice import candidates, power_above
 from tconv_swap.cuda.plans.tile_layout import (
@@ -149,6 +150,8 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
     most = MOST_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
+    if layer.of_grad_input:
+        most = share_of_stride_one(layer, device)
     for make in _classes(layer):
         if len(found) == most:
             break
