@@ -18,6 +18,9 @@ from tconv_swap.cuda.plans import (
     plan_depthwise_backward,
     plan_gathered,
     plan_general,
+    plan_grad_weight_direct,
+    plan_grad_weight_rows,
+    plan_grad_weight_strips,
     plan_large,
     plan_narrow_grad_input,
     plan_narrow_grad_weight,
@@ -99,6 +102,11 @@ def _computes(kernel: Kernel, gradient: str) -> bool:
 Made = tuple[Part, Mask]
 
 
+def computing(part: Part) -> Kernel:
+    """The kernel that multiplies."""
+    return next(one.kernel for one in part.launches if one.kernel.entry not in {"part_phases"})
+
+
 def _general(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     yield plan_general.plan_grad_input(posed), (True, False, False)
     yield plan_general.plan_grad_weight(posed, device), (False, True, False)
@@ -134,6 +142,30 @@ def _large(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Mad
     shape = plan_large.shape_of(posed, device) if plan_large.claims(posed, device) else None
     if shape is not None:
         yield plan_large.build(posed, shape, device), (True, True, False)
+
+
+def _rows(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+    for one in plan_grad_weight_rows.part_candidates(posed, device, False, 2):
+        yield one, (False, True, False)
+
+
+def _direct(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+    for one in plan_grad_weight_direct.part_candidates(posed, device, False, 2):
+        yield one, (False, True, False)
+
+
+def _strips(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+    for one in plan_grad_weight_strips.part_candidates(posed, device, 2):
+        yield one, (False, True, False)
+
+
+def _wide(rng: random.Random) -> Geometry:
+    return _layer(rng, rng.choice((64, 72, 128)), rng.choice((64, 96, 128)), rng.choice((2, 3, 4)), 1)
+
+
+def _of_stride_one(rng: random.Random) -> Geometry:
+    found = _layer(rng, rng.choice((32, 64, 72)), rng.choice((32, 64)), rng.choice((3, 5)), 1)
+    return replace(found, stride=(1, 1), dilation=(1, 1))
 
 
 def _few_channels(rng: random.Random) -> Geometry:
@@ -183,6 +215,9 @@ FAMILIES: dict[str, tuple[Planner, Callable[[random.Random], Geometry], bool]] =
     "depthwise": (_depthwise, _of_groups, False),
     "gathered": (_gathered, _rgb, True),
     "large": (_large, _of_many_taps, False),
+    "rows": (_rows, _wide, True),
+    "direct": (_direct, _wide, True),
+    "strips": (_strips, _of_stride_one, True),
 }
 
 
@@ -197,15 +232,21 @@ def sizes_of_one_kernel(
         dtype = rng.choice((*dtypes, torch.float64) if family == "general" else dtypes)
         precision = "ieee" if dtype != torch.float32 else rng.choice(("tf32", "ieee"))
         channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
+        if family in ("rows", "direct"):
+            dtype, precision, channels_last = torch.float32, "tf32", False
+        elif family == "strips":
+            precision = "tf32"
         by_kernel: dict[tuple[Kernel, Mask], list[tuple[plan.Problem, Part, Mask]]] = {}
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, rng.choice((9, 70))), batch=rng.randint(1, 5))
+            if family in ("direct", "strips"):
+                geometry = replace(geometry, width=8 * -(-geometry.width // 8))
             most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
             padded = replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))
             geometry = rng.choice((geometry, padded))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
             for part, mask in planner(posed, device, bias):
-                by_kernel.setdefault((part.launches[0].kernel, mask), []).append((posed, part, mask))
+                by_kernel.setdefault((computing(part), mask), []).append((posed, part, mask))
         several = [found for found in by_kernel.values() if len(found) >= 3]
         if several:
             found = rng.choice(several)

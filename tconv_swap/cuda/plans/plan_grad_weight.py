@@ -33,6 +33,7 @@ from tconv_swap.cuda.plans.grad_weight_tile import (
     tile_constants,
     windows,
 )
+from tconv_swap.cuda.plans.narrow_gradients import MANY_TAPS
 from tconv_swap.cuda.plans.sizes import pixel_sizes
 from tconv_swap.cuda.plans.tile_classes import MOST_SCHEDULES
 from tconv_swap.cuda.problem import Device, Problem
@@ -131,6 +132,8 @@ def across_pixels(problem: Problem, device: Device, with_bias: bool, count: int)
 def most_schedules(problem: Problem, device: Device) -> int:
     """Kernels of this file that a layer has over all sizes: those that it has in all, less what others take."""
     g = problem.geometry
+    if g.taps >= MANY_TAPS:
+        return 1  # of what plan_narrow_grad_weight leaves over
     if plan_grad_weight_boxes.claims(problem, device) or arrange_pays.at_some_size(problem, device):
         return MOST_SCHEDULES - plan_grad_weight_boxes.most_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)

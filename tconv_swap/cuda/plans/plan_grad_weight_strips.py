@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT
-from tconv_swap.cuda.plans.grad_weight_classes import of_any_size
+from tconv_swap.cuda.plans.grad_weight_classes import goes_down_strips, of_any_size
 from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import weight_bytes
 from tconv_swap.cuda.plans.grad_weight_strips_tile import (
@@ -49,7 +49,7 @@ from tconv_swap.cuda.program import (
 
 _FAMILY = "weight strips"
 #: Kernels of a layer, whatever its sizes.
-MOST_SCHEDULES = 2
+MOST_SCHEDULES = 1
 #: Threads that ask for rows: as many as share registers.
 _FILL_THREADS = 128
 _KINDS = {
@@ -119,7 +119,7 @@ def claims(problem: Problem, device: Device) -> bool:
         return False
     if problem.is_ieee:
         return False
-    if g.batch == 0 or g.stride != (1, 1) or g.dilation != (1, 1):
+    if g.batch == 0 or not goes_down_strips(g):
         return False
     unit, planes = alignment(problem), planes_of(problem)
     if problem.channels_last:
