@@ -96,12 +96,8 @@ def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
     found = pool(layer, device)
     clocks = [[(one.best(geometry, device) or (math.inf,))[0] for geometry in maps] for one in found]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    return tuple(
-        found[index]
-        for index in select(
-            clocks, weights, share_of(layer, MOST_SCHEDULES - goes_down_strips(layer.geometry)), UNCOVERED
-        )
-    )
+    most = share_of(layer, MOST_SCHEDULES - goes_down_strips(layer.geometry))
+    return tuple(found[index] for index in select(clocks, weights, most, UNCOVERED))
 
 
 @lru_cache(maxsize=256)

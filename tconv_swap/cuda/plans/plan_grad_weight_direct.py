@@ -7,7 +7,10 @@ from tconv_swap.cuda.plans.grad_weight_direct_classes import choose
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
     Pixels,
     Tile,
+    candidates,
     columns_of,
+    expected_clocks,
+    in_slices,
     least_out_width,
     lies_as_lines,
     out_line,
@@ -60,7 +63,21 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         for tile in choose(problem, device, MOST_SCHEDULES)
         if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES
     ]
+    if len(tiles) < count and count > 1:
+        others = sorted(
+            tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device)
+        )
+        tiles = list(dict.fromkeys(tiles + others))
     return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
+
+
+def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
+    """All that can compute it, of the layer's kernels or not."""
+    g = problem.geometry
+    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+        return []
+    cut = (in_slices(g, tile, device) for tile in candidates(g, device))
+    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
 
 
 def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:

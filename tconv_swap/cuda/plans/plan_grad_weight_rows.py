@@ -10,7 +10,6 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     Lines,
     Tile,
     blocks_of,
-    must_unfold,
     weight_bytes,
 )
 from tconv_swap.cuda.plans.part_phases import bias_rows_of, part_phases, unparted
@@ -51,9 +50,11 @@ def part_candidates(
     the input where it does not lie as lines of pixels already, together at most ``MOST_ARRANGED_BYTES``, what
     sums have to be short for included; and at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
-    if not claims(problem, device) or (with_bias and not _reads_all_of_grad_output(problem.geometry)):
+    if not claims(problem, device):
         return []
     found = choose(problem, device, most) if most else []
+    if with_bias:
+        found = [cut for cut in found if _reads_all_of_grad_output(problem.geometry, cut[0])]
     return [plan_with_tile(problem, *cut, device, with_bias) for cut in found[:count]]
 
 
@@ -72,12 +73,12 @@ def claims(problem: Problem, device: Device) -> bool:
     return g.batch * g.height * g.width * g.taps < INT32_LIMIT
 
 
-def _reads_all_of_grad_output(geometry: Geometry) -> bool:
+def _reads_all_of_grad_output(geometry: Geometry, lines: Lines) -> bool:
     """Whether the planes hold every pixel of grad_output, those with an offset in [0, stride) each once."""
     g = geometry
     offsets = [{k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis])} for axis in (0, 1)]
     all_cols = g.out_width <= g.width * g.stride[1] and offsets[1].issuperset(range(g.stride[1]))
-    if must_unfold(g):
+    if lines.unfold_rows:
         return (
             all_cols and g.out_height <= g.height * g.stride[0] and offsets[0].issuperset(range(g.stride[0]))
         )

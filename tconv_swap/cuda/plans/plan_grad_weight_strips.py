@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -50,6 +51,8 @@ from tconv_swap.cuda.program import (
 _FAMILY = "weight strips"
 #: Kernels of a layer, whatever its sizes.
 MOST_SCHEDULES = 1
+#: Images, rows and columns of the large problems that were measured.
+LARGE = (8, 512, 512)
 #: Threads that ask for rows: as many as share registers.
 _FILL_THREADS = 128
 _KINDS = {
@@ -105,11 +108,18 @@ def claims_some(problem: Problem, device: Device) -> bool:
 
 
 def preferred(problem: Problem, device: Device) -> bool:
-    """Whether large problems that are claimed were measured to be faster so: of 16 bits only where the best tile holds
-    all input channels, so that grad_output comes once."""
-    if problem.dtype == torch.float32:
-        return True
-    return choose(problem, device)[0].channels >= problem.geometry.in_channels_per_group
+    """Whether large problems that are claimed were measured to be faster so: of 16 bits only layers whose best tile for
+    a large image holds all input channels, so that grad_output comes once."""
+    return problem.dtype == torch.float32 or _holds_all_channels(of_any_size(problem, False), device)
+
+
+@lru_cache(maxsize=1024)
+def _holds_all_channels(layer: Problem, device: Device) -> bool:
+    batch, height, width = LARGE
+    large = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+    tiles = [in_slices(large, tile, device) for tile in candidates(large, device)]
+    best = min(tiles, key=lambda tile: expected_clocks(large, tile, device))
+    return best.channels >= layer.geometry.in_channels_per_group
 
 
 def claims(problem: Problem, device: Device) -> bool:
