@@ -6,7 +6,7 @@
 //   grad_bias[c]               = sum over n, oh, ow of grad_output[n, c, oh, ow]
 //   oh = ih * STRIDE_H - PADDING_H + kh * DILATION_H, ow alike
 //
-// A walk: ROWS rows of the input, of one image, OWN_W columns and one channel, top to bottom. A thread
+// A walk: sizes.tile_rows rows of the input, of one image, OWN_W columns and one channel, top to bottom. A thread
 // keeps the weights and their gradient's sums in registers, and the last LAGS rows of the input and of its gradient: the
 // rows of grad_output in step q reach the input rows q, q - 1, ... q - LAGS + 1. It has the next step's rows under way.
 // PHASES threads share a walk's rows of grad_output where one could not keep all taps: thread `phase` takes PHASE_ROWS of
@@ -14,17 +14,16 @@
 // lanes read the same, the weights then lie there too: registers are better spent on more warps.
 //
 // Threads, fastest first: LANES channels (1 in NCHW), WALKERS (walks side by side, then one below the other), PHASES. A
-// block takes `repeat` walks a walker, and leaves its sums of grad_weight (and grad_bias): as they are where !SPLIT, else
-// as float32 to partial[slice]. Every sum has a fixed order.
+// block takes `repeat` walks a walker, and leaves its sums of grad_weight (and grad_bias): as they are, or where
+// sizes.split as float32 to partial[slice]. Every sum has a fixed order.
 #include "depthwise_rows.cuh"
 #include "mma.cuh"
 
 using ptx::u32;
 
 constexpr int LAGS = (KERNEL_H - 1) * DILATION_H / STRIDE_H + 1;
-constexpr int WALKS_W = WIDTH / OWN_W, WALKS_H = ceil_div(HEIGHT, ROWS);
 constexpr int CHANNEL_BLOCKS = ceil_div(IN_CHANNELS, LANES);
-static_assert(THREADS == LANES * WALKERS * PHASES && WIDTH % OWN_W == 0 && IN_CHANNELS == GROUPS && OUT_CHANNELS == GROUPS);
+static_assert(THREADS == LANES * WALKERS * PHASES && IN_CHANNELS == GROUPS && OUT_CHANNELS == GROUPS);
 static_assert(PHASES == 1 || (DILATION_H == 1 && PHASES * PHASE_ROWS == STRIDE_H));
 static_assert(CHANNELS_LAST || (WALKERS % 32 == 0 && LANES == 1));
 
@@ -39,8 +38,7 @@ __device__ __forceinline__ int tap_row(int phase, int r, int lag) {
   return distance % DILATION_H == 0 && distance / DILATION_H < KERNEL_H ? distance / DILATION_H : KERNEL_H;
 }
 
-constexpr int GATHERED = WANTS_INPUT && PHASES > 1 ? PHASES * ROWS * OWN_W * LANES * WALKERS : 0;
-constexpr bool WEIGHTS_SHARED = GATHERED > 0 && !CHANNELS_LAST;
+constexpr bool GATHERS = WANTS_INPUT && PHASES > 1, WEIGHTS_SHARED = GATHERS && !CHANNELS_LAST;
 // The weights of a row of taps. In every step anew: volatile, or they would be kept.
 __device__ __forceinline__ void read_weights(float (&to)[KERNEL_W], u32 address) {
   constexpr int N = KERNEL_W % 4 == 0 ? 4 : 1;
@@ -55,16 +53,6 @@ __device__ __forceinline__ void read_weights(float (&to)[KERNEL_W], u32 address)
   }
 }
 
-template <bool FLOAT>
-struct OutOf {
-  using type = Element;
-};
-template <>
-struct OutOf<true> {
-  using type = float;
-};
-using Out = OutOf<SPLIT>::type;
-
 // What a walk has of one row of grad_input.
 __device__ __forceinline__ void store_own(Element* to, const float (&own)[OWN_W]) {
   constexpr int N = InputRow::N;
@@ -75,7 +63,8 @@ __device__ __forceinline__ void store_own(Element* to, const float (&own)[OWN_W]
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     depthwise_backward(const Element* __restrict__ grad_output, const Element* __restrict__ input,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input,
-                       Out* __restrict__ grad_weight, Out* __restrict__ grad_bias, long long batch, long long repeat) {
+                       void* __restrict__ grad_weight, void* __restrict__ grad_bias,
+                       const __grid_constant__ WalkSizes sizes) {
   extern __shared__ float shared[];
 
   Digits thread{threadIdx.x};
@@ -88,9 +77,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   // Where PHASES > 1: what each of them adds to grad_input.
   float* const gathered = shared;
   const auto at_gathered = [&](int of_phase, int row, int i) {
-    return ((of_phase * ROWS + row) * OWN_W + i) * (LANES * WALKERS) + walker * LANES + lane;
+    return ((of_phase * sizes.tile_rows + row) * OWN_W + i) * (LANES * WALKERS) + walker * LANES + lane;
   };
-  float* const weights = shared + GATHERED;
+  float* const weights = shared + (GATHERS ? PHASES * sizes.tile_rows * OWN_W * LANES * WALKERS : 0);
   float factors[WEIGHTS_SHARED ? 1 : TAP_ROWS][KERNEL_W];
   const auto weight_or_zero = [&](int of_phase, int i, int kw) {
     const int kh = tap_row(of_phase, i / LAGS, i % LAGS);
@@ -113,20 +102,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   float sums[SUMS ? SUMS : 1] = {};
 #pragma unroll 1
-  for (int turn = 0; turn < (int)repeat; ++turn) {
-    Digits walk{(unsigned)((slice * repeat + turn) * WALKERS + walker)};
-    const int iw0 = walk.next(WALKS_W) * OWN_W, ih0 = walk.next(WALKS_H) * ROWS;
-    const long long image_index = walk.rest;
-    const int rows = HEIGHT - ih0 < ROWS ? HEIGHT - ih0 : ROWS;
-    const int steps = exists && image_index < batch ? rows + LAGS - 1 : 0;
+  for (int turn = 0; turn < sizes.repeat; ++turn) {
+    unsigned walk = (slice * sizes.repeat + turn) * WALKERS + walker;
+    const int iw0 = sizes.across.digit(walk) * OWN_W, ih0 = sizes.down.digit(walk) * sizes.tile_rows;
+    const long long image_index = walk;
+    const int rows = sizes.height - ih0 < sizes.tile_rows ? sizes.height - ih0 : sizes.tile_rows;
+    const int steps = exists && image_index < sizes.batch ? rows + LAGS - 1 : 0;
     const int first_column = iw0 * STRIDE_W - PADDING_W;
-    const Element* const image = grad_output + image_index * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH);
-    const auto is_row = [](int oh) { return (unsigned)oh < (unsigned)OUT_HEIGHT; };
-    const Index first_input = at_input(0, channel, ih0, iw0);
-    const long long input_image = image_index * ((long long)IN_CHANNELS * HEIGHT * WIDTH);
+    const Element* const image = grad_output + image_index * output_elements(sizes);
+    const auto is_row = [&](int oh) { return (unsigned)oh < (unsigned)sizes.out_height; };
+    const Index first_input = at_input(sizes, 0, channel, ih0, iw0);
+    const long long input_image = image_index * input_elements(sizes);
     const Element* const from = input + (input_image + first_input);
     Element* const to = grad_input + (input_image + first_input);
-    constexpr Index ROW = CHANNELS_LAST ? (Index)WIDTH * IN_CHANNELS : WIDTH;
+    const Index row_stride = CHANNELS_LAST ? (Index)sizes.width * IN_CHANNELS : sizes.width;
 
     GradOutputRow coming[PHASE_ROWS];
     InputRow coming_input;
@@ -134,9 +123,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int oh = (ih0 + step) * STRIDE_H - PADDING_H + phase * PHASE_ROWS;
 #pragma unroll
       for (int r = 0; r < PHASE_ROWS; ++r)
-        bring(coming[r], image + at_output(0, channel, oh + r, first_column),
-              [&](int column) { return is_row(oh + r) && (unsigned)(first_column + column) < (unsigned)OUT_WIDTH; });
-      if (WANTS_WEIGHT) coming_input.ask(from + step * ROW, step < rows);
+        bring(coming[r], image + at_output(sizes, 0, channel, oh + r, first_column),
+              [&](int column) { return is_row(oh + r) && (unsigned)(first_column + column) < (unsigned)sizes.out_width; });
+      if (WANTS_WEIGHT) coming_input.ask(from + step * row_stride, step < rows);
     };
     if (steps > 0) ask(0);
 
@@ -155,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         arrived[r].read(dy);
         if constexpr (WITH_BIAS) {
           // Each element once: the first columns of every walk, all of the last.
-          const bool last_rows = ih0 + ROWS >= HEIGHT, last_columns = iw0 + OWN_W >= WIDTH;
+          const bool last_rows = ih0 + sizes.tile_rows >= sizes.height, last_columns = iw0 + OWN_W >= sizes.width;
           float sum = 0.0f;
 #pragma unroll
           for (int column = 0; column < COLUMNS; ++column)
@@ -185,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int done = step - (LAGS - 1);
       if (WANTS_INPUT && done >= 0) {
         if constexpr (PHASES == 1) {
-          store_own(to + done * ROW, own[LAGS - 1]);
+          store_own(to + done * row_stride, own[LAGS - 1]);
         } else {
 #pragma unroll
           for (int i = 0; i < OWN_W; ++i) gathered[at_gathered(phase, done, i)] = own[LAGS - 1][i];
@@ -208,7 +197,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           for (int other = 0; other < PHASES; ++other)
 #pragma unroll
             for (int i = 0; i < OWN_W; ++i) total[i] += gathered[at_gathered(other, row, i)];
-          store_own(to + row * ROW, total);
+          store_own(to + row * row_stride, total);
         }
       __syncthreads();
     }
@@ -238,6 +227,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int part = 0; part < PARTS; ++part) total += shared[sum * ACROSS + (of_phase * PARTS + part) * LANES + of_lane];
     return total;
   };
+  const auto leave = [&](void* to, long long at, float sum) {
+    if (sizes.split)
+      static_cast<float*>(to)[at] = sum;
+    else
+      static_cast<Element*>(to)[at] = store_as<Element>(sum);
+  };
   const int channel0 = channel - lane;
   for (unsigned e = threadIdx.x; e < PHASES * WEIGHT_SUMS * LANES; e += THREADS) {
     Digits digits{e};
@@ -245,15 +240,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int lag = digits.next(LAGS), r = digits.next(PHASE_ROWS), of_phase = digits.rest;
     const int kh = tap_row(of_phase, r, lag), c = channel0 + of_lane;
     if (kh >= KERNEL_H || c >= IN_CHANNELS) continue;
-    grad_weight[(long long)slice * (IN_CHANNELS * TAPS) + (c * KERNEL_H + kh) * KERNEL_W + kw] =
-        store_as<Out>(added((r * LAGS + lag) * KERNEL_W + kw, of_phase, of_lane));
+    leave(grad_weight, (long long)slice * (IN_CHANNELS * TAPS) + (c * KERNEL_H + kh) * KERNEL_W + kw,
+          added((r * LAGS + lag) * KERNEL_W + kw, of_phase, of_lane));
   }
   if constexpr (WITH_BIAS) {
     for (int of_lane = threadIdx.x; of_lane < LANES; of_lane += THREADS) {
       float total = 0.0f;
       for (int of_phase = 0; of_phase < PHASES; ++of_phase) total += added(BIAS, of_phase, of_lane);
       const int c = channel0 + of_lane;
-      if (c < OUT_CHANNELS) grad_bias[(long long)slice * OUT_CHANNELS + c] = store_as<Out>(total);
+      if (c < OUT_CHANNELS) leave(grad_bias, (long long)slice * OUT_CHANNELS + c, total);
     }
   }
 }

@@ -1,16 +1,16 @@
 // Rows of grad_output and of the input as depthwise_backward.cu walks down them: asked for a step ahead, kept as they lie
 // in memory, and turned to float when they are used.
 #pragma once
-#include "geometry.cuh"
+#include "images.cuh"
 #include "raw.cuh"
 #include "tile_index.cuh"
 
 // Columns of grad_output that a walk's own columns of the input meet. In NCHW LOAD neighbours come at once where they lie
-// at a multiple of LOAD: HEAD columns by themselves before them, TAIL after. In channels_last LOAD is 1.
+// at a multiple of LOAD, which rows of grad_output are: HEAD columns by themselves before them, TAIL after. In channels_last LOAD is 1.
 constexpr int COLUMNS = (OWN_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1;
 constexpr int HEAD = PADDING_W % LOAD < COLUMNS ? PADDING_W % LOAD : COLUMNS;
 constexpr int BODY = (COLUMNS - HEAD) / LOAD, TAIL = COLUMNS - HEAD - BODY * LOAD;
-static_assert(CHANNELS_LAST ? LOAD == 1 : OUT_WIDTH % LOAD == 0 && OWN_W * STRIDE_W % LOAD == 0);
+static_assert(CHANNELS_LAST ? LOAD == 1 : OWN_W * STRIDE_W % LOAD == 0);
 
 // What a walk meets of one row of grad_output.
 struct GradOutputRow {

@@ -12,7 +12,7 @@
 //
 // float32 is rounded to TF32 (PRECISION TF32) or multiplied in parts, out of two or three products (IEEE).
 #pragma once
-#include "geometry.cuh"
+#include "images.cuh"
 #include "mma.cuh"
 #include "raw.cuh"
 #include "tile_index.cuh"
@@ -36,9 +36,6 @@ constexpr int KH_CHUNKS = KERNEL_H / CHUNK_KH;
 constexpr int CHUNKS = CO_GROUP / CHUNK_CO * KH_CHUNKS;
 static_assert(CO_GROUP % CHUNK_CO == 0 && (CHUNK_KH == 1 || CHUNK_KH == KERNEL_H) && GROUPS % BLOCK_GROUPS == 0);
 
-constexpr int TILES_H = ceil_div(HEIGHT, TILE_H);
-constexpr int TILES_W = ceil_div(WIDTH, TILE_W);
-
 constexpr int column_place(int column) { return column / STRIDE_W * CELL + column % STRIDE_W; }
 
 // Bytes from a pixel's first place to that of one of its taps.
@@ -57,8 +54,12 @@ static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TI
 struct Position {
   long long image;
   int down;
-  __device__ __forceinline__ void advance() {
-    if (++down == TILES_H) down = 0, ++image;
+  __device__ __forceinline__ static Position of(const WalkSizes& sizes, int tile) {
+    const int image = sizes.down.quotient(tile);
+    return {image, sizes.down.remainder(tile, image)};
+  }
+  __device__ __forceinline__ void advance(const WalkSizes& sizes) {
+    if (++down == static_cast<int>(sizes.down.value)) down = 0, ++image;
   }
 };
 
@@ -73,13 +74,15 @@ struct GradOutputLoader {
     Index from;  // in memory, from the tile's first element; NONE left and right of the output
     int to;      // word of the tile, and in the low 12 bits the output row
   };
+  const WalkSizes& sizes;
   const int first_column;
   Place places[PLACES_KEPT ? LOADS : 1];
   Raw<LOAD> ahead[AHEAD ? LOADS : 1];
   const Element* corner;
   int first_row;
 
-  __device__ __forceinline__ explicit GradOutputLoader(int column) : first_column(column - SHIFT) {
+  __device__ __forceinline__ GradOutputLoader(const WalkSizes& sizes, int column)
+      : sizes(sizes), first_column(column - SHIFT) {
     if constexpr (PLACES_KEPT) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) places[i] = located(i);
@@ -92,8 +95,8 @@ struct GradOutputLoader {
     const int column = digits.next(VECTORS_W) * LOAD_W, row = digits.next(ROWS);
     if (!CHANNELS_LAST) channel = digits.rest;
     const int ow = first_column + column;
-    const bool inside = (unsigned)ow < (unsigned)OUT_WIDTH && v < VECTORS;
-    return {inside ? activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(0, channel, row * ROW_STEP, ow) : NONE,
+    const bool inside = (unsigned)ow < (unsigned)sizes.out_width && v < VECTORS;
+    return {inside ? at_output(sizes, 0, channel, row * ROW_STEP, ow) : NONE,
             (channel * PLANE + row * ROW_PITCH + column_place(column)) << 12 | row * ROW_STEP};
   }
   __device__ __forceinline__ Place place(int i) const {
@@ -103,7 +106,7 @@ struct GradOutputLoader {
 
   // Begins to bring the tile whose first row is output row `row` (which may be negative) of the `image`.
   __device__ __forceinline__ void fetch(const Element* image, int first_channel, int row, float* tile) {
-    corner = image + activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(0, first_channel, row, 0);
+    corner = image + at_output(sizes, 0, first_channel, row, 0);
     first_row = row;
     if constexpr (ASYNC) {
       const auto copy = [&](int i) {
@@ -153,7 +156,7 @@ struct GradOutputLoader {
   }
 
   __device__ __forceinline__ bool is_inside(Place at) const {
-    return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)OUT_HEIGHT;
+    return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)sizes.out_height;
   }
   __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.ask(corner + at.from, is_inside(at)); }
   __device__ __forceinline__ static void write(float* to, const Raw<LOAD>& raw) {

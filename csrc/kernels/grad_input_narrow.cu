@@ -71,7 +71,7 @@ __device__ __forceinline__ void store(Out* to, const float (&values)[N], int ins
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_input_narrow(const Element* __restrict__ grad_output, const Element* __restrict__ weight,
-                      Out* __restrict__ grad_input, long long batch, long long repeat) {
+                      Out* __restrict__ grad_input, const __grid_constant__ WalkSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
   float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE;
@@ -81,27 +81,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Digits block{blockIdx.x};
   const int m0 = block.next(M_BLOCKS) * BLOCK_M;
   const int group0 = block.next(GROUPS / BLOCK_GROUPS) * BLOCK_GROUPS;
-  const int iw0 = block.next(TILES_W) * TILE_W;
+  const int iw0 = sizes.across.digit(block.rest) * TILE_W;
   const int split = block.next(SPLITS), chunk0 = split * CHUNKS_HERE;
   const int chunks = CHUNKS - chunk0 < CHUNKS_HERE ? CHUNKS - chunk0 : CHUNKS_HERE;
-  const long long all_tiles = batch * TILES_H, first = block.rest * repeat;
-  const int steps = (int)(repeat < all_tiles - first ? repeat : all_tiles - first) * chunks;
-  Position at{(long long)((unsigned)first / TILES_H), (int)((unsigned)first % TILES_H)};
+  const int first = static_cast<int>(block.rest) * sizes.repeat;
+  const int left = sizes.batch * static_cast<int>(sizes.down.value) - first;
+  const int steps = (sizes.repeat < left ? sizes.repeat : left) * chunks;
+  Position at = Position::of(sizes, first);
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Digits warp{threadIdx.x / 32};
   const int unit0 = warp.next(WARPS_P) * UNITS, warp_m = warp.next(WARPS_M), group = warp.rest;
   const int row0 = unit0 / UNITS_ACROSS, column0 = unit0 % UNITS_ACROSS * UNIT;
 
-  GradOutputLoader loader(iw0 * STRIDE_W - PADDING_W);
+  GradOutputLoader loader(sizes, iw0 * STRIDE_W - PADDING_W);
   Position next = at;
   int next_chunk = 0;
   const auto fetch_next = [&](float* tile) {
     const int chunk = chunk0 + next_chunk;
     const int first_row = next.down * (TILE_H * STRIDE_H) - PADDING_H + chunk % KH_CHUNKS * DILATION_H;
-    loader.fetch(grad_output + next.image * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH),
+    loader.fetch(grad_output + next.image * output_elements(sizes),
                  group0 * CO_GROUP + chunk / KH_CHUNKS * CHUNK_CO, first_row, tile);
-    if (++next_chunk == chunks) next_chunk = 0, next.advance();
+    if (++next_chunk == chunks) next_chunk = 0, next.advance(sizes);
   };
 #pragma unroll 8
   for (unsigned e = threadIdx.x; e < CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * 8 * K_STEPS; e += THREADS) {
@@ -147,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          kept[k][m][i] = weights[(warp_m * WARP_M + 16 * m + g + i % 2 * 8) * WEIGHT_PITCH + 8 * k + t + i / 2 * 4];
+          kept[k][m][i] = weights[(group * WEIGHT_ROWS + warp_m * WARP_M + 16 * m + g + i % 2 * 8) * WEIGHT_PITCH + 8 * k + t + i / 2 * 4];
   }
 
   float sum[M_TILES][N_TILES][4] = {};
@@ -209,8 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     chunk = 0;
 
     const int ih0 = at.down * TILE_H;
-    Out* const image = grad_input + ((long long)split * batch + at.image) * ((long long)IN_CHANNELS * HEIGHT * WIDTH);
-    at.advance();
+    Out* const image = grad_input + ((long long)split * sizes.batch + at.image) * input_elements(sizes);
+    at.advance(sizes);
     if constexpr (STAGED) {
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
@@ -231,11 +232,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int c = digits.next(STAGE_CHANNELS / N) * N;
         const float* const from = stage + digits.rest * STAGE_PITCH + c;
         const int iw = iw0 + digits.next(TILE_W), ih = ih0 + digits.rest;
-        if (ih >= HEIGHT || iw >= WIDTH) continue;
+        if (ih >= sizes.height || iw >= sizes.width) continue;
         float values[N];
 #pragma unroll
         for (int i = 0; i < N; ++i) values[i] = from[i];
-        store<N, true>(image + at_input(0, group0 * CI_GROUP + c, ih, iw), values, N);
+        store<N, true>(image + at_input(sizes, 0, group0 * CI_GROUP + c, ih, iw), values, N);
       }
     } else if constexpr (CHANNELS_LAST) {
       constexpr int N = NEIGHBOURS ? 2 * M_TILES : 1;
@@ -246,11 +247,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int i = 0; i < 2; ++i) {
           const int u = n / STORE, ih = ih0 + row0 + u / UNITS_ACROSS;
           const int iw = iw0 + column0 + u % UNITS_ACROSS * UNIT + 2 * STORE * t + n % STORE * 2 + i;
-          if (ih >= HEIGHT || iw >= WIDTH) continue;
+          if (ih >= sizes.height || iw >= sizes.width) continue;
           float values[N];
 #pragma unroll
           for (int c = 0; c < N; ++c) values[c] = sum[c / 2][n][c % 2 * 2 + i];
-          store<N, IN_CHANNELS % N == 0 && CI_GROUP % N == 0>(image + at_input(0, group0 * CI_GROUP + ci, ih, iw), values,
+          store<N, IN_CHANNELS % N == 0 && CI_GROUP % N == 0>(image + at_input(sizes, 0, group0 * CI_GROUP + ci, ih, iw), values,
                                                               CI_GROUP - ci);
         }
     } else {
@@ -264,11 +265,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
           for (int u = 0; u < UNITS; ++u) {
             const int ih = ih0 + row0 + u / UNITS_ACROSS, iw = iw0 + column0 + u % UNITS_ACROSS * UNIT + N * t;
-            if (ih >= HEIGHT) continue;
+            if (ih >= sizes.height) continue;
             float values[N];
 #pragma unroll
             for (int i = 0; i < N; ++i) values[i] = sum[m][u * STORE + i / 2][half * 2 + i % 2];
-            store<N, WIDTH % N == 0>(image + at_input(0, (group0 + group) * CI_GROUP + ci, ih, iw), values, WIDTH - iw);
+            Out* const to = image + at_input(sizes, 0, (group0 + group) * CI_GROUP + ci, ih, iw);
+            if (sizes.width % N == 0)
+              store<N, true>(to, values, sizes.width - iw);
+            else
+              store<N, false>(to, values, sizes.width - iw);
           }
         }
     }

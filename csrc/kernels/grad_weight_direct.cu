@@ -8,7 +8,7 @@
 //
 // Covers: float32 (TF32), NCHW; what plan_grad_weight_direct.py claims. Warpgroup 0 asks for boxes, the others multiply,
 // BLOCKS times 64 rows each. Pixels are split in `slices`; a slice's sums are gradient[slice][ci][tap][co], which
-// grad_weight_rows_reduce.cu adds up (IN_WEIGHT_ORDER: [ci][co][tap], for a single slice). WITH_BIAS: two warps of
+// grad_weight_rows_reduce.cu adds up (sizes.in_weight_order: [ci][co][tap], for a single slice). WITH_BIAS: two warps of
 // warpgroup 0 add up grad_output where a row of taps has its offset in [0, STRIDE_H), for the first input channels:
 // bias_partial[slice][offset][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
 #include "compensated_sum.cuh"
@@ -16,14 +16,15 @@
 #include "wgmma.cuh"
 #include "pipeline.cuh"
 #include "ring.cuh"
+#include "sizes.cuh"
 #include "tma.cuh"
 #include "grad_weight_direct_layout.cuh"
 #include "grad_weight_direct_words.cuh"
 #include "grad_weight_direct_fill.cuh"
 
 /// The multiplies of one warp. While a step is multiplied, the words of the next are read.
-__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], int warp, int lane, int stages) {
-  const WordPlaces places(warp, lane);
+__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], int warp, int lane, int stages, u32 out_width) {
+  const WordPlaces places(warp, lane, out_width);
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
@@ -51,8 +52,9 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
   ptx::wait_multiplies<0>();
 }
 
-__device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2], const Place& place, int warp, int lane, float* gradient) {
-  constexpr int OF_TAP = IN_WEIGHT_ORDER ? 1 : CO_GROUP, OF_CHANNEL = IN_WEIGHT_ORDER ? TAPS : 1;
+__device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2], const Place& place, int warp, int lane, bool in_weight_order,
+                                      float* gradient) {
+  const int of_tap = in_weight_order ? 1 : CO_GROUP, of_channel = in_weight_order ? TAPS : 1;
   gradient += (static_cast<long long>(place.slice) * IN_CHANNELS + place.group * CI_GROUP) * (TAPS * CO_GROUP);
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b) {
@@ -60,7 +62,7 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2]
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int co = place.co + rows.channel[half];
-      float* const to = gradient + (place.kh * KERNEL_W + rows.kw) * OF_TAP + co * OF_CHANNEL;
+      float* const to = gradient + (place.kh * KERNEL_W + rows.kw) * of_tap + co * of_channel;
 #pragma unroll
       for (int j = 0; j < TILE_COLS / 8; ++j)
 #pragma unroll
@@ -73,7 +75,7 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2]
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grad_weight_direct(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, float* __restrict__ bias_partial, long long batch, long long slices) {
+                       float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ StageSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
@@ -89,19 +91,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ptx::publish_barriers();
   }
   __syncthreads();
-  const long long all = (batch + IMAGES - 1) / IMAGES * STAGES_OF_IMAGES;
-  const int first_stage = static_cast<int>(all * place.slice / slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / slices) - first_stage;
+  const long long all = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;
+  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
+  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {
     ptx::shrink_registers<FILL_REGISTERS>();
-    if (threadIdx.x == 0) fill(ring, input, grad_output, place, first_stage, stages);
+    if (threadIdx.x == 0) fill(ring, input, grad_output, place, sizes, first_stage, stages);
     if (warp >= 4 - BIAS_WARPS && place.counts()) add_bias(ring, place, warp - (4 - BIAS_WARPS), lane, stages, bias_partial);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     float sums[BLOCKS][TILE_COLS / 2];
-    multiply_all(ring, sums, warp - 4, lane, stages);
-    store(sums, place, warp - 4, lane, gradient);
+    multiply_all(ring, sums, warp - 4, lane, stages, sizes.out_width);
+    store(sums, place, warp - 4, lane, sizes.in_weight_order, gradient);
   }
 }

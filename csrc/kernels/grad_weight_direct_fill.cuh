@@ -3,10 +3,11 @@
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     int first_stage, int stages) {
+                                     const StageSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  int image = first_stage / STAGES_OF_IMAGES * IMAGES;
-  int down = first_stage % STAGES_OF_IMAGES / STAGES_ACROSS, across = first_stage % STAGES_ACROSS;
+  const int of_images = sizes.down * sizes.across;
+  int image = first_stage / of_images * IMAGES;
+  int down = first_stage % of_images / sizes.across, across = first_stage % sizes.across;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expecting(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
@@ -15,15 +16,17 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
       ptx::copy_box(ring.data() + INPUT_BYTES + block * BLOCK_BYTES, grad_output,
                     across * (COLS * STRIDE_W) - LEFT + block * OUT_BLOCK, output_channel,
                     down * (ROWS * STRIDE_H) + place.offset(), image, ring.full());
-    const int pixel = down * (ROWS * LINE) + across * COLS;
+    // A row's boxes, or where rows lie one after another those of all.
+    const int row_step = COLS % BOX == 0 ? sizes.line - COLS : 0;
+    const int pixel = down * (ROWS * sizes.line) + across * COLS;
 #pragma unroll
     for (int box = 0; box < IMAGES * BOXES_OF_IMAGE; ++box)
-      ptx::copy_box(ring.data() + box * BOX_BYTES, input, pixel + box % BOXES_OF_IMAGE * BOX, input_channel,
+      ptx::copy_box(ring.data() + box * BOX_BYTES, input, pixel + box % BOXES_OF_IMAGE * BOX + box % BOXES_OF_IMAGE * BOX / COLS * row_step, input_channel,
                     image + box / BOXES_OF_IMAGE, ring.full());
     ring.advance();
-    if (++across == STAGES_ACROSS) {
+    if (++across == sizes.across) {
       across = 0;
-      if (++down == STAGES_DOWN) down = 0, image += IMAGES;
+      if (++down == sizes.down) down = 0, image += IMAGES;
     }
   }
 }

@@ -57,10 +57,11 @@ __device__ __forceinline__ constexpr u32 flips(int channel) { return (channel * 
 struct WordPlaces {
   u32 col[BLOCKS];  // column in the boxes of pixel 0 of the row; may lie before the first
   u32 channel[BLOCKS][2], flip[BLOCKS][2];
+  const u32 out_width;
   // Of each pixel that a lane takes: its row's bytes and, below 512, its columns.
   u32 pixels[EVEN_QUADS ? 1 : STEPS][2];
 
-  __device__ __forceinline__ WordPlaces(int warp, int lane) {
+  __device__ __forceinline__ WordPlaces(int warp, int lane, u32 out_width) : out_width(out_width) {
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       const Rows rows = Rows::of(warp, b, lane);
@@ -89,7 +90,7 @@ struct WordPlaces {
       const int pixel = step * 8 + quad * 4, first = pixel % COLS * STRIDE_W;
       // Before the first column and after the last there are zeros, which no box holds.
       const bool leaves = WHOLE_ROWS && (!EVEN_QUADS || first < PADDING_W ||
-                                         first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= OUT_WIDTH);
+                                         first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= LEAST_OUT_WIDTH);
       // Pinned, or the compiler keeps what it makes of them for all steps, in memory.
       const u32 packed = EVEN_QUADS ? 0 : ptx::pinned(pixels[step][quad]);
       const u32 row = stage + (EVEN_QUADS ? pixel / COLS * ROW_BYTES : packed & ~511u);
@@ -97,7 +98,7 @@ struct WordPlaces {
       for (int b = 0; b < BLOCKS; ++b) {
         const u32 x = col[b] + (EVEN_QUADS ? first : packed & 511u);
         const u32 from = row + (x / OUT_BLOCK) * BLOCK_BYTES + (EVEN_QUADS ? 0 : (x & 3) * 4);
-        const bool inside = !leaves || x < OUT_WIDTH;
+        const bool inside = !leaves || x < out_width;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const u32 at = from + channel[b][half] + ((x / 4 & (OUT_BLOCK / 4 - 1)) ^ flip[b][half]) * 16;

@@ -5,7 +5,7 @@
 //
 // A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps of one
 // chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in registers; they
-// leave at the end, in the gradient's own order of memory: as they are where SLICES == 1, else as float32 to
+// leave at the end, in the gradient's own order of memory: as they are, or where sizes.split as float32 to
 // partial[slice], a slice being what one column of tiles and one walk add up. Every sum has a fixed order.
 // Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A warp
 // owns M_TILES * 16 channels and N_TILES * 8 taps, and takes units of 16 pixels of a row, two steps of k each. The input
@@ -30,20 +30,11 @@ static_assert(THREADS == 32 * WARPS_K * WARPS_N * WARPS_M * BLOCK_GROUPS && WARP
 static_assert(BLOCK_GROUPS == 1 || BLOCK_M >= CI_GROUP);
 static_assert((WARPS_K & (WARPS_K - 1)) == 0 && (UNITS_ACROSS & (UNITS_ACROSS - 1)) == 0);
 
-template <bool SPLIT>
-struct OutOf {
-  using type = Element;
-};
-template <>
-struct OutOf<true> {
-  using type = float;
-};
-using Out = OutOf<(SLICES > 1)>::type;
 using BiasSum = CompensatedSum<float, (sizeof(Element) > 2)>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_weight_narrow(const Element* __restrict__ input, const Element* __restrict__ grad_output,
-                       Out* __restrict__ result, Out* __restrict__ bias_result, long long batch, long long repeat) {
+                       void* __restrict__ result, void* __restrict__ bias_result, const __grid_constant__ WalkSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
 
@@ -51,33 +42,36 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int m0 = block.next(M_BLOCKS) * BLOCK_M;
   const int chunk = block.next(CHUNKS);
   const int group0 = block.next(GROUPS / BLOCK_GROUPS) * BLOCK_GROUPS;
-  const int tile_w = block.next(TILES_W), iw0 = tile_w * TILE_W;
-  const long long all_tiles = batch * TILES_H, first = block.rest * repeat;
-  const int steps = (int)(repeat < all_tiles - first ? repeat : all_tiles - first);
-  const long long slice = (long long)block.rest * TILES_W + tile_w;
+  const int tile_w = sizes.across.digit(block.rest), iw0 = tile_w * TILE_W;
+  const int tiles_down = static_cast<int>(sizes.down.value), tiles_across = static_cast<int>(sizes.across.value);
+  const int first = static_cast<int>(block.rest) * sizes.repeat, left = sizes.batch * tiles_down - first;
+  const int steps = sizes.repeat < left ? sizes.repeat : left;
+  const long long slice = (long long)block.rest * tiles_across + tile_w;
   const int co0 = chunk / KH_CHUNKS * CHUNK_CO, kh0 = chunk % KH_CHUNKS;
-  const Position start{(long long)((unsigned)first / TILES_H), (int)((unsigned)first % TILES_H)};
+  const Position start = Position::of(sizes, first);
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Digits warp{threadIdx.x / 32};
   const int warp_k = warp.next(WARPS_K), warp_n = warp.next(WARPS_N), warp_m = warp.next(WARPS_M), group = warp.rest;
 
-  GradOutputLoader loader(iw0 * STRIDE_W - PADDING_W);
+  GradOutputLoader loader(sizes, iw0 * STRIDE_W - PADDING_W);
   Position next_tile = start;
   const auto fetch_tile = [&](float* tile) {
-    loader.fetch(grad_output + next_tile.image * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH),
+    loader.fetch(grad_output + next_tile.image * output_elements(sizes),
                  group0 * CO_GROUP + co0, next_tile.down * (TILE_H * STRIDE_H) - PADDING_H + kh0 * DILATION_H, tile);
-    next_tile.advance();
+    next_tile.advance(sizes);
   };
 
   const int first_ci = m0 + warp_m * WARP_M;  // of the warp, in its group
   const int lane_ci = first_ci + LANE_CHANNELS * g;
   const int row0 = warp_k / UNITS_ACROSS, column0 = warp_k % UNITS_ACROSS * 16;  // of the warp's first unit
+  // Elements of the input from a row to the next, and from a channel to the next.
+  const Index row_stride = PIXEL_STEP * sizes.width, channel_step = CHANNELS_LAST ? 1 : (Index)sizes.height * sizes.width;
   InputUnit ahead[DEPTH];
   Position next_unit = start;
   const auto corner_of = [&](const Position& at) {
-    return input + at.image * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
-           at_input(0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
+    return input + at.image * input_elements(sizes) +
+           at_input(sizes, 0, (group0 + group) * CI_GROUP + lane_ci, at.down * TILE_H + row0, iw0 + column0 + INPUT_VECTOR * t);
   };
   const Element* corner = corner_of(start);  // the lane's first element of the tile
   // Rows down and columns across from the warp's first unit to unit first + slot. Divided apart: of the sum of a loop's
@@ -88,9 +82,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   };
   const auto fetch_unit = [&](int first, int slot) {
     const int down = rows_down(first, slot), across = columns_across(first, slot);
-    ahead[slot].fetch(corner + (down * ROW_STRIDE + across * PIXEL_STEP),
-                      !RAGGED_H || next_unit.down * TILE_H + row0 + down < HEIGHT,
-                      WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t), CI_GROUP - lane_ci);
+    ahead[slot].fetch(corner + (down * row_stride + across * PIXEL_STEP), channel_step,
+                      next_unit.down * TILE_H + row0 + down < sizes.height,
+                      sizes.width - (iw0 + column0 + across + INPUT_VECTOR * t), CI_GROUP - lane_ci);
   };
 
   if (steps > 0) {
@@ -108,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
   const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
-  const int own_columns = tile_w == TILES_W - 1 ? COLUMNS : SHIFT + TILE_W * STRIDE_W;
+  const int own_columns = tile_w == tiles_across - 1 ? COLUMNS : SHIFT + TILE_W * STRIDE_W;
   BiasSum bias[WITH_BIAS ? CHANNELS : 1] = {};
 
   float sum[M_TILES][N_TILES][4] = {};
@@ -129,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const u32 lane_address = ptx::shared_address(whole_tile + lane_place);
     buffer ^= 1;
     if (sums_bias) {
-      const int rows = ih0 + TILE_H >= HEIGHT ? ROWS : OWN_ROWS;
+      const int rows = ih0 + TILE_H >= sizes.height ? ROWS : OWN_ROWS;
 #pragma unroll
       for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c)
         for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32)
@@ -148,58 +142,63 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         fetch_unit(first + DEPTH, slot);
       } else if (step + 1 < steps) {
         if (slot == 0) {
-          next_unit.advance();
+          next_unit.advance(sizes);
           corner = corner_of(next_unit);
         }
         fetch_unit(0, slot);
       }
       const int down = rows_down(first, slot), across = columns_across(first, slot);
       // Outside of the input x is zero, but the patch may hold an infinity.
-      if (RAGGED_H && ih0 + row0 + down >= HEIGHT) continue;
-      const int columns = WIDTH - (iw0 + column0 + across + INPUT_VECTOR * t);
+      if (ih0 + row0 + down >= sizes.height) continue;
       const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
       // Pinned: what follows is then a constant offset of each load.
       u32 patch[N_TILES];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::pinned(unit_address + taps[n]);
-      const auto gathered = [&](int n, int q) {
-        const bool inside = !RAGGED_W || pixel_of(q, 0) < columns;
-        return rounded(inside ? __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)) : 0.0f);
-      };
       const auto factor = [&](int m, int q) {
         return Factor(x[m][0][q], x[m][1][q], x[m][0][q + 1], x[m][1][q + 1]);
       };
-      if constexpr (PRECISION == ptx::IEEE) {
-        // Both steps of a unit make one partial sum.
+      const auto multiply_unit = [&](const auto& gathered) {
+        if constexpr (PRECISION == ptx::IEEE) {
+          // Both steps of a unit make one partial sum.
 #pragma unroll
-        for (int n = 0; n < N_TILES; ++n) {
-          const Rounded patches[4] = {gathered(n, 0), gathered(n, 1), gathered(n, 2), gathered(n, 3)};
+          for (int n = 0; n < N_TILES; ++n) {
+            const Rounded patches[4] = {gathered(n, 0), gathered(n, 1), gathered(n, 2), gathered(n, 3)};
 #pragma unroll
-          for (int m = 0; m < M_TILES; ++m) {
-            float part[4];
-            multiply<true>(part, factor(m, 0), patches[0], patches[1]);
-            multiply<false>(part, factor(m, 2), patches[2], patches[3]);
-            add(sum[m][n], part);
+            for (int m = 0; m < M_TILES; ++m) {
+              float part[4];
+              multiply<true>(part, factor(m, 0), patches[0], patches[1]);
+              multiply<false>(part, factor(m, 2), patches[2], patches[3]);
+              add(sum[m][n], part);
+            }
+          }
+        } else {
+#pragma unroll
+          for (int q = 0; q < 4; q += 2) {
+            Rounded patches[N_TILES][2];
+#pragma unroll
+            for (int n = 0; n < N_TILES; ++n)
+#pragma unroll
+              for (int i = 0; i < 2; ++i) patches[n][i] = gathered(n, q + i);
+#pragma unroll
+            for (int m = 0; m < M_TILES; ++m) {
+              const Factor a = factor(m, q);
+#pragma unroll
+              for (int n = 0; n < N_TILES; ++n) multiply<false>(sum[m][n], a, patches[n][0], patches[n][1]);
+            }
           }
         }
+      };
+      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)); };
+      const int unit_columns = sizes.width - (iw0 + column0 + across);
+      if (unit_columns >= 16) {  // all lanes alike
+        multiply_unit([&](int n, int q) { return rounded(of_pixel(n, q)); });
       } else {
-#pragma unroll
-        for (int q = 0; q < 4; q += 2) {
-          Rounded patches[N_TILES][2];
-#pragma unroll
-          for (int n = 0; n < N_TILES; ++n)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) patches[n][i] = gathered(n, q + i);
-#pragma unroll
-          for (int m = 0; m < M_TILES; ++m) {
-            const Factor a = factor(m, q);
-#pragma unroll
-            for (int n = 0; n < N_TILES; ++n) multiply<false>(sum[m][n], a, patches[n][0], patches[n][1]);
-          }
-        }
+        const int columns = unit_columns - INPUT_VECTOR * t;
+        multiply_unit([&](int n, int q) { return rounded(pixel_of(q, 0) < columns ? of_pixel(n, q) : 0.0f); });
       }
     }
-    ih0 = ih0 + TILE_H < TILES_H * TILE_H ? ih0 + TILE_H : 0;
+    ih0 = ih0 + TILE_H < tiles_down * TILE_H ? ih0 + TILE_H : 0;
     __syncthreads();
   }
 
@@ -238,17 +237,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       BiasSum total{};
       for (int i = 0; i < WARPS; ++i) total.add(of_warps[c * WARPS + i]);
       const int channel = group0 * CO_GROUP + co0 + c;
-      if constexpr (SLICES > 1) {
-        bias_result[2 * slice * OUT_CHANNELS + channel] = store_as<Out>(total.sum);
-        bias_result[(2 * slice + 1) * OUT_CHANNELS + channel] = store_as<Out>(total.remainder());
+      if (sizes.split) {
+        const auto partial = static_cast<float*>(bias_result);
+        partial[2 * slice * OUT_CHANNELS + channel] = total.sum;
+        partial[(2 * slice + 1) * OUT_CHANNELS + channel] = total.remainder();
       } else {
-        bias_result[channel] = store_as<Out>(total.value());
+        static_cast<Element*>(bias_result)[channel] = store_as<Element>(total.value());
       }
     }
   }
   if (warp_k > 0) return;
 
-  Out* const mine = result + slice * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
+  const long long first_result = slice * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -262,8 +262,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           Digits digits{(unsigned)(n0 + 8 * n + 2 * t + i)};
           const int kw = digits.next(KERNEL_W), kh = digits.next(CHUNK_KH), co = digits.rest;
           if (co >= CHUNK_CO) continue;
-          mine[at_weight((group0 + group) * CI_GROUP + ci, co0 + co, kh0 + kh, kw)] =
-              store_as<Out>(sum[m][n][2 * half + i]);
+          const long long at = first_result + at_weight((group0 + group) * CI_GROUP + ci, co0 + co, kh0 + kh, kw);
+          if (sizes.split)
+            static_cast<float*>(result)[at] = sum[m][n][2 * half + i];
+          else
+            static_cast<Element*>(result)[at] = store_as<Element>(sum[m][n][2 * half + i]);
         }
     }
 }

@@ -9,10 +9,8 @@ constexpr int BLOCK_M = WARPS_M * M_TILES * 16;  // input channels of a block, o
 // neighbours, read at once.
 constexpr bool NEIGHBOURS = CHANNELS_LAST && BLOCK_GROUPS == 1 && HALVES == 2;
 constexpr int LANE_CHANNELS = NEIGHBOURS ? 2 * M_TILES : 1;
-constexpr bool RAGGED_W = WIDTH % TILE_W != 0, RAGGED_H = HEIGHT % TILE_H != 0, RAGGED_M = CI_GROUP % BLOCK_M != 0;
-// Elements of the input from a pixel to the next, to the one below, and from a channel to the next.
-constexpr Index PIXEL_STEP = CHANNELS_LAST ? IN_CHANNELS : 1, ROW_STRIDE = PIXEL_STEP * WIDTH;
-constexpr Index CHANNEL_STEP = CHANNELS_LAST ? 1 : (Index)HEIGHT * WIDTH;
+constexpr bool RAGGED_M = CI_GROUP % BLOCK_M != 0;
+constexpr Index PIXEL_STEP = CHANNELS_LAST ? IN_CHANNELS : 1;  // elements of the input from a pixel to the next
 
 // Pixel of a unit that lane t has for q.
 __device__ __forceinline__ constexpr int pixel_of(int q, int t) {
@@ -20,7 +18,7 @@ __device__ __forceinline__ constexpr int pixel_of(int q, int t) {
 }
 
 constexpr int input_load() {
-  if (!NEIGHBOURS) return WIDTH % INPUT_VECTOR == 0 && !CHANNELS_LAST ? INPUT_VECTOR : 1;
+  if (!NEIGHBOURS) return CHANNELS_LAST ? 1 : INPUT_VECTOR;
   if (IN_CHANNELS % LANE_CHANNELS != 0 || CI_GROUP % LANE_CHANNELS != 0) return 1;
   return gcd(LANE_CHANNELS, 16 / sizeof(Element));  // a lane's channels may be six
 }
@@ -31,8 +29,8 @@ struct InputUnit {
   static constexpr int COUNT = M_TILES * HALVES * 4 / INPUT_LOAD;
   u32 words[COUNT][LOAD_WORDS];
 
-  // `from`: the lane's first pixel and channel. Zeros where there is no such row, column or channel.
-  __device__ __forceinline__ void fetch(const Element* from, bool row_inside, int columns, int channels) {
+  // `from`: the lane's first pixel and channel, `channel_step` elements before the next. Zeros where there is no such row, column or channel.
+  __device__ __forceinline__ void fetch(const Element* from, Index channel_step, bool row_inside, int columns, int channels) {
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       const int first = i * INPUT_LOAD;
@@ -40,8 +38,8 @@ struct InputUnit {
       const int channel = NEIGHBOURS ? first % LANE_CHANNELS : first / 4 / HALVES * 16 + first / 4 % HALVES * 8;
 #pragma unroll
       for (int w = 0; w < LOAD_WORDS; ++w) words[i][w] = 0;
-      if (row_inside && (!RAGGED_W || pixel_of(q, 0) < columns) && (!RAGGED_M || channel < channels))
-        ptx::load_global<LOAD_BYTES>(words[i], from + (pixel_of(q, 0) * PIXEL_STEP + channel * CHANNEL_STEP));
+      if (row_inside && pixel_of(q, 0) < columns && (!RAGGED_M || channel < channels))
+        ptx::load_global<LOAD_BYTES>(words[i], from + (pixel_of(q, 0) * PIXEL_STEP + channel * channel_step));
     }
   }
   __device__ __forceinline__ float value(int m, int half, int q) const {

@@ -7,7 +7,7 @@
 // grad_output lies parted in planes, one for each column of taps and phase of rows (UNFOLD_ROWS: each row of taps). A tap
 // is a plane and a shift in whole rows, which is where its box begins. What lies outside is read as zeros. A stage is 32 pixels.
 //
-// Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; WIDTH a multiple of 4, or
+// Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; rows of a multiple of 4 pixels, or
 // UNFOLD_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
 // rows each. SHARES: two blocks bring one operand together, each half of it for both. Pixels are split in `slices`; a
 // slice's sums are gradient[slice][ci][tap][co], which grad_weight_rows_reduce.cu adds up.
@@ -17,8 +17,8 @@
 #include "tma.cuh"
 #include "grad_weight_rows_layout.cuh"
 #include "grad_weight_rows_multiply.cuh"
+#include "sizes.cuh"
 
-constexpr int LENGTH = HEIGHT * WIDTH, BOXES_OF_LINE = ceil_div(LENGTH, BOX);
 constexpr int FILL_REGISTERS = 40, MULTIPLY_REGISTERS = 232;
 /// A coordinate outside every tensor, with whatever shift.
 constexpr int NOWHERE = 1 << 28;
@@ -51,7 +51,7 @@ static_assert(CHUNK % OUTPUT_COPY == 0);
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& planes, const Place& place, u32 rank,
-                                     int first_stage, int stages, int batch) {
+                                     int first_stage, int stages, const LineSizes& sizes) {
   constexpr bool SHARES_INPUT = SHARES == INPUT, SHARES_OUTPUT = SHARES == OUTPUT;
   int channel[OutputCopies::OWN], shift[OutputCopies::OWN], plane_images[OutputCopies::OWN];
   const int first_copy = SHARES_OUTPUT ? rank * OutputCopies::OWN : 0;
@@ -61,17 +61,17 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
     const int tap = chunk / CHANNEL_CHUNKS, kh = tap / KERNEL_W, kw = tap % KERNEL_W;
     const bool exists = tap < TAPS;
     channel[i] = exists ? place.group * CO_GROUP + chunk % CHANNEL_CHUNKS * CHUNK + row % CHUNK : NOWHERE;
-    shift[i] = exists ? row_shift(kh) * WIDTH : 0;
-    plane_images[i] = exists ? (kh % ROW_PHASES * KERNEL_W + kw) * batch : 0;
+    shift[i] = exists ? row_shift(kh) * sizes.width : 0;
+    plane_images[i] = exists ? (kh % ROW_PHASES * KERNEL_W + kw) * sizes.batch : 0;
   }
-  const int first_box = first_stage * BOXES;
-  int pixel = first_box % BOXES_OF_LINE * BOX, image = first_box / BOXES_OF_LINE;
+  const int first_box = first_stage * BOXES, boxes_of_line = ceil_div(sizes.pixels, BOX);
+  int pixel = first_box % boxes_of_line * BOX, image = first_box / boxes_of_line;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expecting(ring.full(), STAGE_BYTES);
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
-      const int at = image < batch ? pixel : NOWHERE;
+      const int at = image < sizes.batch ? pixel : NOWHERE;
       const u32 to_rows = ring.rows() + box * ROWS_BYTES, to_cols = ring.cols() + box * COLS_BYTES;
       const u32 to_input = SWAPPED ? to_cols : to_rows, to_output = SWAPPED ? to_rows : to_cols;
 #pragma unroll
@@ -84,7 +84,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
         bring<SHARES_OUTPUT>(to_output + (first_copy + i) * OUTPUT_COPY * BOX_ROW_BYTES, planes, at + shift[i], channel[i],
                              plane_images[i] + image, ring.full());
       pixel += BOX;
-      if (pixel >= LENGTH) pixel = 0, ++image;
+      if (pixel >= sizes.pixels) pixel = 0, ++image;
     }
     ring.advance();
   }
@@ -92,7 +92,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
     grad_weight_rows(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap planes, float* __restrict__ gradient,
-                     long long batch, long long slices) {
+                     const __grid_constant__ LineSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
@@ -112,15 +112,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   } else {
     ptx::meet_cluster();
   }
-  const long long boxes = batch * BOXES_OF_LINE, all = (boxes + BOXES - 1) / BOXES;
-  const int first_stage = static_cast<int>(all * place.slice / slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / slices) - first_stage;
+  const long long boxes = (long long)sizes.batch * ceil_div(sizes.pixels, BOX), all = (boxes + BOXES - 1) / BOXES;
+  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
+  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {
     ptx::shrink_registers<FILL_REGISTERS>();
     if (threadIdx.x == 0)
-      fill(ring, input, planes, place, SHARES == NOBODY ? 0 : ptx::cluster_rank(), first_stage, stages, static_cast<int>(batch));
+      fill(ring, input, planes, place, SHARES == NOBODY ? 0 : ptx::cluster_rank(), first_stage, stages, sizes);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     float sums[TILE_COLS / 2];

@@ -7,7 +7,7 @@
 // which are the rows of taps of one row of grad_output. grad_output comes from registers, which read it at any shift, so a
 // column of taps is an address, and every warp has its own. TF32 is rounded by the copy engine.
 //
-// A block goes down strips of STRIP pixels, SEGMENT rows of grad_output at a time: each row of either tensor is brought
+// A block goes down strips of STRIP pixels, sizes.segment rows of grad_output at a time: each row of either tensor is brought
 // once a strip. Slot s of the ring holds a row of both; the first TILE_TAP_ROWS - 1 slots' input lies once more behind the
 // last, so that rows of taps always follow one another.
 //
@@ -84,8 +84,8 @@ __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, p
 }
 
 /// The multiplies of one row of grad_output.
-__device__ __forceinline__ void multiply_row(Sums& sums, const Ring& ring, const u32 (&offsets)[UNITS][2], int row) {
-  const Words words(ring.output() + lead(row, threadIdx.x % 32 / 4 % PLANES) * ITEM, offsets);
+__device__ __forceinline__ void multiply_row(const GradWeightStripSizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[UNITS][2], int row) {
+  const Words words(ring.output() + lead(sizes, row, threadIdx.x % 32 / 4 % PLANES) * ITEM, offsets);
   const ptx::u64 input = ptx::swizzled_descriptor<BOX_ROW_BYTES>(ring.rows(), 16, 8 * BOX_ROW_BYTES);
   const auto input_at = [&](int i) { return input + (i * STEP / BOX * BOX_PITCH + i * STEP % BOX * ITEM) / 16; };
   Rows even, odd;
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Place& place, int 
 }
 
 /// A warp that multiplies.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, int columns, int slices, float* gradient) {
+__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightStripSizes& sizes, int columns, float* gradient) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   u32 offsets[UNITS][2];
@@ -145,12 +145,12 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     for (auto& unit : sums)
 #pragma unroll
       for (float& sum : unit) sum = 0.f;
-    for (int flush = 0; flush < FLUSH && c < columns; ++flush, c += slices) {
-      const Column column(c);
+    for (int flush = 0; flush < sizes.flush && c < columns; ++flush, c += sizes.slices) {
+      const Column column(sizes, c);
 #pragma unroll 1
       for (int i = 0; i < column.rows + LAG; ++i, ++number) {
         ptx::wait_for_phase(ring.full(), ring.parity);
-        if (i >= LAG) multiply_row(sums, ring, offsets, column.begin + i - LAG);
+        if (i >= LAG) multiply_row(sizes, sums, ring, offsets, column.begin + i - LAG);
         if (number >= LAG) {
           __syncwarp();
           if (lane == 0) ptx::arrive(before.empty());
@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + 32 * FILL_WARPS, 1)
     grad_weight_strips(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, long long batch, long long slices) {
+                       float* __restrict__ gradient, const __grid_constant__ GradWeightStripSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u);
   const Ring ring(base);
@@ -189,15 +189,15 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + 32 * FILL_WARPS,
     ptx::publish_barriers();
   }
   __syncthreads();
-  const int columns = static_cast<int>(batch) * (SEGMENTS * STRIPS);
+  const int columns = sizes.batch * static_cast<int>(sizes.segments.value * sizes.strips.value);
   if (threadIdx.x >= MULTIPLY_THREADS) {
     ptx::shrink_registers<FILL_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - MULTIPLY_THREADS / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == MULTIPLY_THREADS + TURN_WARPS * 32) ask(ring, raw, input, grad_output, place, columns, static_cast<int>(slices));
+    if (threadIdx.x == MULTIPLY_THREADS + TURN_WARPS * 32) ask(ring, raw, input, grad_output, place, sizes, columns);
     if constexpr (CHANNELS_LAST)
-      if (warp < TURN_WARPS) turn_rows(ring, raw, place, columns, static_cast<int>(slices), warp, lane);
+      if (warp < TURN_WARPS) turn_rows(ring, raw, place, sizes, columns, warp, lane);
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
-    multiply_and_store(ring, place, columns, static_cast<int>(slices), gradient);
+    multiply_and_store(ring, place, sizes, columns, gradient);
   }
 }

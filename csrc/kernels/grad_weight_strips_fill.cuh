@@ -8,9 +8,9 @@ constexpr int PIECES = TILE_CI / BOX * (STRIP / 4);
 
 /// visit(column, i) for each row that comes, in order: the i-th of grad_output; i < 0 before the first.
 template <class Visit>
-__device__ __forceinline__ void each_row(const Place& place, int columns, int slices, const Visit& visit) {
-  for (int c = place.slice; c < columns; c += slices) {
-    const Column column(c);
+__device__ __forceinline__ void each_row(const Place& place, const GradWeightStripSizes& sizes, int columns, const Visit& visit) {
+  for (int c = place.slice; c < columns; c += sizes.slices) {
+    const Column column(sizes, c);
 #pragma unroll 1
     for (int i = -LAG; i < column.rows; ++i) visit(column, i);
   }
@@ -18,9 +18,9 @@ __device__ __forceinline__ void each_row(const Place& place, int columns, int sl
 
 /// One thread. A row of grad_output comes with the row of the input that its first row of taps reads.
 __device__ __forceinline__ void ask(Ring ring, RawRing raw, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                    int columns, int slices) {
+                                    const GradWeightStripSizes& sizes, int columns) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.first_channel();
-  each_row(place, columns, slices, [&](const Column& column, int i) {
+  each_row(place, sizes, columns, [&](const Column& column, int i) {
     const int row = column.begin + i, input_row = row + PADDING_H - place.tap_row;
     const int output_bytes = i < 0 ? 0 : OUTPUT_BOXES * OUTPUT_COPIED;
     if constexpr (CHANNELS_LAST) {
@@ -48,11 +48,11 @@ __device__ __forceinline__ void ask(Ring ring, RawRing raw, const TensorMap& inp
 #pragma unroll
       for (int box = 0; box < OUTPUT_BOXES; ++box) {
         const u32 to = ring.output() + box * OUTPUT_BOX_BYTES;
-        const int col = column.strip - PADDING_W - lead(row, box);
+        const int col = column.strip - PADDING_W - lead(sizes, row, box);
         if constexpr (CHANNELS_LAST) {
           ptx::copy_box(to, grad_output, output_channel + box * BOX, col, row, column.image, ring.full());
         } else if constexpr (LINES) {
-          const int pixel = box * (OUT_HEIGHT * OUT_WIDTH) + row * OUT_WIDTH + col;
+          const int pixel = box * (sizes.out_height * sizes.out_width) + row * sizes.out_width + col;
           ptx::copy_box(to, grad_output, pixel, output_channel / PLANES, column.image, ring.full());
         } else {
           ptx::copy_box(to, grad_output, col, row, output_channel, column.image, ring.full());
@@ -79,8 +79,8 @@ __device__ __forceinline__ void turn(u32 from, u32 to, bool twice, int warp, int
 }
 
 /// One of TURN_WARPS warps.
-__device__ __forceinline__ void turn_rows(Ring ring, RawRing raw, const Place& place, int columns, int slices, int warp, int lane) {
-  each_row(place, columns, slices, [&](const Column&, int) {
+__device__ __forceinline__ void turn_rows(Ring ring, RawRing raw, const Place& place, const GradWeightStripSizes& sizes, int columns, int warp, int lane) {
+  each_row(place, sizes, columns, [&](const Column&, int) {
     ptx::wait_for_phase(raw.full(), raw.parity);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     turn(raw.data(), ring.row(), ring.twice(), warp, lane);

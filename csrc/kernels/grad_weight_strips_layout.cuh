@@ -6,6 +6,7 @@
 #pragma once
 
 #include "ring.cuh"
+#include "sizes.cuh"
 
 using ptx::u32;
 
@@ -25,7 +26,6 @@ constexpr int ITEM = static_cast<int>(sizeof(Element));
 constexpr int BOX_ROW_BYTES = 128, BOX = BOX_ROW_BYTES / ITEM, BOXES = STRIP / BOX;
 /// Elements of 16 bytes, at whose multiples a box begins.
 constexpr int ALIGNMENT = 16 / ITEM;
-constexpr int STRIPS = ceil_div(WIDTH, STRIP), SEGMENTS = ceil_div(OUT_HEIGHT, SEGMENT);
 /// Rows of input that a row of grad_output needs beside the one that comes with it.
 constexpr int LAG = TILE_TAP_ROWS - 1;
 constexpr int ROW_BYTES = TILE_CI * BOX_ROW_BYTES, BOX_PITCH = (SLOTS + LAG) * ROW_BYTES;
@@ -72,22 +72,23 @@ struct Place {
   __device__ __forceinline__ int first_channel() const { return first_granule / KERNEL_W * 16; }
 };
 
-/// SEGMENT rows of grad_output in a strip of an image.
+/// So many rows of grad_output in a strip of an image.
 struct Column {
   int image, strip, begin, rows;
 
-  __device__ __forceinline__ explicit Column(int number) {
-    strip = number % STRIPS * STRIP;
-    begin = number / STRIPS % SEGMENTS * SEGMENT;
-    image = number / (STRIPS * SEGMENTS);
-    rows = begin + SEGMENT < OUT_HEIGHT ? SEGMENT : OUT_HEIGHT - begin;
+  __device__ __forceinline__ Column(const GradWeightStripSizes& sizes, int number) {
+    unsigned rest = number;
+    strip = sizes.strips.digit(rest) * STRIP;
+    begin = sizes.segments.digit(rest) * sizes.segment;
+    image = static_cast<int>(rest);
+    rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;
   }
 };
 
 /// Pixels from where a row's box of a plane begins, in NCHW at a multiple of 16 bytes, to what the first column of taps
 /// reads.
-__device__ __forceinline__ int lead(int row, int plane) {
+__device__ __forceinline__ int lead(const GradWeightStripSizes& sizes, int row, int plane) {
   if constexpr (CHANNELS_LAST) return 0;
   if constexpr (!LINES) return (ALIGNMENT - PADDING_W % ALIGNMENT) % ALIGNMENT;
-  return (row * (OUT_WIDTH % ALIGNMENT) + plane * (OUT_HEIGHT * OUT_WIDTH % ALIGNMENT)) % ALIGNMENT;
+  return (row * (sizes.out_width % ALIGNMENT) + plane * (sizes.out_height * sizes.out_width % ALIGNMENT)) % ALIGNMENT;
 }

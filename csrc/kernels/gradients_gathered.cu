@@ -35,15 +35,15 @@ constexpr int BARRIERS_AT = PATCHES_AT + 2 * PATCH_BYTES;
 static_assert(SHARED_BYTES == BARRIERS_AT + 8 * (STAGES + 1), "the plan and the kernel must agree");
 
 /// Ask for the input of a tile. By one thread.
-__device__ __forceinline__ void bring(const TensorMap& input, int tile, u32 stage, u32 full) {
-  const int image = tile / TILES, pixel = tile % TILES * PIXELS;
+__device__ __forceinline__ void bring(const TensorMap& input, const RunSizes& sizes, int tile, u32 stage, u32 full) {
+  const Run run = Run::of(sizes, tile);
   ptx::arrive_expecting(full, STAGE_BYTES);
 #pragma unroll
   for (int box = 0; box < BOXES; ++box) {
     if constexpr (CHANNELS_LAST) {
-      ptx::copy_box(stage + box * BOX_BYTES, input, box * LINE, pixel, image, full);
+      ptx::copy_box(stage + box * BOX_BYTES, input, box * LINE, run.pixel, run.image, full);
     } else {
-      ptx::copy_box(stage + box * BOX_BYTES, input, pixel + box * LINE, 0, image, full);
+      ptx::copy_box(stage + box * BOX_BYTES, input, run.pixel + box * LINE, 0, run.image, full);
     }
   }
 }
@@ -58,11 +58,11 @@ static_assert(GATHER_WARPS == 0 || (GATHER_WARPS == 4 && INPUT_WARPS == 4 && WEI
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_gathered(const __grid_constant__ TensorMap input, const Element* __restrict__ grad_output,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input, float* __restrict__ partial,
-                       float* __restrict__ bias_partial, long long all_tiles) {
+                       float* __restrict__ bias_partial, const __grid_constant__ RunSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = ptx::pinned(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;
-  const int tiles = static_cast<int>(all_tiles), first = blockIdx.x, stride = gridDim.x;
+  const int tiles = sizes.all_tiles, first = blockIdx.x, stride = gridDim.x;
   const auto full = [&](int stage) { return shared + BARRIERS_AT + stage * 8; };
   const u32 done = full(STAGES);
   const auto patches = [&](int buffer) { return shared + PATCHES_AT + buffer * PATCH_BYTES; };
@@ -72,9 +72,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     ptx::set_up_barrier(done, THREADS);
     ptx::publish_barriers();
     for (int stage = 0; stage < STAGES; ++stage)
-      if (first + stage * stride < tiles) bring(input, first + stage * stride, shared + stage * STAGE_BYTES, full(stage));
+      if (first + stage * stride < tiles) bring(input, sizes, first + stage * stride, shared + stage * STAGE_BYTES, full(stage));
   }
-  Gatherer gatherer;
+  Gatherer gatherer(sizes);
   const bool gathers = GATHER_WARPS == 0 || warp >= INPUT_WARPS + WEIGHT_WARPS;
   if (gathers && first < tiles) gatherer.fetch(grad_output, first);
   load_weights(memory + WEIGHTS_AT, weight);
@@ -91,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const auto bring_ahead = [&](int tile) {
     const int next = tile + (STAGES - 1) * stride, before = stage == 0 ? STAGES - 1 : stage - 1;
     if (threadIdx.x == 0 && tile != first && next < tiles)
-      bring(input, next, shared + before * STAGE_BYTES, full(before));
+      bring(input, sizes, next, shared + before * STAGE_BYTES, full(before));
   };
   // The roles meet after every tile: by a barrier in memory, because they do so at three places of the code, which
   // synccheck takes for a divergence at a barrier of the block.
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     walk([&](int tile) {
       bring_ahead(tile);
       if constexpr (GATHER_WARPS == 0) gather(tile);
-      role.work(patches(buffer), tile, grad_input);
+      role.work(patches(buffer), sizes, tile, grad_input);
     });
   } else if (warp < INPUT_WARPS + WEIGHT_WARPS) {
     if constexpr (GATHER_WARPS > 0) ptx::grow_registers<MULTIPLY_REGISTERS>();

@@ -71,7 +71,7 @@ struct InputRole {
     });
   }
 
-  __device__ __forceinline__ void work(u32 patches, int tile, Element* grad_input) const {
+  __device__ __forceinline__ void work(u32 patches, const RunSizes& sizes, int tile, Element* grad_input) const {
     Sums sum[INPUT_P_TILES] = {};
     const u32 patch = ptx::pinned(patches + patch_at);
 #pragma unroll(IS_IEEE ? 1 : 3)
@@ -98,15 +98,16 @@ struct InputRole {
         }
       }
     }
-    store(sum, tile, grad_input);
+    store(sum, sizes, tile, grad_input);
   }
 
   __device__ __forceinline__ static uint4 as_vector(const u32 (&m)[4]) { return make_uint4(m[0], m[1], m[2], m[3]); }
 
-  __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], int tile,
+  __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], const RunSizes& sizes, int tile,
                                         Element* grad_input) const {
-    const int image = tile / TILES, pixel0 = tile % TILES * PIXELS + first_pixel, g = lane / 4, t = lane % 4;
-    Element* const to = grad_input + image * ((long long)IN_CHANNELS * IMAGE);
+    const Run run = Run::of(sizes, tile);
+    const int pixel0 = run.pixel + first_pixel, g = lane / 4, t = lane % 4;
+    Element* const to = grad_input + run.image * input_elements(sizes);
 #pragma unroll
     for (int c = 0; c < INPUT_C_TILES; ++c)
 #pragma unroll
@@ -116,11 +117,11 @@ struct InputRole {
           const int row = half * 8 + g, column = 4 * t;
           const int ci = (warp_c * INPUT_C_TILES + c) * 16 + (CHANNELS_LAST ? column : row);
           const int pixel = pixel0 + p * 16 + (CHANNELS_LAST ? row : column);
-          if (ci >= IN_CHANNELS || pixel >= IMAGE) continue;
+          if (ci >= IN_CHANNELS || pixel >= sizes.pixels) continue;
           PackOf<Element, 4> pack;
 #pragma unroll
           for (int i = 0; i < 4; ++i) pack.elements[i] = store_as<Element>(sum[p].of[c][i / 2][half * 2 + i % 2]);
-          *reinterpret_cast<PackOf<Element, 4>*>(to + (CHANNELS_LAST ? (Index)pixel * IN_CHANNELS + ci : (Index)ci * IMAGE + pixel)) = pack;
+          *reinterpret_cast<PackOf<Element, 4>*>(to + (CHANNELS_LAST ? (Index)pixel * IN_CHANNELS + ci : (Index)ci * sizes.pixels + pixel)) = pack;
         }
   }
 };

@@ -13,8 +13,8 @@
 // and multiplies them twice: by its weights, which stay there too as fragments, and by the input. The first products are of all
 // pixels and some taps: the block's warps add them up, and the blocks' sums leave as float32, a slice a block, for
 // reduce_slices.cu. The second are of some taps and all pixels of the split: they leave at the end, as they are where
-// SPLITS == 1, else as float32, a slice a split. Every sum has a fixed order.
-#include "geometry.cuh"
+// there is one split, else as float32, a slice a split. Every sum has a fixed order.
+#include "images.cuh"
 #include "mma.cuh"
 #include "repeat.cuh"
 #include "split_tf32.cuh"
@@ -31,13 +31,12 @@ constexpr int M_TILES = ceil_div(IN_CHANNELS, 16);
 constexpr int STEP_TAPS = 32 / ITEM, K_STEPS = WARP_TAPS / STEP_TAPS, N_TILES = WARP_TAPS / 8;
 constexpr int ALL_TAPS = OUT_CHANNELS * TAPS;
 constexpr int CHUNKS = ceil_div(ALL_TAPS, WARPS * WARP_TAPS);  // of the taps, each a block's
-constexpr int STEPS_ACROSS = ceil_div(WIDTH, 16);
 constexpr int COLUMN = CHANNELS_LAST ? OUT_CHANNELS : 1, PLANES = CHANNELS_LAST ? 1 : OUT_CHANNELS;
 constexpr int ROW_TAPS = KERNEL_W * COLUMN, ROW_STRIDE = STRIDE_W * COLUMN, ROW_PADDING = PADDING_W * COLUMN;
-constexpr int OUT_ROW = OUT_WIDTH * COLUMN;
-static_assert(ROW_TAPS % PIECE == 0 && ROW_STRIDE % PIECE == 0 && ROW_PADDING % PIECE == 0 && OUT_ROW % PIECE == 0);
+static_assert(ROW_TAPS % PIECE == 0 && ROW_STRIDE % PIECE == 0 && ROW_PADDING % PIECE == 0);  // as rows of grad_output are
 static_assert(GROUPS == 1 && CHANNELS_LAST == WEIGHT_CHANNELS_LAST && DILATION_H == 1 && DILATION_W == 1);
-constexpr bool PAIRS = !CHANNELS_LAST && WIDTH % 2 == 0;  // of pixels that travel together
+// Whether pixels travel together, two of them.
+__device__ __forceinline__ bool in_pairs(const StepSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
 
 // Of a warp's patches: an odd number of 16 bytes for each pixel.
 constexpr int PITCH = WARP_TAPS * ITEM + 16, PATCH_PART = 16 * PITCH, PATCH_BYTES = PARTS * PATCH_PART;
@@ -52,31 +51,21 @@ constexpr int WEIGHTS_AT = WARPS * PATCH_BYTES, SUMS_AT = WEIGHTS_AT + WARPS * W
 constexpr int SUMS_BYTES = WARPS * INPUT_SUMS * 128;
 static_assert(SHARED_BYTES == SUMS_AT + 2 * SUMS_BYTES, "the plan and the kernel must agree");
 
-template <bool SPLIT>
-struct OutOf {
-  using type = Element;
-};
-template <>
-struct OutOf<true> {
-  using type = float;
-};
-using Out = OutOf<(SPLITS > 1)>::type;
-
 // 16 pixels of a row of the input.
 struct Step {
   long long image;
   int row, column;
-  __device__ __forceinline__ explicit Step(long long index) {
-    column = static_cast<int>(index % STEPS_ACROSS) * 16;
-    const long long rest = index / STEPS_ACROSS;
-    row = static_cast<int>(rest % HEIGHT), image = rest / HEIGHT;
+  __device__ __forceinline__ Step(const StepSizes& sizes, int index) {
+    unsigned rest = index;
+    column = sizes.across.digit(rest) * 16, row = sizes.rows.digit(rest), image = rest;
   }
 };
 
 // The input of a step as fragments: rows g and g + 8 of each m tile, of pixels 2t, 2t + 1 and 2t + 8, 2t + 9.
 struct Input {
   u32 words[M_TILES][2][2][ITEM / 2];
-  __device__ __forceinline__ void fetch(const Element* input, const Step& step, int g, int t) {
+  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* input, const Step& step, int g, int t) {
+    const bool pairs = in_pairs(sizes);
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -85,17 +74,16 @@ struct Input {
         for (int eight = 0; eight < 2; ++eight) {
           const int ci = m * 16 + half * 8 + g, iw = step.column + eight * 8 + 2 * t;
           u32(&to)[ITEM / 2] = words[m][half][eight];
-          const Element* const from = input + step.image * ((long long)IN_CHANNELS * HEIGHT * WIDTH) +
-                                      at_input(0, ci, step.row, iw);
+          const Element* const from = input + step.image * input_elements(sizes) + at_input(sizes, 0, ci, step.row, iw);
 #pragma unroll
           for (int i = 0; i < ITEM / 2; ++i) to[i] = 0;
-          if constexpr (PAIRS) {
-            if (ci < IN_CHANNELS && iw < WIDTH) ptx::load_global<2 * ITEM>(to, from);
+          if (pairs) {
+            if (ci < IN_CHANNELS && iw < sizes.width) ptx::load_global<2 * ITEM>(to, from);
           } else {
             u32 one[2] = {0, 0};
 #pragma unroll
             for (int i = 0; i < 2; ++i)
-              if (ci < IN_CHANNELS && iw + i < WIDTH)
+              if (ci < IN_CHANNELS && iw + i < sizes.width)
                 ptx::load_global<ITEM>(one + i, from + (CHANNELS_LAST ? i * IN_CHANNELS : i));
             if constexpr (IS_IEEE) {
               to[0] = one[0], to[ITEM / 2 - 1] = one[1];
@@ -110,21 +98,21 @@ struct Input {
 // A warp's patches on their way.
 struct Patches {
   u32 words[PIECES][4];
-  __device__ __forceinline__ void fetch(const Element* grad_output, const Step& step, int first_tap, int lane) {
+  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
+    const int out_row = sizes.out_width * COLUMN;
     const int tap = first_tap + lane % PIECES_ACROSS * PIECE;
     Digits digits{static_cast<unsigned>(tap)};
     const int kw = digits.next(ROW_TAPS), kh = digits.next(KERNEL_H), plane = digits.rest;
     const int oh = step.row * STRIDE_H - PADDING_H + kh;
-    const Element* const from = grad_output + step.image * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH) +
-                                ((Index)plane * OUT_HEIGHT + oh) * OUT_ROW;
-    const bool row_inside = static_cast<unsigned>(oh) < OUT_HEIGHT && tap < ALL_TAPS;
+    const Element* const from = grad_output + step.image * output_elements(sizes) + ((Index)plane * sizes.out_height + oh) * out_row;
+    const bool row_inside = static_cast<unsigned>(oh) < static_cast<unsigned>(sizes.out_height) && tap < ALL_TAPS;
 #pragma unroll
     for (int i = 0; i < PIECES; ++i) {
       const int iw = step.column + i * (32 / PIECES_ACROSS) + lane / PIECES_ACROSS;
       const int ow = iw * ROW_STRIDE - ROW_PADDING + kw;
 #pragma unroll
       for (int w = 0; w < 4; ++w) words[i][w] = 0;
-      if (row_inside && iw < WIDTH && static_cast<unsigned>(ow) < OUT_ROW) ptx::load_global<16>(words[i], from + ow);
+      if (row_inside && iw < sizes.width && static_cast<unsigned>(ow) < static_cast<unsigned>(out_row)) ptx::load_global<16>(words[i], from + ow);
     }
   }
   __device__ __forceinline__ void put(u32 to, int lane) const {
@@ -144,25 +132,31 @@ struct Patches {
   }
 };
 
+template <class Out>
+__device__ __forceinline__ void store_pair(Out* to, float first, float second) {
+  *reinterpret_cast<PackOf<Out, 2>*>(to) = PackOf<Out, 2>{{store_as<Out>(first), store_as<Out>(second)}};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradients_large(const Element* __restrict__ input, const Element* __restrict__ grad_output,
-                    const Element* __restrict__ weight, float* __restrict__ input_partial, Out* __restrict__ result,
-                    long long batch) {
+                    const Element* __restrict__ weight, float* __restrict__ input_partial, void* __restrict__ result,
+                    const __grid_constant__ StepSizes sizes) {
   extern __shared__ float4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Digits block{blockIdx.x};
   const int chunk = block.next(CHUNKS), split_index = block.rest;
   const int first_tap = (chunk * WARPS + warp) * WARP_TAPS;
-  const long long all_steps = batch * (HEIGHT * STEPS_ACROSS);
-  const long long begin = split_index * all_steps / SPLITS, end = (split_index + 1) * all_steps / SPLITS;
+  const long long all_steps = (long long)sizes.batch * sizes.height * sizes.across.value;
+  const int begin = static_cast<int>(split_index * all_steps / sizes.splits);
+  const int end = static_cast<int>((split_index + 1) * all_steps / sizes.splits);
   const u32 patches = ptx::pinned(ptx::shared_address(shared) + warp * PATCH_BYTES);
   float* const sums = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + SUMS_AT);
 
   Patches ahead;
   Input next_input;
   if (begin < end) {
-    ahead.fetch(grad_output, Step(begin), first_tap, lane);
-    next_input.fetch(input, Step(begin), g, t);
+    ahead.fetch(sizes, grad_output, Step(sizes, begin), first_tap, lane);
+    next_input.fetch(sizes, input, Step(sizes, begin), g, t);
   }
   // Rows g and g + 8 of k = t, then of k = t + 4, in words. A lane reads what it wrote.
   const u32 weights = ptx::pinned(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
@@ -193,13 +187,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   float sum[M_TILES][N_TILES][4] = {};
   int buffer = 0;
 #pragma unroll 1
-  for (long long index = begin; index < end; ++index) {
+  for (int index = begin; index < end; ++index) {
     __syncwarp();
     ahead.put(patches, lane);
     const Input own = next_input;
     if (index + 1 < end) {
-      ahead.fetch(grad_output, Step(index + 1), first_tap, lane);
-      next_input.fetch(input, Step(index + 1), g, t);
+      ahead.fetch(sizes, grad_output, Step(sizes, index + 1), first_tap, lane);
+      next_input.fetch(sizes, input, Step(sizes, index + 1), g, t);
     }
     __syncwarp();
 
@@ -310,7 +304,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     __syncthreads();
     // Two neighbouring pixels a thread: sums 2i and 2i + 1 of a lane.
-    const Step step(index);
+    const Step step(sizes, index);
+    const bool pairs = in_pairs(sizes);
 #pragma unroll 1
     for (int pair = threadIdx.x; pair < INPUT_SUMS / 2 * 32; pair += THREADS) {
       const int i = pair / 32, of_lane = pair % 32;
@@ -322,13 +317,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         total.y += from[w * (INPUT_SUMS * 32) + 32];
       }
       const int ci = i / 4 * 16 + i % 2 * 8 + of_lane / 4, iw = step.column + i / 2 % 2 * 8 + of_lane % 4 * 2;
-      if (ci < IN_CHANNELS && iw < WIDTH) {
-        float* const to = input_partial + ((long long)chunk * batch + step.image) * ((long long)IN_CHANNELS * HEIGHT * WIDTH);
-        if constexpr (PAIRS) {
-          *reinterpret_cast<float2*>(to + at_input(0, ci, step.row, iw)) = total;
+      if (ci < IN_CHANNELS && iw < sizes.width) {
+        float* const to = input_partial + ((long long)chunk * sizes.batch + step.image) * input_elements(sizes);
+        if (pairs) {
+          *reinterpret_cast<float2*>(to + at_input(sizes, 0, ci, step.row, iw)) = total;
         } else {
-          to[at_input(0, ci, step.row, iw)] = total.x;
-          if (iw + 1 < WIDTH) to[at_input(0, ci, step.row, iw + 1)] = total.y;
+          to[at_input(sizes, 0, ci, step.row, iw)] = total.x;
+          if (iw + 1 < sizes.width) to[at_input(sizes, 0, ci, step.row, iw + 1)] = total.y;
         }
       }
     }
@@ -336,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
 
   ptx::let_next_launch_start();
-  Out* const mine = result + (long long)split_index * ((long long)IN_CHANNELS * ALL_TAPS);
+  const long long first_result = (long long)split_index * ((long long)IN_CHANNELS * ALL_TAPS);
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -345,7 +340,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       for (int half = 0; half < 2; ++half) {
         const int ci = m * 16 + half * 8 + g, tap = first_tap + n * 8 + 2 * t;
         if (ci >= IN_CHANNELS || tap >= ALL_TAPS) continue;
-        PackOf<Out, 2> pack{{store_as<Out>(sum[m][n][2 * half]), store_as<Out>(sum[m][n][2 * half + 1])}};
-        *reinterpret_cast<PackOf<Out, 2>*>(mine + (Index)ci * ALL_TAPS + tap) = pack;
+        const long long at = first_result + (Index)ci * ALL_TAPS + tap;
+        if (sizes.splits > 1)
+          store_pair(static_cast<float*>(result) + at, sum[m][n][2 * half], sum[m][n][2 * half + 1]);
+        else
+          store_pair(static_cast<Element*>(result) + at, sum[m][n][2 * half], sum[m][n][2 * half + 1]);
       }
 }

@@ -8,7 +8,7 @@
 // asks for them one tile ahead.
 #pragma once
 #include "compensated_sum.cuh"
-#include "geometry.cuh"
+#include "images.cuh"
 #include "mma.cuh"
 #include "repeat.cuh"
 #include "split_tf32.cuh"
@@ -31,7 +31,14 @@ constexpr int PATCH_GROUP = 8 * PATCH_PITCH + 32;
 constexpr int PATCH_PART = PIXELS / 8 * PATCH_GROUP;
 constexpr int PATCH_BYTES = PARTS * PATCH_PART;
 
-constexpr int IMAGE = HEIGHT * WIDTH, TILES = ceil_div(IMAGE, PIXELS);  // of an image
+// Where a tile begins.
+struct Run {
+  int image, pixel;
+  __device__ __forceinline__ static Run of(const RunSizes& sizes, int tile) {
+    const int image = sizes.tiles.quotient(tile);
+    return {image, sizes.tiles.remainder(tile, image) * PIXELS};
+  }
+};
 
 __device__ __forceinline__ constexpr int patch_place(int pixel) { return pixel / 8 * PATCH_GROUP + pixel % 8 * PATCH_PITCH; }
 
@@ -43,13 +50,16 @@ constexpr int CHUNK = 16 / ITEM, CHUNKS = K_STEPS * STEP_BYTES / 16;  // taps th
 constexpr int GATHERERS = GATHERING / PIXELS, SLOTS = ceil_div(CHUNKS, GATHERERS);
 static_assert(PIXELS % 32 == 0 && GATHERING % PIXELS == 0 && KERNEL_H <= 32 && KERNEL_W <= 32);
 // Neighbours in a row of grad_output that are read at once, from aligned places; in 16 bits slower than one by one.
-constexpr bool IN_FOURS = IS_IEEE && STRIDE_W % 4 == 0 && OUT_WIDTH % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST;
 constexpr int READ = IN_FOURS ? 4 : 1;
+static_assert(!IN_FOURS || (STRIDE_W % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST));
 
 struct Gatherer {
+  const RunSizes& sizes;
   Element values[SLOTS][CHUNK];
   bool last_row, last_column;
   BiasSum bias[WITH_BIAS ? OUT_CHANNELS : 1] = {};
+
+  __device__ __forceinline__ explicit Gatherer(const RunSizes& sizes) : sizes(sizes) {}
 
   // body(tap, slot, which of the slot's chunk), constants all, for each tap of this thread's.
   template <class Body>
@@ -71,19 +81,21 @@ struct Gatherer {
   __device__ static constexpr int in_read(int kw) { return ((kw * DILATION_W - PADDING_W) % READ + READ) % READ; }
 
   __device__ __forceinline__ void fetch(const Element* grad_output, int tile) {
-    const int image = tile / TILES, pixel = tile % TILES * PIXELS + (threadIdx.x - FIRST_GATHERING) % PIXELS;
-    const int ih = pixel / WIDTH, iw = pixel % WIDTH;
+    const Run run = Run::of(sizes, tile);
+    const int pixel = run.pixel + (threadIdx.x - FIRST_GATHERING) % PIXELS;
+    const int ih = sizes.columns.quotient(pixel), iw = sizes.columns.remainder(pixel, ih);
     const int row = ih * STRIDE_H - PADDING_H, column = iw * STRIDE_W - PADDING_W;
-    last_row = ih == HEIGHT - 1, last_column = iw == WIDTH - 1;
+    last_row = ih == sizes.height - 1, last_column = iw == sizes.width - 1;
     u32 rows = 0, columns = 0;
 #pragma unroll
     for (int kh = 0; kh < KERNEL_H; ++kh)
-      rows |= static_cast<u32>(static_cast<unsigned>(row + kh * DILATION_H) < OUT_HEIGHT && pixel < IMAGE) << kh;
+      rows |= static_cast<u32>(static_cast<unsigned>(row + kh * DILATION_H) < static_cast<unsigned>(sizes.out_height) && pixel < sizes.pixels) << kh;
 #pragma unroll
     for (int kw = 0; kw < KERNEL_W; ++kw)
-      columns |= static_cast<u32>(static_cast<unsigned>(column + kw * DILATION_W) < OUT_WIDTH) << kw;
-    const Element* const from = grad_output + image * ((long long)OUT_CHANNELS * OUT_HEIGHT * OUT_WIDTH) +
-                                activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(0, 0, row, column);
+      columns |= static_cast<u32>(static_cast<unsigned>(column + kw * DILATION_W) < static_cast<unsigned>(sizes.out_width)) << kw;
+    const Element* const from = grad_output + run.image * output_elements(sizes) + at_output(sizes, 0, 0, row, column);
+    // Pinned: kept, the places of all rows of taps would take too many registers.
+    const int out_height = ptx::pinned(sizes.out_height), out_width = ptx::pinned(sizes.out_width);
     PackOf<Element, READ> pack{};
     for_taps([&](auto tap, auto slot, auto i) {
       constexpr int TAP = decltype(tap)::value, KW = TAP % KERNEL_W, KH = TAP / KERNEL_W % KERNEL_H, CO = TAP / TAPS;
@@ -93,7 +105,7 @@ struct Gatherer {
           pack = PackOf<Element, READ>{};
           if ((rows >> KH & 1) && (columns >> KW & 1))
             pack = *reinterpret_cast<const PackOf<Element, READ>*>(
-                from + activation<OUT_CHANNELS, OUT_HEIGHT, OUT_WIDTH>(0, CO, KH * DILATION_H, KW * DILATION_W - IN_READ));
+                from + at_activation<OUT_CHANNELS>(0, CO, KH * DILATION_H, KW * DILATION_W - IN_READ, out_height, out_width));
         }
         values[decltype(slot)::value][decltype(i)::value] = pack.elements[IN_READ];
       } else {

@@ -8,17 +8,21 @@ template <int C>
 __device__ __forceinline__ Index at_activation(Index n, int c, int h, int w, int height, int width) {
   return CHANNELS_LAST ? ((n * height + h) * width + w) * C + c : ((n * C + c) * height + h) * width + w;
 }
-__device__ __forceinline__ Index at_input(const ImageSizes& sizes, Index n, int c, int h, int w) {
+template <class Sizes>
+__device__ __forceinline__ Index at_input(const Sizes& sizes, Index n, int c, int h, int w) {
   return at_activation<IN_CHANNELS>(n, c, h, w, sizes.height, sizes.width);
 }
-__device__ __forceinline__ Index at_output(const ImageSizes& sizes, Index n, int c, int h, int w) {
+template <class Sizes>
+__device__ __forceinline__ Index at_output(const Sizes& sizes, Index n, int c, int h, int w) {
   return at_activation<OUT_CHANNELS>(n, c, h, w, sizes.out_height, sizes.out_width);
 }
 /// Elements of an image.
-__device__ __forceinline__ long long input_image(const ImageSizes& sizes) {
+template <class Sizes>
+__device__ __forceinline__ long long input_elements(const Sizes& sizes) {
   return (long long)IN_CHANNELS * sizes.height * sizes.width;
 }
-__device__ __forceinline__ long long output_image(const ImageSizes& sizes) {
+template <class Sizes>
+__device__ __forceinline__ long long output_elements(const Sizes& sizes) {
   return (long long)OUT_CHANNELS * sizes.out_height * sizes.out_width;
 }
 

@@ -14,6 +14,76 @@ struct Divisor {
   /// Of n, whose quotient is known.
   __device__ __forceinline__ int remainder(int n, int quotient) const { return n - quotient * static_cast<int>(value); }
   __device__ __forceinline__ int remainder(int n) const { return remainder(n, quotient(n)); }
+  /// The last digit of a number that is read digit by digit (tile_index.cuh).
+  __device__ __forceinline__ int digit(unsigned& rest) const {
+    const int all = static_cast<int>(rest), others = quotient(all);
+    rest = static_cast<unsigned>(others);
+    return remainder(all, others);
+  }
+};
+
+/// Of the kernels that find their pixels one by one (images.cuh).
+struct ImageSizes {
+  int batch, height, width, out_height, out_width;
+  Divisor rows, columns;  // of the input
+};
+
+/// Of the kernels whose blocks walk down tiles of the input's pixels (gather.cuh, depthwise_backward.cu).
+struct WalkSizes {
+  int batch, height, width, out_height, out_width;
+  int tile_rows;
+  int repeat;            // tiles of a walk
+  int split;             // whether sums go to the workspace
+  Divisor down, across;  // tiles below each other in an image, and side by side
+};
+
+/// Of the kernels that take pixels of an image as they follow each other (gradients_patches.cuh).
+struct RunSizes {
+  int batch, height, width, out_height, out_width;
+  int pixels;               // of an image of the input
+  int all_tiles;            // of all images
+  Divisor tiles, columns;   // tiles of an image; pixels of a row of the input
+};
+
+/// Of gradients_large.cu, whose steps are 16 pixels of a row of the input.
+struct StepSizes {
+  int batch, height, width, out_height, out_width;
+  int splits;            // of the steps of all images
+  Divisor rows, across;  // rows of the input, steps of a row
+};
+
+/// Of part_phases.cu: a tensor of images, and the lines of cells that become of it.
+struct PartSizes {
+  int batch, source_height, source_width;
+  int pixel_rows;            // of the input that taps reach cells from
+  int cells, pitch;          // of a line, and floats from one to the next
+  int segment;               // cells that a warp makes
+  Divisor segments, columns; // segments of a line, cells of a row
+};
+
+/// Of grad_weight_rows.cu, whose pixels lie in lines.
+struct LineSizes {
+  int batch, width;
+  int pixels;  // of an image
+  int slices;  // that the stages of all images are cut into
+};
+
+/// Of grad_weight_direct.cu, whose stages are images, rows and columns of the input.
+struct StageSizes {
+  int batch, out_width;
+  int line;             // pixels from a row of the input to the next
+  int down, across;     // stages of IMAGES images, below each other and side by side
+  int slices;           // that all stages are cut into
+  int in_weight_order;  // whether the one slice's sums are the gradient
+};
+
+/// Of grad_weight_strips.cu, whose columns are `segment` rows of grad_output in a strip of an image.
+struct GradWeightStripSizes {
+  int batch, out_height, out_width;
+  int segment;
+  int flush;                 // columns whose sums are added up before they leave
+  int slices;                // that the columns of all images are cut into
+  Divisor strips, segments;  // of an image
 };
 
 /// Of the kernels that find their pixels one by one (images.cuh).

@@ -22,6 +22,7 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     MOST_STAGES,
     PARTIAL_LIMIT_BYTES,
     candidates,
+    in_slices,
     lines_of,
     weight_bytes,
 )
@@ -54,9 +55,12 @@ def problem(geometry: Geometry, channels_last: bool = False) -> plan.Problem:
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_slices_are_short_and_their_sums_bounded(geometry: Geometry) -> None:
     lines = lines_of(geometry)
-    tiles = list(candidates(geometry, lines.stages(geometry.batch), H200))
+    tiles = [
+        in_slices(geometry, lines.stages(geometry.batch), tile, H200, 0) for tile in candidates(geometry)
+    ]
     assert tiles
     for tile in tiles:
+        assert tile is not None
         assert lines.stages(geometry.batch) <= tile.slices * MOST_STAGES
         assert tile.slices == 1 or tile.slices * weight_bytes(geometry) <= PARTIAL_LIMIT_BYTES
 
@@ -119,6 +123,7 @@ def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometr
         assert not below or g.height * g.stride[0] - g.padding[0] >= g.out_height
         assert not right or g.width * g.stride[1] - g.padding[1] >= g.out_width
         assert pixels.images == 1 or pixels.rows * pixels.cols % pixels.box == 0
+        assert not pixels.apart or pixels.cols % pixels.box == 0
         assert pixels.count % 8 == 0
 
 
@@ -259,8 +264,10 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
         if not plan_grad_weight_rows.part_candidates(posed, device, with_bias, 1):
             continue
         lines = lines_of(geometry)
-        tile = rng.choice(list(candidates(geometry, lines.stages(geometry.batch), device)))
-        return posed, plan_grad_weight_rows.plan_with_tile(posed, lines, tile, device, with_bias)
+        tile = rng.choice(list(candidates(geometry)))
+        cut = in_slices(geometry, lines.stages(geometry.batch), tile, device, 0)
+        if cut is not None:
+            return posed, plan_grad_weight_rows.plan_with_tile(posed, lines, cut, device, with_bias)
 
 
 @pytest.mark.gpu

@@ -45,7 +45,7 @@ POSED = [problem(g, dtype) for g in LAYERS for dtype in MODES[:2]] + [
 def test_tiles_keep_what_was_promised(posed: plan.Problem) -> None:
     assert strips.claims(posed, H200)
     g, item = posed.geometry, posed.dtype.itemsize
-    found = list(tiles.candidates(posed, H200))
+    found = [tiles.in_slices(posed, tile, H200) for tile in tiles.candidates(posed, H200)]
     assert found
     for tile in found:
         assert tiles.shared_bytes(posed, tile) <= H200.shared_memory_per_block
@@ -130,7 +130,7 @@ def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, 
         small = replace(device, multiprocessors=rng.choice((1, 4, device.multiprocessors)))
         found = list(tiles.candidates(posed, small)) if strips.claims(posed, device) else []
         if found:
-            tile = rng.choice(found)
+            tile = tiles.in_slices(posed, rng.choice(found), small)
             tile = replace(tile, slots=rng.randint(tile.tap_rows + 1, tile.slots))
             return posed, strips.plan_with_tile(posed, tile)
 

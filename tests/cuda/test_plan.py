@@ -296,15 +296,15 @@ def test_the_workspace_of_the_narrow_gradients_is_bounded(geometry: Geometry, dt
             weight = next(one for one in made.launches if one.kernel.entry == "grad_weight_narrow")
             c = dict(weight.kernel.constants)
             units = c["TILE_H"] * c["TILE_W"] // 16 // c["WARPS_K"]
-            assert units * weight.arguments[-1].value <= (256 if dtype == torch.float32 else 2048)
+            repeat = weight.structs[0][6]
+            assert units * repeat <= (256 if dtype == torch.float32 else 2048)
 
 
-def test_narrow_gradients_are_compiled_for_few_batch_sizes() -> None:
+def test_narrow_gradients_have_few_kernels_for_all_batch_sizes() -> None:
     for mask in ((True, False, False), (False, True, True)):
-        plans = [backward(RGB.with_batch(batch), mask=mask) for batch in (8, 9, 63)]
-        assert {one.kernel for made in plans for one in made.launches} == {
-            one.kernel for one in plans[0].launches
-        }
+        plans = [backward(RGB.with_batch(batch), mask=mask) for batch in range(1, 70)]
+        kernels = {one.kernel for made in plans for one in made.launches if "narrow" in one.kernel.entry}
+        assert 1 <= len(kernels) <= 3
 
 
 def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:

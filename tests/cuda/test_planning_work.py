@@ -1,8 +1,9 @@
-"""How much work planning is: a choice asks for the same tiles several times and ranks them once. No GPU."""
+"""How much work planning is: a layer's tiles are ranked once, whatever its sizes. No GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,10 +23,11 @@ RANKED = ((plan_narrow_grad_weight, "grad_weight_tiles"), (plan_narrow_grad_inpu
 def _nothing_remembered() -> None:
     plan.plan_backward.cache_clear()
     for module, _ in RANKED:
-        module._ranked.cache_clear()
+        module.schedules.cache_clear()
+    gather_tile.laid_out.cache_clear()
 
 
-def test_one_choice_ranks_the_narrow_tiles_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def counted(module: Any, name: str) -> None:
@@ -42,7 +44,13 @@ def test_one_choice_ranks_the_narrow_tiles_once(monkeypatch: pytest.MonkeyPatch)
     problem = plan.Problem(RGB, torch.float32, "tf32", True, True)
     choice.choose_backward(problem, (True, True, True), H200, "auto")
     choice.choose_backward(problem, (False, True, False), H200, "kernel")
-    assert sorted(asked) == ["grad_input_tiles", "grad_weight_tiles"]
+    first = list(asked)
+    assert set(first) == {"grad_input_tiles", "grad_weight_tiles"}
+    # Another size of the layer asks for none.
+    other = replace(problem, geometry=replace(RGB, batch=3, height=77, width=130))
+    choice.choose_backward(other, (True, True, True), H200, "auto")
+    choice.choose_backward(other, (False, True, False), H200, "kernel")
+    assert asked == first
 
 
 def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +63,7 @@ def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pyte
 
     monkeypatch.setattr(gather_tile, "replace", counted)
     tile = gather_tile.GatherTile(4, 16, 1, 3, 9, 1, True, 128)
-    laid, passes = gather_tile.laid_out(RGB, tile, True, [0, 1, 2, 3], True)
+    laid, passes = gather_tile.laid_out(RGB, tile, True, (0, 1, 2, 3), True)
     assert len(made) == 1
     assert laid.cell >= 1
     assert laid.row_pitch > 0

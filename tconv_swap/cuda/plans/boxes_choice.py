@@ -14,8 +14,8 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     StridedProblem,
     of_any_size,
     representatives,
-    schedules_at_most,
 )
+from tconv_swap.cuda.plans.grad_input_shares import share_of_boxes
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.schedules import covering
 from tconv_swap.cuda.problem import Device
@@ -104,7 +104,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
     always = [
         tile for tile in times if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
     ]
-    return covering(times, weights, always, schedules_at_most(layer))
+    return covering(times, weights, always, share_of_boxes(layer, device))
 
 
 def _least(tile: BoxTile, problem: StridedProblem, device: Device) -> float:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import gcd
 
@@ -34,8 +34,8 @@ class GatherTile:
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
-        names = (field.name.rstrip("_").upper() for field in fields(self))
-        return tuple(zip(names, astuple(self), strict=True))
+        names = [field.name for field in fields(self)]
+        return tuple((name.rstrip("_").upper(), getattr(self, name)) for name in names)
 
     @property
     def channels(self) -> int:
@@ -77,22 +77,28 @@ def loads(geometry: Geometry, tile: GatherTile, channels_last: bool) -> int:
     return ceil_div(elements // tile.load, tile.threads)
 
 
-def load_width(
+def load_widths(
     geometry: Geometry, channels: int, channels_last: bool, element_bytes: int, asynchronous: bool
-) -> int:
-    """Elements that travel together: as many as alignment allows, up to 16 bytes; one where they part ways in shared
-    memory and go there directly."""
+) -> tuple[int, ...]:
+    """Elements that may travel together: as many as alignment allows, up to 16 bytes; one where they part ways in
+    shared memory and go there directly, and in NCHW for rows of any length."""
     if channels_last and asynchronous:
-        return 1
+        return (1,)
     sizes = (geometry.out_channels, channels) if channels_last else (geometry.out_width,)
     load = 16 // element_bytes
     while any(size % load for size in sizes):
         load //= 2
-    return load
+    return (load,) if channels_last or load == 1 else (load, 1)
 
 
+def of_one_pixel(geometry: Geometry) -> Geometry:
+    """The layer's, whatever the size: layouts of tiles depend on no more."""
+    return replace(geometry, batch=1, height=1, width=1, output_padding=(0, 0))
+
+
+@lru_cache(maxsize=16384)
 def laid_out(
-    geometry: Geometry, tile: GatherTile, channels_last: bool, pixels: Sequence[int], taps_on_rows: bool
+    geometry: Geometry, tile: GatherTile, channels_last: bool, pixels: tuple[int, ...], taps_on_rows: bool
 ) -> tuple[GatherTile, float]:
     """The tile with the pitches at which a gather takes the fewest passes over the banks, and how many these are.
 
@@ -105,7 +111,6 @@ def laid_out(
     down = rows(geometry, tile)
     axes = (geometry.kernel, geometry.stride, geometry.dilation)
     shift, chunk = _shift(geometry, 1 if channels_last else tile.load), (tile.chunk_co, tile.chunk_kh)
-    reads = tuple(pixels)
     # A tile is made of the best alone: making one costs more than a look at what _passes remembers.
     best: tuple[float, int, int, int] | None = None
     for cell in range(stride, stride + 9):
@@ -117,7 +122,7 @@ def laid_out(
             plane = _plane(down * pitch, tile.channels, channels_last)
             # Places are told apart by their bank alone, but for those of one row.
             pitches = (cell, pitch % BANKS + 256 * BANKS, plane % BANKS + 8192 * BANKS)
-            passes = _passes(axes, shift, chunk, pitches, reads, taps_on_rows)
+            passes = _passes(axes, shift, chunk, pitches, pixels, taps_on_rows)
             if best is None or (passes, plane) < best[:2]:
                 best = (passes, plane, cell, pitch)
             if down == 1 or passes == 1:

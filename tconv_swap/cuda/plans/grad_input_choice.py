@@ -19,12 +19,12 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     fill_registers,
     multiplying_threads,
     of_any_size,
-    schedules_at_most,
     shared_bytes,
     sized,
     slice_taps,
     tile_registers,
 )
+from tconv_swap.cuda.plans.grad_input_shares import share_of_tile
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.tile_classes import HANDICAP_SMALL
 from tconv_swap.cuda.plans.tile_layout import FILL_THREADS, Tile, block_count
@@ -128,7 +128,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     """The kernels of a layer (``of_any_size``), the one that computes any size first."""
     found: dict[tuple[bool, Tile], Schedule] = {}
     for one in _classes(layer, device):
-        if len(found) == schedules_at_most(layer):
+        if len(found) == share_of_tile(layer, device):
             break
         kind = one.tile if one.tile.splits == 1 else replace(one.tile, splits=2)
         found.setdefault((one.problem.aligned, kind), one)

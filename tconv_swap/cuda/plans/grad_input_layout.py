@@ -8,7 +8,6 @@ from functools import lru_cache
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.schedules import (
     CHANNEL_COLUMNS,
-    MOST_SCHEDULES,
     ONE_PIXEL,
     SINGLE,
     SIZES,
@@ -144,13 +143,6 @@ def has_another_step(geometry: Geometry) -> bool:
     """Whether a map of one pixel is computed with a step that is not the layer's stride."""
     plain = (geometry.padding, geometry.dilation) == ((0, 0), (1, 1))
     return plain and geometry.kernel != geometry.stride
-
-
-def schedules_at_most(layer: StridedProblem) -> int:
-    """Tiles for all sizes of a layer, but those of maps of one pixel if they are apart; or for these."""
-    if layer.one_pixel:
-        return 1
-    return MOST_SCHEDULES - has_another_step(replace(layer.geometry, stride=layer.step))
 
 
 def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedProblem:

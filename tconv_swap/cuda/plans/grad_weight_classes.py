@@ -40,6 +40,8 @@ CHANNEL_COLUMNS = (1 << 11, 1 << 16)
 UNUSUAL = 0.25
 #: How much slower, on all sizes together, what comes first may be than the best; how much another one has to gain.
 SLACK, LEAST_GAIN = 0.003, 0.006
+#: Channels of either side of a group that strips were measured with.
+MOST_STRIPS_CHANNELS = 256
 #: What a size that no schedule computes counts for.
 UNCOVERED = 1000.0
 
@@ -78,10 +80,23 @@ def has_pixels(geometry: Geometry) -> bool:
     return max(geometry.stride) == 1 < max(geometry.kernel) and max(geometry.padding) == 0
 
 
+def is_a_product(geometry: Geometry) -> bool:
+    """Whether maps of one pixel may be plan_pixel_gradients'."""
+    return (geometry.padding, geometry.dilation, geometry.groups) == ((0, 0), (1, 1), 1)
+
+
+def goes_down_strips(geometry: Geometry) -> bool:
+    """Whether large maps may be plan_grad_weight_strips'."""
+    channels = max(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    return geometry.stride == geometry.dilation == (1, 1) and channels <= MOST_STRIPS_CHANNELS
+
+
 def share_of(layer: Problem, most: int) -> int:
     """Of so many kernels, those that maps of one pixel have, or all others (``of_any_size``)."""
-    if not has_pixels(layer.geometry) or most == 1:
+    if most == 1:
         return most
+    if not has_pixels(layer.geometry):
+        return most - is_a_product(layer.geometry)
     return 1 if layer.geometry.height == 1 else most - 1
 
 

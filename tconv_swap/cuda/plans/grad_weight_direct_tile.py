@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
@@ -45,6 +45,8 @@ class Pixels:
     rows: int
     cols: int
     line: int
+    #: Whether boxes hold the columns of grad_output around the stage's pixels, of rows of any length.
+    apart: bool = False
 
     @property
     def count(self) -> int:
@@ -52,7 +54,10 @@ class Pixels:
 
     @property
     def box(self) -> int:
-        """Pixels of a box: in rows of 128 bytes, if those of an image are more than half of it."""
+        """Pixels of a box: in rows of 128 bytes, if those of an image are more than half of it; of one row, if rows
+        do not follow one another."""
+        if self.apart:
+            return next(box for box in (32, 16, 8) if self.cols % box == 0)
         whole = 32 if self.images == 1 and self.rows * self.cols > 16 else self.rows * self.cols
         return next(box for box in (32, 16, 8) if whole % box == 0)
 
@@ -63,6 +68,14 @@ class Pixels:
     def stages(self, geometry: Geometry) -> int:
         of_images = ceil_div(geometry.height, self.rows) * ceil_div(geometry.width, self.cols)
         return ceil_div(geometry.batch, self.images) * of_images
+
+
+def least_out_width(geometry: Geometry, pixels: Pixels) -> int:
+    """Of outputs that stages of whole rows may have, without output padding; 0 where they may have any."""
+    g = geometry
+    if pixels.line != g.width or pixels.cols != g.width:
+        return 0
+    return g.out_width - g.output_padding[1]
 
 
 def lies_as_lines(geometry: Geometry, pixels: Pixels) -> bool:
@@ -93,6 +106,10 @@ def pixels_of(geometry: Geometry) -> Iterator[Pixels]:
     for rows in range(1, g.height):
         if rows * g.width % 8 == 0 and 16 <= rows * g.width <= 64 and (g.height % rows == 0 or nothing_below):
             yield Pixels(1, rows, g.width, g.width)
+    for rows, cols in ((1, 64), (2, 32), (1, 32), (4, 16), (8, 8)):
+        fits_below, fits_right = g.height % rows == 0 or nothing_below, g.width % cols == 0 or nothing_right
+        if cols <= round_up(g.width, 8) and fits_below and fits_right and rows <= g.height:
+            yield Pixels(1, rows, cols, round_up(g.width, cols), apart=True)
     for cols in (64, 56, 48, 40, 32, 24, 16):
         if cols <= round_up(g.width, 8) and (g.width % cols == 0 or nothing_right):
             yield Pixels(1, 1, cols, round_up(g.width, cols))
@@ -162,7 +179,7 @@ class Columns:
 def columns_of(geometry: Geometry, pixels: Pixels) -> Columns:
     """What the taps reach and what the bias adds up. Boxes begin at multiples of 16 bytes."""
     g = geometry
-    if pixels.cols >= g.width:
+    if pixels.cols >= g.width and not pixels.apart:
         block = next(block for block in (8, 16, 32) if block >= min(32, g.out_width))
         return Columns(0, block, ceil_div(g.out_width, block), whole=True)
     reach = (pixels.cols - 1) * g.stride[1] + (g.kernel[1] - 1) * g.dilation[1] + 1 - g.padding[1]
@@ -178,30 +195,42 @@ def tiles_of(geometry: Geometry, tile: Tile) -> int:
 
 
 def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
-    """All tiles worth a thought."""
-    g = geometry
-    for pixels, (warpgroups, blocks, cols) in itertools.product(dict.fromkeys(pixels_of(g)), _SHAPES):
-        one = Tile(pixels, warpgroups, blocks, cols, 1)
-        chunk = one.chunk(g)
-        if chunk == 0 or chunk > BOX_LIMIT:
-            continue
-        if chunk >= 2 * max(32, g.out_channels_per_group) or cols >= 2 * max(64, g.in_channels_per_group):
-            continue
-        if (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
-            continue
-        if (pixels.rows > 1 and g.stride[0] > STEP_LIMIT) or one.ring(g, device) < FEWEST_STAGES:
-            continue
-        stages = pixels.stages(g)
-        most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
-        least_slices = ceil_div(stages * pixels.count // 8, MOST_MULTIPLIES)
-        blocks_of_slice = tiles_of(g, one)
-        found = set()
-        for waves in (1, 2, 3):
-            slices = max(least_slices, min(most_slices, waves * device.multiprocessors // blocks_of_slice))
-            found.add(max(1, slices))
-        for slices in sorted(found):
-            if slices == 1 or slices * weight_bytes(g) <= PARTIAL_LIMIT_BYTES:
-                yield Tile(pixels, warpgroups, blocks, cols, slices)
+    """Yields the tiles that fit, in one slice."""
+    for pixels, (warpgroups, blocks, cols) in itertools.product(dict.fromkeys(pixels_of(geometry)), _SHAPES):
+        tile = Tile(pixels, warpgroups, blocks, cols, 1)
+        if fits(geometry, tile, device):
+            yield tile
+
+
+def fits(geometry: Geometry, tile: Tile, device: Device) -> bool:
+    """Whether a block has room for a tile, which is no larger than there is work for."""
+    g, pixels, chunk = geometry, tile.pixels, tile.chunk(geometry)
+    if chunk == 0 or chunk > BOX_LIMIT:
+        return False
+    if chunk >= 2 * max(32, g.out_channels_per_group) or tile.cols >= 2 * max(64, g.in_channels_per_group):
+        return False
+    if (pixels.rows - 1) * g.stride[0] >= BOX_LIMIT or pixels.cols * g.stride[1] >= COLUMN_LIMIT:
+        return False
+    return (pixels.rows == 1 or g.stride[0] <= STEP_LIMIT) and tile.ring(g, device) >= FEWEST_STAGES
+
+
+def in_slices(geometry: Geometry, tile: Tile, device: Device) -> Tile | None:
+    """With the slices that are expected to be the fastest; None where sums as short as they have to be leave too
+    many."""
+    g, stages = geometry, tile.pixels.stages(geometry)
+    most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(g), stages // 4))
+    least_slices = ceil_div(stages * tile.pixels.count // 8, MOST_MULTIPLIES)
+    blocks = tiles_of(g, tile)
+    found = {
+        max(1, least_slices, min(most_slices, waves * device.multiprocessors // blocks))
+        for waves in (1, 2, 3)
+    }
+    cut = [
+        replace(tile, slices=slices)
+        for slices in sorted(found)
+        if slices == 1 or slices * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
+    ]
+    return min(cut, key=lambda one: expected_clocks(g, one, device)) if cut else None
 
 
 def expected_clocks(geometry: Geometry, tile: Tile, device: Device) -> float:

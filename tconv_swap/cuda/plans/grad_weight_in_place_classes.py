@@ -7,7 +7,14 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from tconv_swap.cuda.plans.grad_weight_classes import of_any_size, select, share_of, sizes_of, weight_of
+from tconv_swap.cuda.plans.grad_weight_classes import (
+    goes_down_strips,
+    of_any_size,
+    select,
+    share_of,
+    sizes_of,
+    weight_of,
+)
 from tconv_swap.cuda.plans.grad_weight_in_place_tile import (
     Tile,
     candidates,
@@ -90,9 +97,8 @@ def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
     found = pool(layer, device)
     clocks = [[(one.best(geometry, device) or (math.inf,))[0] for geometry in maps] for one in found]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    return tuple(
-        found[index] for index in select(clocks, weights, share_of(layer, MOST_SCHEDULES), UNCOVERED)
-    )
+    most = share_of(layer, MOST_SCHEDULES - goes_down_strips(layer.geometry))
+    return tuple(found[index] for index in select(clocks, weights, most, UNCOVERED))
 
 
 @lru_cache(maxsize=256)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from tconv_swap.cuda.integers import ceil_div, round_up
@@ -46,19 +46,32 @@ class Lines:
         return ceil_div(batch * ceil_div(self.length, self.box) * self.box, STAGE_PIXELS)
 
 
-def lines_of(geometry: Geometry) -> Lines:
-    """Rows are unfolded where boxes, which begin at multiples of 16 bytes, cannot begin at every row."""
+def row_shifts(geometry: Geometry) -> list[int]:
+    """The whole rows by which taps are shifted."""
     g = geometry
-    shifts = [(k * g.dilation[0] - g.padding[0]) // g.stride[0] for k in range(g.kernel[0])]
-    unfold_rows = g.width % 4 != 0 and any(shifts)
-    length = g.height * g.width
+    return [(k * g.dilation[0] - g.padding[0]) // g.stride[0] for k in range(g.kernel[0])]
+
+
+def lines_with(geometry: Geometry, unfold_rows: bool, box: int) -> Lines:
+    lead = 0 if unfold_rows else max(0, -min(row_shifts(geometry)))
+    return Lines(unfold_rows, lead, geometry.height * geometry.width, box)
+
+
+def must_unfold(geometry: Geometry) -> bool:
+    """Whether boxes, which begin at multiples of 16 bytes, cannot begin at every row."""
+    return geometry.width % 4 != 0 and any(row_shifts(geometry))
+
+
+def lines_of(geometry: Geometry) -> Lines:
+    """Those that cost the least, of the sizes."""
+    length = geometry.height * geometry.width
 
     def filled(box: int) -> float:
         return length / (round_up(length, box))
 
     best = max(filled(box) for box in (8, 16, 32))
     box = next(box for box in (32, 16, 8) if filled(box) >= 0.85 * best)
-    return Lines(unfold_rows, 0 if unfold_rows else max(0, -min(shifts)), length, box)
+    return lines_with(geometry, must_unfold(geometry), box)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,19 +135,8 @@ def weight_bytes(geometry: Geometry) -> int:
     return 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
 
 
-def candidates(
-    geometry: Geometry,
-    stages: int,
-    device: Device,
-    copied: int = 0,
-) -> Iterator[Tile]:
-    """All tiles worth a thought: none where sums as short as they have to be leave too many. ``stages``: of all pixels;
-    ``copied``: bytes of tensors that lie in the workspace beside the sums."""
-    most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(geometry), stages // 4))
-    least_slices = ceil_div(stages, MOST_STAGES)
-    most_bytes = max(PARTIAL_LIMIT_BYTES, MOST_ARRANGED_BYTES - copied)
-    if least_slices > 1 and least_slices * weight_bytes(geometry) > most_bytes:
-        return
+def candidates(geometry: Geometry) -> Iterator[Tile]:
+    """All tiles worth a thought, in one slice."""
     for cols, swapped, chunk, shares in itertools.product(
         (256, 192, 128), (False, True), (256, 128, 64), (NOBODY, INPUT, OUTPUT)
     ):
@@ -144,13 +146,24 @@ def candidates(
         along_input, along_output = tiles_of(geometry, one)
         if (shares == INPUT and along_output % 2) or (shares == OUTPUT and along_input % 2):
             continue
-        blocks = blocks_of(geometry, one)
-        found = set()
-        for waves in (1, 2, 3):
-            slices = max(least_slices, min(most_slices, waves * device.multiprocessors // blocks))
-            found.add(max(1, slices))
-        for slices in sorted(found):
-            yield Tile(cols, swapped, chunk, shares, slices)
+        yield one
+
+
+def in_slices(geometry: Geometry, stages: int, tile: Tile, device: Device, copied: int) -> Tile | None:
+    """With the slices that are expected to be the fastest; None where sums as short as they have to be leave too many.
+    ``stages``: of all pixels; ``copied``: bytes of tensors that lie in the workspace beside the sums."""
+    most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(geometry), stages // 4))
+    least_slices = ceil_div(stages, MOST_STAGES)
+    most_bytes = max(PARTIAL_LIMIT_BYTES, MOST_ARRANGED_BYTES - copied)
+    if least_slices > 1 and least_slices * weight_bytes(geometry) > most_bytes:
+        return None
+    blocks = blocks_of(geometry, tile)
+    found = {
+        max(1, least_slices, min(most_slices, waves * device.multiprocessors // blocks))
+        for waves in (1, 2, 3)
+    }
+    cut = [replace(tile, slices=slices) for slices in sorted(found)]
+    return min(cut, key=lambda one: expected_clocks(geometry, stages, one, device))
 
 
 def expected_clocks(geometry: Geometry, stages: int, tile: Tile, device: Device) -> float:

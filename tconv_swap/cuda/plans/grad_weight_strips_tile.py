@@ -33,6 +33,20 @@ FILL_RATE, ROW_CLOCKS, FLUSH_CLOCKS = 30, 100, 4000
 
 
 @dataclass(frozen=True, slots=True)
+class OutputRows:
+    """How rows of grad_output begin in NCHW: at multiples of 16 bytes, or (``lines``) anywhere in an image's line, at
+    most ``lead`` elements before; channels in ``planes`` whose distance is a multiple of 16 bytes."""
+
+    lines: bool
+    planes: int
+    lead: int
+
+    def serve(self, needed: OutputRows) -> bool:
+        """Whether a kernel for these rows reads the ones that are ``needed``."""
+        return self.lines == needed.lines and self.planes % needed.planes == 0 and self.lead >= needed.lead
+
+
+@dataclass(frozen=True, slots=True)
 class StripTile:
     """``tap_rows`` x ``channels`` of the input by 4 x ``units`` granules for each of ``warpgroups``; strips of
     ``strip`` pixels, ``segment`` rows of grad_output at a time, the sums of ``flush`` segments together; ``slots`` rows
@@ -43,6 +57,7 @@ class StripTile:
     warpgroups: int
     units: int
     strip: int
+    rows: OutputRows
     slots: int = 0
     segment: int = 0
     flush: int = 0
@@ -100,10 +115,16 @@ def output_pixels(problem: Problem, tile: StripTile) -> int:
     read = tile.strip + g.kernel[1] - 1
     if problem.channels_last:
         return read
-    lead = -g.padding[1] % unit
+    return ceil_div(read + tile.rows.lead + unit, 2 * unit) * 2 * unit - unit
+
+
+def output_rows(problem: Problem) -> OutputRows:
+    """Those of the size."""
+    g, unit = problem.geometry, alignment(problem)
     if in_lines(problem):
         lead = unit - gcd(unit, g.out_width, g.out_height * g.out_width)
-    return ceil_div(read + lead + unit, 2 * unit) * 2 * unit - unit
+        return OutputRows(True, planes_of(problem), lead)
+    return OutputRows(False, 1, 0 if problem.channels_last else -g.padding[1] % unit)
 
 
 def raw_slots(problem: Problem) -> int:
@@ -117,7 +138,7 @@ def _row_bytes(problem: Problem, tile: StripTile) -> tuple[int, int]:
     into = tile.channels * tile.strip * item
     if problem.channels_last:
         return into, channels // BOX_CHANNELS * round_up(pixels * BOX_CHANNELS * 4, 1024)
-    planes = planes_of(problem)
+    planes = tile.rows.planes
     return into, planes * round_up(channels // planes * pixels * item, 128)
 
 
@@ -139,8 +160,9 @@ def tiles_of(geometry: Geometry, tile: StripTile) -> int:
 
 
 def candidates(problem: Problem, device: Device) -> Iterator[StripTile]:
-    """All tiles worth a thought."""
+    """All tiles worth a thought, for rows as the size has them, without their segments and slices."""
     g = problem.geometry
+    rows_of_output = output_rows(problem)
     box = BOX_BYTES // problem.dtype.itemsize
     for channels, rows, (warpgroups, most), strip in itertools.product(
         (32, 64, 128), range(1, g.kernel[0] + 1), MOST_SUMS.items(), (box, 2 * box)
@@ -148,13 +170,13 @@ def candidates(problem: Problem, device: Device) -> Iterator[StripTile]:
         if channels * rows not in WIDTHS or channels >= 2 * max(32, g.in_channels_per_group):
             continue
         for units in (1, 2):
-            tile = StripTile(rows, channels, warpgroups, units, strip)
+            tile = StripTile(rows, channels, warpgroups, units, strip, rows_of_output)
             if units * tile.columns // 2 > most or output_channels(problem, tile) > 256:
                 continue
             if output_pixels(problem, tile) > 256:
                 continue
-            found = _with_slices(problem, _with_slots(problem, tile, device), device)
-            if found is not None:
+            found = _with_slots(problem, tile, device)
+            if found.slots:
                 yield found
 
 
@@ -172,18 +194,16 @@ def _with_slots(problem: Problem, tile: StripTile, device: Device) -> StripTile:
     )
 
 
-def _with_slices(problem: Problem, tile: StripTile, device: Device) -> StripTile | None:
+def in_slices(problem: Problem, tile: StripTile, device: Device) -> StripTile:
     """With the segments that leave the last blocks the least to do alone."""
     g = problem.geometry
-    if not tile.slots:
-        return None
     strips = g.batch * ceil_div(g.width, tile.strip)
     most_slices = max(1, device.multiprocessors // tiles_of(g, tile))
     most_slices = max(1, min(most_slices, PARTIAL_LIMIT_BYTES // weight_bytes(g)))
     most_rows = MOST_BYTES // problem.dtype.itemsize // tile.strip
     made = []
-    for segments in range(ceil_div(g.out_height, most_rows), ceil_div(g.out_height, 8) + 1):
-        segment = ceil_div(g.out_height, segments)
+    segments_of = range(ceil_div(g.out_height, most_rows), ceil_div(g.out_height, 8) + 1)
+    for segment in dict.fromkeys(ceil_div(g.out_height, segments) for segments in segments_of):
         columns = strips * ceil_div(g.out_height, segment)
         flush = max(1, most_rows // segment)
         made.append(replace(tile, segment=segment, flush=flush, slices=min(most_slices, columns)))

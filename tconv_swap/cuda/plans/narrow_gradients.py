@@ -17,8 +17,6 @@ FAMILY = "narrow"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed; so do we.
 TF32_CHANNELS = 8
-#: Tiles are chosen for the largest of these not above the batch.
-NOMINAL_BATCHES = (1, 8, 64)
 #: Up to so many channels on one side of a group, most of a wide tile would be padding.
 NARROW_CHANNELS = 8
 #: From so many taps on, no wide tile holds the kernel; up to so many channels, this one does.
@@ -68,11 +66,9 @@ def claims(problem: Problem, device: Device) -> bool:
     )
 
 
-def nominal_problem(problem: Problem) -> Problem:
-    """The problem for which tiles are chosen: the kernels are compiled for few batch sizes only."""
-    geometry = problem.geometry
-    batch = max(batch for batch in NOMINAL_BATCHES if batch <= geometry.batch)
-    return replace(problem, geometry=geometry.with_batch(batch))
+def loads_rows(problem: Problem, gather: GatherTile) -> bool:
+    """Whether rows of grad_output hold whole loads of the tile."""
+    return problem.channels_last or problem.geometry.out_width % gather.load == 0
 
 
 def input_bytes(geometry: Geometry) -> int:
@@ -100,7 +96,7 @@ def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "int" if largest < INT32_LIMIT else "long long"),
-        *geometry.constants,
+        *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("PRECISION", IEEE if rounds_nothing(problem) else TF32),

@@ -6,8 +6,9 @@ one expected to be the fastest took on average 1.08 (grad_input) and 1.10 (grad_
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from math import ceil
+from operator import attrgetter
 
 from tconv_swap.cuda.plans.gather_tile import GatherTile, columns, loads, rows, sectors
 from tconv_swap.cuda.plans.narrow_gradients import KEPT_PLACES, rounds_nothing
@@ -97,6 +98,10 @@ class Work:
     start: float = 1.0
 
 
+_amounts = attrgetter(*(field.name for field in fields(Work)))
+_prices = attrgetter(*(field.name for field in fields(Prices)))
+
+
 @dataclass(frozen=True, slots=True)
 class Multiplies:
     """A warp's steps of 8 k for one tile and chunk, over all warps of a block, and what each consists of."""
@@ -113,7 +118,7 @@ def microseconds(work: Work, prices: Prices, warps: float) -> float:
     """The expected time where ``warps`` warps are resident on a multiprocessor."""
     lone = 8 / warps
     total = 0.0
-    for amount, (alone, waiting) in zip(astuple(work), astuple(prices), strict=True):
+    for amount, (alone, waiting) in zip(_amounts(work), _prices(prices), strict=True):
         total += amount * (alone + waiting * lone)
     return total
 

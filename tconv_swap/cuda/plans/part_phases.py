@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.cuda.plans.sizes import part_sizes
 from tconv_swap.cuda.program import (
     Argument,
     Constant,
@@ -12,7 +13,7 @@ from tconv_swap.cuda.program import (
     Kernel,
     Launch,
     TensorMap,
-    int64,
+    struct,
     workspace,
 )
 from tconv_swap.geometry import Pair
@@ -51,10 +52,9 @@ def planes_of(planes: int, channels: int, cells: Pair) -> Planes:
     return Planes(planes, channels, cells, round_up(cells[0] * cells[1], 4))
 
 
-def unparted(height: int) -> tuple[tuple[str, Constant], ...]:
-    """How part_phases.cu leaves pixels where they are, of images of so many rows."""
+def unparted() -> tuple[tuple[str, Constant], ...]:
+    """How part_phases.cu leaves pixels where they are."""
     return (
-        ("PIXELS_H", height),
         ("ROW_PHASES", 1),
         ("COL_PHASES", 1),
         *((f"{name}_{axis}", 1) for name in ("STRIDE", "DILATION") for axis in "HW"),
@@ -85,11 +85,13 @@ def part_phases(
     to: int,
     planes: Planes,
     size: Pair,
+    pixel_rows: int,
     parting: tuple[tuple[str, Constant], ...],
     bias_at: int | None = None,
     segment: int | None = None,
 ) -> Launch:
-    """``size``: of the source, in pixels; ``bias_at``: where the sums of the segments go, in the workspace;
+    """``size``: of the source, in pixels; ``pixel_rows``: of the input, that taps reach cells from;
+    ``bias_at``: where the sums of the segments go, in the workspace;
     ``segment``: positions that a warp parts."""
     segment = segment or _segment(batch, planes)
     warps = batch * planes.channels * ceil_div(planes.cells[0] * planes.cells[1], segment)
@@ -98,13 +100,7 @@ def part_phases(
         "part_phases",
         (
             ("CHANNELS", planes.channels),
-            ("SOURCE_H", size[0]),
-            ("SOURCE_W", size[1]),
-            ("CELL_ROWS", planes.cells[0]),
-            ("CELL_COLS", planes.cells[1]),
-            ("CHANNEL_PITCH", planes.pitch),
             *parting,
-            ("SEGMENT", segment),
             ("WITH_BIAS", bias_at is not None),
             ("THREADS", _THREADS),
         ),
@@ -113,5 +109,6 @@ def part_phases(
         kernel,
         grid=ceil_div(warps, _THREADS // 32),
         block=_THREADS,
-        arguments=(source, workspace(to), workspace(bias_at or 0), int64(batch)),
+        arguments=(source, workspace(to), workspace(bias_at or 0), struct(0)),
+        structs=(part_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
     )

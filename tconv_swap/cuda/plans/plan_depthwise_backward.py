@@ -5,12 +5,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.cuda.plans.grad_weight_classes import of_any_size
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
+from tconv_swap.cuda.plans.schedules import few_of
+from tconv_swap.cuda.plans.sizes import walk_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -20,8 +24,8 @@ from tconv_swap.cuda.program import (
     Launch,
     Part,
     input_,
-    int64,
     output,
+    struct,
     workspace,
 )
 from tconv_swap.geometry import Geometry
@@ -36,6 +40,8 @@ MOST_SUMS, MOST_AHEAD = 32, 24
 #: Threads of a block: of NCHW where each has all rows of grad_output, where several share them, and of channels_last.
 THREADS, SHARING_THREADS, CHANNELS_LAST_THREADS = 128, 256, 384
 MOST_THREADS = 512
+#: Blocks of SHARING_THREADS that a multiprocessor runs at a time.
+SHARING_BLOCKS = 2
 #: Channels side by side in a block, in channels_last.
 MOST_LANES = 64
 #: Pixels of the input that a thread adds up one after the other in float32: rounding errors grow with the root of it.
@@ -44,8 +50,8 @@ LONGEST_CHAIN = 512
 THREAD_REGISTERS, REGISTERS = 128, 65536
 #: Rows of a walk at most, and what beginning and ending one takes, in steps.
 MOST_ROWS, WALK_OVERHEAD = 64, 3
-#: Walks are cut for the largest of these not above the batch: few kernels for whatever batches come.
-NOMINAL_BATCHES = tuple(1 << n for n in range(7))
+#: Kernels of a layer in NCHW, whatever its sizes, which differ in how wide walks and loads are.
+MOST_SCHEDULES = 4
 #: Partial sums of grad_weight, in bytes for each byte of grad_output and input: more, and they take their time.
 MOST_PARTIAL = 1 / 4
 SHARED_BYTES = 96 << 10
@@ -53,7 +59,8 @@ SHARED_BYTES = 96 << 10
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """How depthwise_backward.cu cuts a problem: the constants of its contract, in lower case."""
+    """How depthwise_backward.cu cuts a problem: the constants of its contract, in lower case, and the rows of a walk,
+    which it is told at its launch."""
 
     own_w: int
     load: int
@@ -114,24 +121,52 @@ def meets_all(geometry: Geometry) -> bool:
 
 def walk_of(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Walk | None:
     """The walk to take, or None where a thread cannot keep its taps."""
-    most = min(SHARED_BYTES, device.shared_memory_per_block)
+    walks = schedules(of_any_size(problem, False), output_mask, device)
+    fitting = [walk for walk in walks if computes(problem, walk)]
+    if not fitting:
+        return None
+    best = min(fitting, key=lambda walk: loads_of_a_pixel(problem, walk))
     height = problem.geometry.height
-    for shape in _shapes(problem):
-        cuts = sorted(
-            {ceil_div(height, n) for n in range(ceil_div(height, MOST_ROWS), height + 1)}, reverse=True
-        )
-        walks = [replace(shape, rows=rows) for rows in cuts]
-        fitting = [walk for walk in walks if walk.shared_bytes(problem, output_mask) <= most]
-        if fitting:
-            return min(fitting, key=lambda walk: _steps(problem, walk, output_mask, device))
-    return None
+    rows = [n for n in range(min(height, MOST_ROWS), 0, -1) if ceil_div(height, ceil_div(height, n)) == n]
+    cuts = [replace(best, rows=n) for n in rows]
+    most = _most_shared(device)
+    cuts = [walk for walk in cuts if walk.shared_bytes(problem, output_mask) <= most]
+    return min(cuts, key=lambda walk: _steps(problem, walk, output_mask, device))
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> tuple[Walk, ...]:
+    """The walks that a layer has, whatever its sizes, without their rows: all with as many threads at work on one."""
+    phases: dict[int, list[Walk]] = {}
+    for shape in _shapes(layer):
+        if shape.shared_bytes(layer, output_mask) <= _most_shared(device):
+            phases.setdefault(shape.phases, []).append(shape)
+    if not phases:
+        return ()
+    shapes = phases[min(phases)]
+    return few_of(
+        layer,
+        MOST_SCHEDULES,
+        lambda problem: shapes,
+        computes,
+        loads_of_a_pixel,
+        lambda walk: walk.own_w == walk.load == 1,
+    )
+
+
+def computes(problem: Problem, walk: Walk) -> bool:
+    """Whether a walk's kernel computes the size: rows hold whole walks and loads."""
+    return problem.geometry.width % walk.own_w == 0 and problem.geometry.out_width % walk.load == 0
+
+
+def _most_shared(device: Device) -> int:
+    return min(SHARED_BYTES, device.shared_memory_per_block)
 
 
 def _steps(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], device: Device) -> int:
     """Those that follow one another, if every block takes its walks at once."""
     g = problem.geometry
-    nominal = g.with_batch(max(batch for batch in NOMINAL_BATCHES if batch <= g.batch))
-    blocks = walk.turns(nominal) * ceil_div(g.in_channels, walk.lanes)
+    blocks = walk.turns(g) * ceil_div(g.in_channels, walk.lanes)
     by_registers = REGISTERS // (THREAD_REGISTERS * walk.threads)
     by_memory = device.shared_memory_per_block // max(1, walk.shared_bytes(problem, output_mask))
     rounds = ceil_div(blocks, device.multiprocessors * max(1, min(by_registers, by_memory)))
@@ -139,7 +174,7 @@ def _steps(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], device: 
 
 
 def _shapes(problem: Problem) -> Iterator[Walk]:
-    """The best shape of each number of phases, without its rows."""
+    """Every shape of each number of phases, of one row."""
     g = problem.geometry
     for phases in (n for n in range(1, g.stride[0] + 1) if g.stride[0] % n == 0):
         phase_rows = g.stride[0] // phases
@@ -147,44 +182,30 @@ def _shapes(problem: Problem) -> Iterator[Walk]:
         if sums > MOST_SUMS or (phases > 1 and g.dilation[0] > 1):
             continue
         if problem.channels_last:
-            own_w, load = _own_w(g, (4, 2, 1), phase_rows), 1
             lanes = g.in_channels if g.in_channels <= MOST_LANES else MOST_LANES // 2
             walkers = 1
             while 2 * walkers * lanes * phases <= CHANNELS_LAST_THREADS:
                 walkers *= 2
         else:
-            own_w, lanes = _own_w(g, (8, 4, 2, 1), phase_rows), 1
+            lanes = 1
             walkers = THREADS if phases == 1 else max(32, SHARING_THREADS // phases // 32 * 32)
-            load = _load(problem, own_w)
-        if walkers * lanes * phases <= MOST_THREADS:
-            yield Walk(own_w, load, lanes, walkers, phases, phase_rows, 1)
+        if walkers * lanes * phases > MOST_THREADS:
+            continue
+        for own_w in (4, 2, 1) if problem.channels_last else (8, 4, 2, 1):
+            # A thread asks for its part of grad_output ahead.
+            if own_w > 1 and columns(g, own_w) * phase_rows > MOST_AHEAD:
+                continue
+            for load in (1,) if problem.channels_last else (1, 2, 4, 8):
+                if load * problem.dtype.itemsize <= WIDEST_ACCESS and own_w * g.stride[1] % load == 0:
+                    yield Walk(own_w, load, lanes, walkers, phases, phase_rows, 1)
 
 
-def _own_w(geometry: Geometry, widths: tuple[int, ...], phase_rows: int) -> int:
-    """The most columns whose part of grad_output a thread can ask for ahead: neighbours share it."""
-    g = geometry
-    fit = (n for n in widths if g.width % n == 0 and columns(g, n) * phase_rows <= MOST_AHEAD)
-    return next(fit, 1)
-
-
-def _load(problem: Problem, own_w: int) -> int:
-    """Neighbours that a load brings: those with the fewest loads of a row."""
-    g = problem.geometry
-    across = columns(g, own_w)
-
-    def loads(width: int) -> int:
-        head = min(g.padding[1] % width, across)
-        body = (across - head) // width
-        return across - body * (width - 1)
-
-    widths = [
-        n
-        for n in (1, 2, 4, 8)
-        if n * problem.dtype.itemsize <= WIDEST_ACCESS
-        and g.out_width % n == 0
-        and own_w * g.stride[1] % n == 0
-    ]
-    return min(widths, key=loads)
+def loads_of_a_pixel(problem: Problem, walk: Walk) -> float:
+    """Of a row of grad_output, for each column of the input: neighbours share them."""
+    across = columns(problem.geometry, walk.own_w)
+    head = min(problem.geometry.padding[1] % walk.load, across)
+    body = (across - head) // walk.load
+    return (across - body * (walk.load - 1)) / walk.own_w
 
 
 def _repeat(problem: Problem, walk: Walk, turns: int, slice_bytes: int) -> int:
@@ -230,9 +251,7 @@ def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], 
     def place(wanted: bool, index: int, at: int) -> Argument:
         return output(index) if wanted and not split else workspace(at if wanted else 0)
 
-    kernel = Kernel(
-        "depthwise_backward.cu", "depthwise_backward", _constants(problem, walk, output_mask, split)
-    )
+    kernel = Kernel("depthwise_backward.cu", "depthwise_backward", _constants(problem, walk, output_mask))
     launches = [
         Launch(
             kernel,
@@ -245,9 +264,9 @@ def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], 
                 output(0) if wants_input else workspace(0),
                 place(wants_weight, weight_index, 0),
                 place(wants_bias, bias_index, bias_at),
-                int64(g.batch),
-                int64(repeat),
+                struct(0),
             ),
+            structs=(walk_sizes(g, (walk.rows, walk.own_w), repeat, split),),
             shared_bytes=walk.shared_bytes(problem, output_mask),
         )
     ]
@@ -262,14 +281,14 @@ def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], 
 
 
 def _constants(
-    problem: Problem, walk: Walk, output_mask: tuple[bool, ...], split: bool
+    problem: Problem, walk: Walk, output_mask: tuple[bool, ...]
 ) -> tuple[tuple[str, Constant], ...]:
     g = problem.geometry
     largest = max(g.in_channels * g.height * g.width, g.out_channels * g.out_height * g.out_width)
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "int" if largest < INT32_LIMIT else "long long"),
-        *g.constants,
+        *g.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("OWN_W", walk.own_w),
@@ -278,11 +297,9 @@ def _constants(
         ("WALKERS", walk.walkers),
         ("PHASES", walk.phases),
         ("PHASE_ROWS", walk.phase_rows),
-        ("ROWS", walk.rows),
         ("THREADS", walk.threads),
-        ("MIN_BLOCKS", 1),
+        ("MIN_BLOCKS", SHARING_BLOCKS if walk.phases > 1 and not problem.channels_last else 1),
         ("WANTS_INPUT", output_mask[0]),
         ("WANTS_WEIGHT", output_mask[1]),
         ("WITH_BIAS", output_mask[2]),
-        ("SPLIT", split),
     )

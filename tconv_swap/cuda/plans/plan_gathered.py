@@ -19,6 +19,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
 )
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
+from tconv_swap.cuda.plans.sizes import run_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -29,8 +30,8 @@ from tconv_swap.cuda.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
@@ -48,8 +49,8 @@ MOST_CHANNELS, MOST_TAPS, MOST_KERNEL = 128, 96, 32
 STEP_BYTES, LINE_BYTES = 32, 128
 #: Where fewer channels or pixels of an image fill a tile, two passes by smaller ones were not compared.
 FEWEST_CHANNELS, FEWEST_PIXELS = 40, 64
-#: In 16 bits: pixels of an image that tiles of 128 cut well, and taps from which the sums are many.
-LARGE_IMAGE, MANY_SUMS = 512, 64
+#: In 16 bits: taps from which the sums are many.
+MANY_SUMS = 64
 RESERVED_BYTES = 1024
 
 
@@ -141,6 +142,28 @@ def plan_gradients(problem: Problem, device: Device, wants_bias: bool) -> Part |
     return build(problem, found[0], device, wants_bias and counts_the_output(problem.geometry))
 
 
+def may_read_fours(problem: Problem) -> bool:
+    """Whether neighbours in a row of grad_output are read four at a time, if its rows are multiples of four."""
+    g = problem.geometry
+    return (
+        problem.dtype == torch.float32
+        and not problem.channels_last
+        and g.stride[1] % 4 == 0
+        and g.dilation[1] == 1
+    )
+
+
+def kernels_of(layer: Problem, device: Device) -> int:
+    """Kernels that a layer has, whatever its sizes."""
+    g = layer.geometry
+    channels = FEWEST_CHANNELS <= g.in_channels <= MOST_CHANNELS and g.out_channels < TF32_CHANNELS
+    if device.architecture != "sm_90a" or g.groups > 1 or not channels:
+        return 0
+    if layer.dtype not in _PRECISIONS or g.out_channels * g.taps > MOST_TAPS:
+        return 0
+    return 2 if may_read_fours(layer) else 1
+
+
 def pays(problem: Problem) -> bool:
     """Whether it is faster than two passes: multiplies and tiles that are filled."""
     geometry = problem.geometry
@@ -212,17 +235,17 @@ def rank(problem: Problem, device: Device) -> list[Tile]:
     """The tiles worth measuring, the one that is expected to be the fastest first; empty where none fits.
 
     As measured (docs/kernels/gathered.md): float32 by four warps of each kind, which hold many sums. 16 bits, which
-    memory bounds, by more of them, in large tiles or, where many taps make many sums, in small ones.
+    memory bounds, by more of them, in large tiles or, where many taps make many sums, in small ones. A layer has the
+    same tile at every size.
     """
     geometry = problem.geometry
     c16 = 4 if geometry.in_channels <= 64 else 8
-    large = geometry.height * geometry.width >= LARGE_IMAGE
     kinds, gather = [(64, 4, 2, 1), (32, 4, 2, 1)], 4
     if problem.dtype.itemsize == 2:
         few = (128, c16, 2, 8 // c16)
         many = (64, c16, 1, 8 // c16)
         gather = 0
-        kinds = [many, few] if geometry.out_channels * geometry.taps > MANY_SUMS or not large else [few, many]
+        kinds = [many, few] if geometry.out_channels * geometry.taps > MANY_SUMS else [few, many]
     found = []
     for (pixels, warps, m_tiles, blocks), stages in product(kinds, (4, 3, 2)):
         warps_c, warps_m = c16 // 2, c16 // m_tiles
@@ -249,11 +272,12 @@ def build(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "int"),
-        *geometry.constants,
+        *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("PRECISION", _PRECISIONS[problem.dtype]),
         ("WITH_BIAS", with_bias),
+        ("IN_FOURS", may_read_fours(problem) and geometry.out_width % 4 == 0),
         *tile.constants(shared),
     )
     c = geometry.in_channels
@@ -278,9 +302,10 @@ def build(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
             output(0),
             workspace(0),
             workspace(bias_at),
-            int64(runs),
+            struct(0),
         ),
         shared_bytes=shared,
+        structs=(run_sizes(geometry, tile.pixels),),
         tensor_maps=(boxes,),
     )
     launches = [launch, reduce_slices(problem.dtype, count, slices, 0, 1)]

@@ -38,6 +38,8 @@ WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
 INT32_ELEMENTS = 2**31 - 1
+#: Taps from which on most problems are some other family's (narrow_gradients.py).
+MANY_TAPS = 256
 #: A tile may reach so many pixels, or cells, beyond the last one.
 MOST_TILE_PIXELS = 256
 _WHY = "covers every geometry"
@@ -77,19 +79,21 @@ def _tile(columns: int) -> Tile:
     return Tile(256, 4, 8, 4, 1)
 
 
-def _common(
-    problem: Problem, geometry_constants: tuple[tuple[str, int], ...]
-) -> tuple[tuple[str, Constant], ...]:
+def _common(problem: Problem, of_gradients: bool) -> tuple[tuple[str, Constant], ...]:
     geometry = problem.geometry
     largest = max(
         geometry.batch * geometry.in_channels * geometry.height * geometry.width,
         geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width,
         geometry.in_channels * geometry.out_channels_per_group * geometry.taps,
     )
+    few = largest <= INT32_ELEMENTS - MOST_TILE_PIXELS
+    if of_gradients and geometry.taps >= MANY_TAPS:
+        # Such layers come here with large images alone: they have one kernel.
+        few = False
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
-        ("Index", "int" if largest <= INT32_ELEMENTS - MOST_TILE_PIXELS else "long long"),
-        *geometry_constants,
+        ("Index", "int" if few else "long long"),
+        *geometry.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
     )
@@ -110,7 +114,7 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
         "general_forward.cu",
         "general_forward",
         (
-            *_common(problem, geometry.layer_constants),
+            *_common(problem, of_gradients=False),
             *tile.constants,
             *bias_alone(has_bias),
         ),
@@ -141,7 +145,7 @@ def plan_grad_input(problem: Problem) -> Part:
     kernel = Kernel(
         "general_grad_input.cu",
         "general_grad_input",
-        (*_common(problem, geometry.layer_constants), *tile.constants),
+        (*_common(problem, of_gradients=True), *tile.constants),
     )
     launch = Launch(
         kernel,
@@ -207,7 +211,7 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
     kernel = Kernel(
         "general_grad_weight.cu",
         "general_grad_weight",
-        (*_common(problem, geometry.layer_constants), *tile.constants),
+        (*_common(problem, of_gradients=True), *tile.constants),
     )
     launch = Launch(
         kernel,
@@ -234,7 +238,7 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     kernel = Kernel(
         "general_grad_bias.cu",
         "general_grad_bias",
-        (*_common(problem, geometry.layer_constants), ("THREADS", threads)),
+        (*_common(problem, of_gradients=True), ("THREADS", threads)),
     )
     launch = Launch(
         kernel,

@@ -23,6 +23,7 @@ from tconv_swap.cuda.plans import (
 from tconv_swap.cuda.plans.grad_weight_candidates import Schedule, choose, registers
 from tconv_swap.cuda.plans.grad_weight_classes import pixel_tiles
 from tconv_swap.cuda.plans.grad_weight_cost import slices_of
+from tconv_swap.cuda.plans.grad_weight_direct_classes import LEAST_MACS
 from tconv_swap.cuda.plans.grad_weight_reduction import Sums, flush_of, reduction, reduction_kernel
 from tconv_swap.cuda.plans.grad_weight_tile import (
     item_bytes,
@@ -32,6 +33,7 @@ from tconv_swap.cuda.plans.grad_weight_tile import (
     tile_constants,
     windows,
 )
+from tconv_swap.cuda.plans.narrow_gradients import MANY_TAPS
 from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
 from tconv_swap.cuda.plans.sizes import pixel_sizes
 from tconv_swap.cuda.problem import Device, Problem
@@ -50,7 +52,6 @@ from tconv_swap.cuda.program import (
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Of a group, from which tiles with pixels along lines are filled; the least work they were measured to be faster at.
 MANY_CHANNELS = 64
-LEAST_MACS_NCHW = 1 << 32
 LEAST_MACS_IN_PLACE = 1 << 29
 #: In NCHW with so many input channels times output channels of a group.
 MANY_PAIRS, LEAST_MACS_MANY_PAIRS = 256 * 128, 1 << 28
@@ -59,8 +60,6 @@ LEAST_MULTIPLIES_OF_A_PIXEL = 200
 MOST_MULTIPLIES_OF_A_PIXEL = 4096
 #: At stride 1: channels on either side of a group, and work, from which strips were measured to be the faster.
 STRIPS_CHANNELS, STRIPS_MACS = 32, 1 << 35
-#: Kernels that a layer in NCHW may have of those that plan_grad_weight_{direct,rows,strips} plan.
-OTHERS_SCHEDULES = 2
 #: Registers that a thread must have left over for the compiler never to spill (seen: up to 72 bytes).
 SPARE_REGISTERS = 48
 
@@ -91,7 +90,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
             problem, device, with_bias, (count + 1) // 2
         )
     if along_lines or count > 1:
-        lines = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count)
+        _, most = _along_pixels_schedules(problem, device)
+        lines = plan_grad_weight_rows.part_candidates(problem, device, with_bias, count, most)
         along_pixels = along_pixels + lines if as_it_lies else lines[: count // 2 or 1] + along_pixels
         along_pixels = along_pixels[:count]
     if not along_pixels:
@@ -133,29 +133,54 @@ def across_pixels(problem: Problem, device: Device, with_bias: bool, count: int)
 def most_schedules(problem: Problem, device: Device) -> int:
     """Kernels of this file that a layer has over all sizes: those that it has in all, less what others take."""
     g = problem.geometry
+    if g.taps >= MANY_TAPS:
+        return 1  # of what plan_narrow_grad_weight leaves over
     if plan_grad_weight_boxes.claims(problem, device) or arrange_pays.at_some_size(problem, device):
         return MOST_SCHEDULES - plan_grad_weight_boxes.most_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
-    if problem.is_tf32 and channels >= STRIPS_CHANNELS and g.taps > 1:
-        others = plan_grad_weight_in_place.MOST_SCHEDULES if problem.channels_last else OTHERS_SCHEDULES
-        return MOST_SCHEDULES - others
-    return MOST_SCHEDULES
+    if problem.channels_last and problem.is_tf32 and channels >= STRIPS_CHANNELS and g.taps > 1:
+        return MOST_SCHEDULES - plan_grad_weight_in_place.MOST_SCHEDULES
+    others = max(sum(_along_pixels_schedules(problem, device)), _strips_schedules(problem, device))
+    return MOST_SCHEDULES - others
+
+
+def _along_pixels_schedules(problem: Problem, device: Device) -> tuple[int, int]:
+    """Kernels that a layer in NCHW has of plan_grad_weight_direct and of plan_grad_weight_rows, whatever its sizes."""
+    g = problem.geometry
+    in_tf32 = device.architecture == "sm_90a" and problem.is_tf32 and not problem.channels_last
+    if not in_tf32 or max(g.stride) == 1:
+        return 0, 0
+    of_direct = plan_grad_weight_direct.MOST_SCHEDULES if _may_lie(problem) else 0
+    if not _has_many_channels(problem):
+        return of_direct, 0
+    return of_direct, 1 if of_direct else plan_grad_weight_rows.MOST_SCHEDULES
+
+
+def _strips_schedules(problem: Problem, device: Device) -> int:
+    """Kernels that a layer has of plan_grad_weight_strips, whatever its sizes."""
+    g = problem.geometry
+    channels = min(g.in_channels_per_group, g.out_channels_per_group)
+    if channels < STRIPS_CHANNELS or g.taps == 1 or not plan_grad_weight_strips.claims_some(problem, device):
+        return 0
+    return plan_grad_weight_strips.MOST_SCHEDULES
 
 
 def _along_pixels(problem: Problem) -> bool:
     """Strides in NCHW with channels enough for large tiles, work enough for all of them and multiplies enough for each
     pixel of grad_output, which is copied first: where pixels along k in TF32 were the faster."""
     g = problem.geometry
-    if problem.channels_last or max(g.stride) == 1:
+    if problem.channels_last or max(g.stride) == 1 or not _has_many_channels(problem):
         return False
-    if min(g.in_channels_per_group, g.out_channels_per_group) < MANY_CHANNELS:
-        return False
-    enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
     many = g.in_channels_per_group * g.out_channels_per_group >= MANY_PAIRS
-    return (
-        g.macs >= (LEAST_MACS_MANY_PAIRS if many else LEAST_MACS_NCHW)
-        and g.in_channels_per_group * g.taps >= enough
-    )
+    return g.macs >= (LEAST_MACS_MANY_PAIRS if many else LEAST_MACS)
+
+
+def _has_many_channels(problem: Problem) -> bool:
+    """The same of a layer in NCHW, whatever its sizes."""
+    g = problem.geometry
+    enough = LEAST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
+    channels = min(g.in_channels_per_group, g.out_channels_per_group)
+    return channels >= MANY_CHANNELS and g.in_channels_per_group * g.taps >= enough
 
 
 def _as_it_lies(problem: Problem) -> bool:
@@ -169,8 +194,17 @@ def _as_it_lies(problem: Problem) -> bool:
         return g.taps > 1 and g.macs >= LEAST_MACS_IN_PLACE
     if max(g.stride) == 1 or g.height == 1 or g.out_width % 4 != 0:
         return False
+    return g.macs >= LEAST_MACS and _may_lie(problem)
+
+
+def _may_lie(problem: Problem) -> bool:
+    """The same of a layer in NCHW, whatever its sizes."""
+    g = problem.geometry
+    if g.in_channels_per_group < MANY_CHANNELS or g.out_channels_per_group < MANY_CHANNELS // 2:
+        return False
+    one_row = g.kernel[0] == g.stride[0] == 1
     many = MOST_MULTIPLIES_OF_A_PIXEL * math.prod(g.stride)
-    return g.macs >= LEAST_MACS_NCHW and g.in_channels_per_group * g.taps <= many
+    return not one_row and g.in_channels_per_group * g.taps <= many
 
 
 def claims(problem: Problem, device: Device) -> bool:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from tconv_swap.cuda.integers import INT32_LIMIT
+from tconv_swap.cuda.plans.grad_weight_direct_classes import choose
 from tconv_swap.cuda.plans.grad_weight_direct_tile import (
     Pixels,
     Tile,
     candidates,
     columns_of,
     expected_clocks,
+    in_slices,
+    least_out_width,
     lies_as_lines,
     out_line,
     taps_together,
@@ -19,6 +22,7 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import EXTRA_BYTES, weight_byte
 from tconv_swap.cuda.plans.part_phases import Planes, bias_rows_of, part_phases, planes_of, unparted
 from tconv_swap.cuda.plans.plan_general import reduce_slices
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, Room
+from tconv_swap.cuda.plans.sizes import stage_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Argument,
@@ -28,14 +32,16 @@ from tconv_swap.cuda.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
 from tconv_swap.geometry import Geometry
 
 _FAMILY = "weight rows"
+#: Kernels of a layer, whatever its sizes.
+MOST_SCHEDULES = 2
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
@@ -50,16 +56,28 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     of a copied image.
     """
     g = problem.geometry
-    tiles = sorted(tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device))
+    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+        return []
+    tiles = [
+        tile
+        for tile in choose(problem, device, MOST_SCHEDULES)
+        if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES
+    ]
+    if len(tiles) < count and count > 1:
+        others = sorted(
+            tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device)
+        )
+        tiles = list(dict.fromkeys(tiles + others))
     return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
 
 
 def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
-    """All that can compute it."""
+    """All that can compute it, of the layer's kernels or not."""
     g = problem.geometry
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
-    return [tile for tile in candidates(g, device) if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
+    cut = (in_slices(g, tile, device) for tile in candidates(g, device))
+    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
 
 
 def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
@@ -110,7 +128,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     if not lies_as_lines(g, pixels):
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
-        launches.append(part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), unparted(g.height)))
+        launches.append(
+            part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+        )
     # Copied, grad_output is added up on the way.
     out = _output_planes(g)
     out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
@@ -123,7 +143,14 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         size = (g.out_height, g.out_width)
         launches.append(
             part_phases(
-                g.batch, input_(0), out_at, out, size, unparted(g.out_height), bias_at if with_bias else None
+                g.batch,
+                input_(0),
+                out_at,
+                out,
+                size,
+                g.out_height,
+                unparted(),
+                bias_at if with_bias else None,
             )
         )
     adds_bias = with_bias and not copies_output
@@ -136,23 +163,22 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 "grad_weight_direct.cu",
                 "grad_weight_direct",
                 (
-                    *g.constants,
+                    *g.layer_constants,
                     ("IMAGES", pixels.images),
                     ("ROWS", pixels.rows),
                     ("COLS", pixels.cols),
-                    ("LINE", pixels.line),
                     ("BOX", pixels.box),
                     ("CHUNK", tile.chunk(g)),
                     ("LEFT", columns.left),
                     ("OUT_BLOCK", columns.block),
                     ("OUT_BLOCKS", columns.blocks),
                     ("WHOLE_ROWS", columns.whole),
+                    ("LEAST_OUT_WIDTH", least_out_width(g, pixels) if columns.whole else 0),
                     ("TAPS_TOGETHER", taps_together(g)),
                     ("WARPGROUPS", tile.warpgroups),
                     ("BLOCKS", tile.blocks),
                     ("TILE_COLS", tile.cols),
                     ("STAGES", ring),
-                    ("IN_WEIGHT_ORDER", direct and not problem.weight_channels_last),
                     ("WITH_BIAS", adds_bias),
                 ),
                 # A few words.
@@ -165,8 +191,16 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 tensor_map(1),
                 output(0) if direct else workspace(partial_at),
                 workspace(bias_at),
-                int64(g.batch),
-                int64(tile.slices),
+                struct(0),
+            ),
+            structs=(
+                stage_sizes(
+                    g,
+                    pixels.line,
+                    (pixels.rows, pixels.cols),
+                    tile.slices,
+                    direct and not problem.weight_channels_last,
+                ),
             ),
             shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
             overlaps_previous=bool(launches),

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from math import gcd
-
 from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div
+from tconv_swap.cuda.plans.grad_weight_rows_classes import choose, lies_as_lines, phases_of, planes_of_lines
 from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     EXTRA_BYTES,
     Lines,
     Tile,
     blocks_of,
-    candidates,
-    expected_clocks,
-    lines_of,
     weight_bytes,
 )
-from tconv_swap.cuda.plans.part_phases import Planes, bias_rows_of, part_phases, planes_of, unparted
+from tconv_swap.cuda.plans.part_phases import bias_rows_of, part_phases, unparted
 from tconv_swap.cuda.plans.plan_general import reduce_slices
-from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES, Room
+from tconv_swap.cuda.plans.room import Room
+from tconv_swap.cuda.plans.sizes import line_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     Constant,
@@ -27,22 +24,24 @@ from tconv_swap.cuda.program import (
     Launch,
     Part,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
-from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.geometry import Geometry
 
 _FAMILY = "weight rows"
 _THREADS = 384
 _MOST_STAGES_IN_RING = 6
-#: Planes that one thread makes.
-_MOST_PLANES = 36
+#: Kernels of a layer, whatever its sizes.
+MOST_SCHEDULES = 2
 
 
-def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first.
+def part_candidates(
+    problem: Problem, device: Device, with_bias: bool, count: int, most: int = MOST_SCHEDULES
+) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first; of ``most`` kernels of the layer.
 
     Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
     the bias. Empty for what this family does not claim.
@@ -51,74 +50,35 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     the input where it does not lie as lines of pixels already, together at most ``MOST_ARRANGED_BYTES``, what
     sums have to be short for included; and at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
-    g = problem.geometry
-    if not claims(problem, device) or (with_bias and not _reads_all_of_grad_output(g)):
+    if not claims(problem, device):
         return []
-    lines = lines_of(g)
-    stages = lines.stages(g.batch)
-    found = candidates(g, stages, device, copied=_copied_bytes(g, lines))
-    tiles = sorted(found, key=lambda tile: expected_clocks(g, stages, tile, device))
-    return [plan_with_tile(problem, lines, tile, device, with_bias) for tile in tiles[:count]]
+    found = choose(problem, device, most) if most else []
+    if with_bias:
+        found = [cut for cut in found if _reads_all_of_grad_output(problem.geometry, cut[0])]
+    return [plan_with_tile(problem, *cut, device, with_bias) for cut in found[:count]]
 
 
 def claims(problem: Problem, device: Device) -> bool:
-    """Whether the kernels can do it."""
+    """Whether the kernels can do it, if there is a tile."""
     g = problem.geometry
     if device.architecture != "sm_90a" or not problem.is_tf32:
         return False
     if problem.channels_last or g.batch == 0:
         return False
-    lines = lines_of(g)
-    rows, cols = _phases(g, lines)
-    if rows * cols > _MOST_PLANES:
-        return False
     image = max(g.in_channels * (g.height * g.width + 3), g.out_channels * g.out_height * g.out_width)
-    line = (ceil_div(g.out_height, g.stride[0]) + lines.lead) * g.width
-    if (
-        max(image, g.out_channels * line, (lines.lead + g.kernel[0] * g.dilation[0]) * g.width) * 4
-        >= INT32_LIMIT
-    ):
+    most_lead = g.kernel[0] * g.dilation[0] + g.padding[0]
+    line = (ceil_div(g.out_height, g.stride[0]) + most_lead) * g.width
+    if max(image, g.out_channels * line) * 4 >= INT32_LIMIT:
         return False
-    pixels = g.batch * g.height * g.width
-    if pixels * g.taps >= INT32_LIMIT:
-        return False
-    return _copied_bytes(g, lines) <= MOST_ARRANGED_BYTES
+    return g.batch * g.height * g.width * g.taps < INT32_LIMIT
 
 
-def _copied_bytes(geometry: Geometry, lines: Lines) -> int:
-    out, into = _planes(geometry, lines)
-    copied = [out] if _lies_as_lines(geometry) else [out, into]
-    return sum(planes.bytes(geometry.batch) for planes in copied)
-
-
-def _lies_as_lines(geometry: Geometry) -> bool:
-    """Whether boxes can bring the input from where it is."""
-    pixels = geometry.height * geometry.width
-    return planes_of(1, 1, (geometry.height, geometry.width)).pitch == pixels
-
-
-def _planes(geometry: Geometry, lines: Lines) -> tuple[Planes, Planes]:
-    """grad_output's and the input's."""
-    g = geometry
-    rows, cols = _phases(g, lines)
-    cells = g.height if lines.unfold_rows else ceil_div(g.out_height, g.stride[0]) + lines.lead
-    out = planes_of(rows * cols, g.out_channels, (cells, g.width))
-    return out, planes_of(1, g.in_channels, (g.height, g.width))
-
-
-def _phases(geometry: Geometry, lines: Lines) -> Pair:
-    """Planes of grad_output, by rows and columns."""
-    g = geometry
-    period = g.stride[0] // gcd(g.stride[0], g.dilation[0])
-    return g.kernel[0] if lines.unfold_rows else min(g.kernel[0], period), g.kernel[1]
-
-
-def _reads_all_of_grad_output(geometry: Geometry) -> bool:
+def _reads_all_of_grad_output(geometry: Geometry, lines: Lines) -> bool:
     """Whether the planes hold every pixel of grad_output, those with an offset in [0, stride) each once."""
     g = geometry
     offsets = [{k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis])} for axis in (0, 1)]
     all_cols = g.out_width <= g.width * g.stride[1] and offsets[1].issuperset(range(g.stride[1]))
-    if lines_of(g).unfold_rows:
+    if lines.unfold_rows:
         return (
             all_cols and g.out_height <= g.height * g.stride[0] and offsets[0].issuperset(range(g.stride[0]))
         )
@@ -128,20 +88,21 @@ def _reads_all_of_grad_output(geometry: Geometry) -> bool:
 def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, with_bias: bool) -> Part:
     """The plan that computes the problem with this tile."""
     g = problem.geometry
-    phases = _phases(g, lines)
-    out, into = _planes(g, lines)
+    phases = phases_of(g, lines)
+    out, into = planes_of_lines(g, lines)
     room = Room()
     out_at = room.take(out.bytes(g.batch))
     bias_rows = bias_rows_of(g.batch, out)
     bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
-    if not _lies_as_lines(g):
+    if not lies_as_lines(g):
         in_at = room.take(into.bytes(g.batch))
         in_base = workspace(in_at)
-        launches.append(part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), unparted(g.height)))
+        launches.append(
+            part_phases(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+        )
     parting = (
-        ("PIXELS_H", g.height),
         ("KERNEL_H", g.kernel[0]),
         ("ROW_PHASES", phases[0]),
         ("COL_PHASES", phases[1]),
@@ -156,14 +117,16 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
-        part_phases(g.batch, input_(0), out_at, out, out_size, parting, bias_at if with_bias else None)
+        part_phases(
+            g.batch, input_(0), out_at, out, out_size, g.height, parting, bias_at if with_bias else None
+        )
     )
     direct = tile.slices == 1 and problem.weight_channels_last
     partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
     target = output(0) if direct else workspace(partial_at)
     ring = min(_MOST_STAGES_IN_RING, (device.shared_memory_per_block - EXTRA_BYTES) // tile.stage_bytes)
     tile_constants: tuple[tuple[str, Constant], ...] = (
-        *g.constants,
+        *g.layer_constants,
         ("UNFOLD_ROWS", lines.unfold_rows),
         ("LEAD", lines.lead),
         ("BOX", lines.box),
@@ -187,7 +150,8 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
             ),
             grid=blocks_of(g, tile),
             block=_THREADS,
-            arguments=(tensor_map(0), tensor_map(1), target, int64(g.batch), int64(tile.slices)),
+            arguments=(tensor_map(0), tensor_map(1), target, struct(0)),
+            structs=(line_sizes(g, tile.slices),),
             shared_bytes=ring * tile.stage_bytes + EXTRA_BYTES,
             overlaps_previous=True,
             tensor_maps=(

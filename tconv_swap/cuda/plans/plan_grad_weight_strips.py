@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
 
 from tconv_swap.cuda.integers import INT32_LIMIT
+from tconv_swap.cuda.plans.grad_weight_classes import goes_down_strips, of_any_size
 from tconv_swap.cuda.plans.grad_weight_rows_reduction import reduce
 from tconv_swap.cuda.plans.grad_weight_rows_tile import weight_bytes
 from tconv_swap.cuda.plans.grad_weight_strips_tile import (
@@ -19,13 +22,17 @@ from tconv_swap.cuda.plans.grad_weight_strips_tile import (
     candidates,
     expected_clocks,
     in_lines,
+    in_slices,
     output_channels,
     output_pixels,
+    output_rows,
     planes_of,
     raw_slots,
     shared_bytes,
     tiles_of,
 )
+from tconv_swap.cuda.plans.schedules import few_of
+from tconv_swap.cuda.plans.sizes import grad_weight_strip_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -35,13 +42,17 @@ from tconv_swap.cuda.program import (
     Part,
     TensorMap,
     input_,
-    int64,
     output,
+    struct,
     tensor_map,
     workspace,
 )
 
 _FAMILY = "weight strips"
+#: Kernels of a layer, whatever its sizes.
+MOST_SCHEDULES = 1
+#: Images, rows and columns of the large problems that were measured.
+LARGE = (8, 512, 512)
 #: Threads that ask for rows: as many as share registers.
 _FILL_THREADS = 128
 _KINDS = {
@@ -61,16 +72,54 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """
     if not claims(problem, device):
         return []
-    tiles = sorted(candidates(problem, device), key=lambda tile: expected_clocks(problem, tile, device))
+    tiles = choose(problem, device)
     return [plan_with_tile(problem, tile) for tile in tiles[:count]]
 
 
+def choose(problem: Problem, device: Device) -> list[StripTile]:
+    """The tiles of the layer's kernels that compute the size, the one that is expected to be the fastest first."""
+    rows = output_rows(problem)
+    found = [
+        in_slices(problem, tile, device)
+        for tile in schedules(of_any_size(problem, False), device)
+        if tile.rows.serve(rows)
+    ]
+    return sorted(found, key=lambda tile: expected_clocks(problem, tile, device))
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device) -> tuple[StripTile, ...]:
+    """The tiles that a layer has, whatever its sizes."""
+    return few_of(
+        layer,
+        MOST_SCHEDULES,
+        lambda problem: candidates(problem, device) if claims(problem, device) else (),
+        lambda problem, tile: claims(problem, device) and tile.rows.serve(output_rows(problem)),
+        lambda problem, tile: expected_clocks(problem, in_slices(problem, tile, device), device),
+        # In 16 bits these are the ones that may be preferred.
+        lambda tile: tile.channels >= layer.geometry.in_channels_per_group,
+        every=1,
+    )
+
+
+def claims_some(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes some sizes of a layer."""
+    return bool(schedules(of_any_size(problem, False), device))
+
+
 def preferred(problem: Problem, device: Device) -> bool:
-    """Whether large problems that are claimed were measured to be faster so: of 16 bits only where the best tile holds
-    all input channels, so that grad_output comes once."""
-    tiles = candidates(problem, device)
-    best = min(tiles, key=lambda tile: expected_clocks(problem, tile, device))
-    return problem.dtype == torch.float32 or best.channels >= problem.geometry.in_channels_per_group
+    """Whether large problems that are claimed were measured to be faster so: of 16 bits only layers whose best tile for
+    a large image holds all input channels, so that grad_output comes once."""
+    return problem.dtype == torch.float32 or _holds_all_channels(of_any_size(problem, False), device)
+
+
+@lru_cache(maxsize=1024)
+def _holds_all_channels(layer: Problem, device: Device) -> bool:
+    batch, height, width = LARGE
+    large = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+    tiles = [in_slices(large, tile, device) for tile in candidates(large, device)]
+    best = min(tiles, key=lambda tile: expected_clocks(large, tile, device))
+    return best.channels >= layer.geometry.in_channels_per_group
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -80,7 +129,7 @@ def claims(problem: Problem, device: Device) -> bool:
         return False
     if problem.is_ieee:
         return False
-    if g.batch == 0 or g.stride != (1, 1) or g.dilation != (1, 1):
+    if g.batch == 0 or not goes_down_strips(g):
         return False
     unit, planes = alignment(problem), planes_of(problem)
     if problem.channels_last:
@@ -101,7 +150,7 @@ def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
     [n][channel of a plane][pixel of all rows and planes]; channels_last: [n][row][pixel][channel]."""
     g = problem.geometry
     channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
-    item, planes = problem.dtype.itemsize, planes_of(problem)
+    item, planes = problem.dtype.itemsize, tile.rows.planes
     one = (1, 1, 1, 1)
 
     def mapped(index: int, sizes: Sequence[int], box: Sequence[int], swizzle_bytes: int) -> TensorMap:
@@ -129,7 +178,7 @@ def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
         (BOX_BYTES // item, 1, tile.channels, 1),
         BOX_BYTES,
     )
-    if in_lines(problem):
+    if tile.rows.lines:
         size = planes * g.out_height * g.out_width
         return into, mapped(0, (size, g.out_channels // planes, g.batch), (pixels, channels // planes, 1), 0)
     return into, mapped(0, (g.out_width, g.out_height, g.out_channels, g.batch), (pixels, 1, channels, 1), 0)
@@ -146,17 +195,15 @@ def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
         (
             ("Element", ELEMENT_TYPES[problem.dtype]),
             ("PRECISION", _PRECISIONS[problem.dtype]),
-            *g.constants,
+            *g.layer_constants,
             ("CHANNELS_LAST", problem.channels_last),
-            ("LINES", in_lines(problem)),
-            ("PLANES", planes_of(problem)),
+            ("LINES", tile.rows.lines),
+            ("PLANES", tile.rows.planes),
             ("TILE_TAP_ROWS", tile.tap_rows),
             ("TILE_CI", tile.channels),
             ("WARPGROUPS", tile.warpgroups),
             ("UNITS", tile.units),
             ("STRIP", tile.strip),
-            ("SEGMENT", tile.segment),
-            ("FLUSH", tile.flush),
             ("SLOTS", tile.slots),
             ("OUTPUT_CHANNELS", output_channels(problem, tile)),
             ("OUTPUT_PITCH", output_pixels(problem, tile)),
@@ -172,9 +219,9 @@ def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
             tensor_map(0),
             tensor_map(1),
             output(0) if direct else workspace(0),
-            int64(g.batch),
-            int64(tile.slices),
+            struct(0),
         ),
+        structs=(grad_weight_strip_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
         shared_bytes=shared,
         tensor_maps=_maps(problem, tile),
     )

@@ -10,6 +10,7 @@ from tconv_swap.cuda.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.cuda.plans.narrow_gradients import IEEE, MANY_TAPS, overlapping
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
+from tconv_swap.cuda.plans.sizes import step_sizes
 from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.cuda.program import (
     ELEMENT_TYPES,
@@ -18,8 +19,8 @@ from tconv_swap.cuda.program import (
     Launch,
     Part,
     input_,
-    int64,
     output,
+    struct,
     workspace,
 )
 
@@ -34,8 +35,11 @@ LONGEST_CHAIN = 256
 #: In float32 smaller kernels are faster too, but have more pixels to add up in one chain: 32 x 32 and 16 x 16 taps were
 #: less accurate than PyTorch (docs/kernels/large.md).
 MANY_TAPS_FLOAT32 = 2048
-#: Of a split.
+#: Of a split, of so many pixels each.
 FEWEST_STEPS = 8
+STEP_PIXELS = 16
+#: How many fewer sums blocks of the most warps have to leave than of those that fill the GPU, to be worth a kernel.
+FEWER_SUMS = 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +82,37 @@ def pays(problem: Problem) -> bool:
 
 def shape_of(problem: Problem, device: Device) -> Shape | None:
     """As many blocks as fill the GPU, or the fewest; None where their sums would take too much memory."""
-    warp_taps = WARP_TAPS[problem.dtype.itemsize]
-    runs = ceil_div(problem.geometry.out_channels * problem.geometry.taps, warp_taps)
-    most = min(MOST_WARPS, device.shared_memory_per_block // shared_bytes(problem, Shape(1, warp_taps, 1, 1)))
-    waves = ceil_div(runs, device.multiprocessors * most)
-    for warps in (max(FEWEST_WARPS, ceil_div(runs, device.multiprocessors * waves)), most):
-        shape = _split(problem, warps, ceil_div(runs, warps), device)
+    for warps, chunks in _warps_and_chunks(problem, device):
+        shape = _split(problem, warps, chunks, device)
         if partial_bytes(problem, shape) <= WORKSPACE_LIMIT_BYTES:
             return shape
     return None
 
 
+def _warps_and_chunks(problem: Problem, device: Device) -> list[tuple[int, int]]:
+    """Those that a layer has, whatever its sizes: as fill the GPU, and as leave the fewest sums."""
+    warp_taps = WARP_TAPS[problem.dtype.itemsize]
+    runs = ceil_div(problem.geometry.out_channels * problem.geometry.taps, warp_taps)
+    most = min(MOST_WARPS, device.shared_memory_per_block // shared_bytes(problem, Shape(1, warp_taps, 1, 1)))
+    waves = ceil_div(runs, device.multiprocessors * most)
+    filling = max(FEWEST_WARPS, ceil_div(runs, device.multiprocessors * waves))
+    found = [(filling, ceil_div(runs, filling))]
+    if ceil_div(runs, most) <= FEWER_SUMS * found[0][1]:
+        found.append((most, ceil_div(runs, most)))
+    return found
+
+
+def kernels_of(layer: Problem, device: Device) -> int:
+    """Kernels that a layer has, whatever its sizes."""
+    g = layer.geometry
+    if layer.dtype not in _PRECISIONS or device.compute_capability < 80 or g.groups > 1 or not pays(layer):
+        return 0
+    return len(_warps_and_chunks(layer, device)) if g.in_channels <= MOST_CHANNELS else 0
+
+
 def _split(problem: Problem, warps: int, chunks: int, device: Device) -> Shape:
     geometry = problem.geometry
-    steps = geometry.batch * geometry.height * ceil_div(geometry.width, 16)
+    steps = geometry.batch * geometry.height * ceil_div(geometry.width, STEP_PIXELS)
     weights = 4 * geometry.in_channels * geometry.out_channels * geometry.taps
     wanted = max(
         1, min(device.multiprocessors // chunks, steps // FEWEST_STEPS), ceil_div(steps, LONGEST_CHAIN)
@@ -139,13 +160,12 @@ def build(problem: Problem, shape: Shape, device: Device) -> Part:
     constants: tuple[tuple[str, Constant], ...] = (
         ("Element", ELEMENT_TYPES[problem.dtype]),
         ("Index", "int"),
-        *g.constants,
+        *g.layer_constants,
         ("CHANNELS_LAST", problem.channels_last),
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("PRECISION", _PRECISIONS[problem.dtype]),
         ("WARPS", shape.warps),
         ("WARP_TAPS", shape.warp_taps),
-        ("SPLITS", shape.splits),
         ("SHARED_BYTES", shared),
     )
     inputs = g.batch * g.in_channels * g.height * g.width
@@ -162,9 +182,10 @@ def build(problem: Problem, shape: Shape, device: Device) -> Part:
             input_(2),
             workspace(0),
             workspace(weights_at) if split else output(1),
-            int64(g.batch),
+            struct(0),
         ),
         shared_bytes=shared,
+        structs=(step_sizes(g, STEP_PIXELS, shape.splits),),
     )
     launches = [launch, reduce_slices(problem.dtype, inputs, shape.chunks, 0, 0)]
     if split:

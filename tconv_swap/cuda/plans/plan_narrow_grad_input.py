@@ -15,9 +15,11 @@ from tconv_swap.cuda.plans.gather_tile import (
     chunk_taps,
     chunks,
     laid_out,
-    load_width,
+    load_widths,
+    of_one_pixel,
     side_by_side,
 )
+from tconv_swap.cuda.plans.grad_weight_classes import of_any_size
 from tconv_swap.cuda.plans.narrow_gradients import (
     CHUNK_TAPS,
     FAMILY,
@@ -31,7 +33,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     input_bytes,
     loadable,
     loader_registers,
-    nominal_problem,
+    loads_rows,
     overlapping,
     powers,
     resident_blocks,
@@ -39,9 +41,12 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.cuda.plans.narrow_schedules import loads_every_size, most_schedules
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
+from tconv_swap.cuda.plans.schedules import few_of
+from tconv_swap.cuda.plans.sizes import walk_sizes
 from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, int64, output, workspace
+from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 from tconv_swap.geometry import Geometry
 
 
@@ -96,20 +101,30 @@ def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first."""
     if not claims(problem, device):
         return []
-    tiles = [
-        tile
-        for tile in _ranked(nominal_problem(problem), device)
-        if tile.splits == 1 or input_bytes(problem.geometry) * tile.splits <= WORKSPACE_LIMIT_BYTES
-    ]
+    tiles = [tile for tile in schedules(of_any_size(problem, False), device) if computes(problem, tile)]
+    if len(tiles) > 1:
+        tiles.sort(key=lambda tile: expected_microseconds(problem, tile, device))
     return [build_grad_input(problem, tile, device) for tile in tiles[:count]]
 
 
-@lru_cache(maxsize=8)
-def _ranked(nominal: Problem, device: Device) -> tuple[GradInputTile, ...]:
-    """All tiles, the one that is expected to be the fastest first. One choice asks several times: alone and beside the
-    weight's gradient."""
-    tiles = grad_input_tiles(nominal, device)
-    return tuple(sorted(tiles, key=lambda tile: expected_microseconds(nominal, tile, device)))
+def computes(problem: Problem, tile: GradInputTile) -> bool:
+    """Whether a tile's kernel computes the size."""
+    if tile.splits > 1 and input_bytes(problem.geometry) * tile.splits > WORKSPACE_LIMIT_BYTES:
+        return False
+    return loads_rows(problem, tile.gather)
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
+    """The tiles that a layer has, whatever its sizes."""
+    return few_of(
+        layer,
+        most_schedules(layer, device),
+        lambda problem: grad_input_tiles(problem, device),
+        computes,
+        lambda problem, tile: expected_microseconds(problem, tile, device),
+        lambda tile: tile.splits == 1 and loads_every_size(layer, tile.gather.load),
+    )
 
 
 def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> Part:
@@ -130,9 +145,9 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
             input_(0),
             input_(2),
             workspace(0) if split else output(0),
-            int64(geometry.batch),
-            int64(repeat),
+            struct(0),
         ),
+        structs=(walk_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, split),),
         shared_bytes=tile.shared_bytes,
     )
     if not split:
@@ -157,6 +172,7 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
     """The tiles worth a thought."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     asynchronous = problem.dtype == torch.float32
+    layer = of_one_pixel(geometry)
     m_total = ceil_div(geometry.in_channels_per_group, 16)
     for m_tiles, groups in product(
         sorted({min(2, m_total), min(4, m_total)}),
@@ -167,8 +183,10 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
             continue
         most_p = max(1, 8 // (warps_m * groups))
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
-            load = load_width(geometry, groups * chunk[0], problem.channels_last, element_bytes, asynchronous)
-            for warps_p, store, n_tiles in product(powers(most_p), (1, 2), (2, 4, 8)):
+            widths = load_widths(
+                geometry, groups * chunk[0], problem.channels_last, element_bytes, asynchronous
+            )
+            for load, warps_p, store, n_tiles in product(widths, powers(most_p), (1, 2), (2, 4, 8)):
                 if m_tiles * n_tiles > (8 if rounds_nothing(problem) else 16):
                     continue
                 if warps_p * warps_m * groups < 4 and warps_p * 2 <= most_p:
@@ -192,8 +210,8 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
                     )
                     if not loadable(problem, gather):
                         continue
-                    pixels = [4 * (g // 2) + g % 2 if store == 2 else g for g in range(8)]
-                    gather, passes = laid_out(geometry, gather, problem.channels_last, pixels, False)
+                    pixels = tuple(4 * (g // 2) + g % 2 if store == 2 else g for g in range(8))
+                    gather, passes = laid_out(layer, gather, problem.channels_last, pixels, False)
                     made = _with_splits(
                         problem, device, gather, m_tiles, n_tiles, warps_m, warps_p, store, passes
                     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
 from math import gcd
@@ -15,9 +15,11 @@ from tconv_swap.cuda.plans.gather_tile import (
     GatherTile,
     chunks,
     laid_out,
-    load_width,
+    load_widths,
+    of_one_pixel,
     side_by_side,
 )
+from tconv_swap.cuda.plans.grad_weight_classes import of_any_size
 from tconv_swap.cuda.plans.narrow_gradients import (
     BIAS_CHANNELS,
     CHUNK_TAPS,
@@ -34,7 +36,7 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     common_constants,
     loadable,
     loader_registers,
-    nominal_problem,
+    loads_rows,
     overlapping,
     powers,
     resident_blocks,
@@ -42,10 +44,13 @@ from tconv_swap.cuda.plans.narrow_gradients import (
     why,
 )
 from tconv_swap.cuda.plans.narrow_gradients_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.cuda.plans.narrow_schedules import loads_every_size, most_schedules
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES, reduce_slices
 from tconv_swap.cuda.plans.room import WORKSPACE_ALIGNMENT
+from tconv_swap.cuda.plans.schedules import few_of
+from tconv_swap.cuda.plans.sizes import walk_sizes
 from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, int64, output, workspace
+from tconv_swap.cuda.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 from tconv_swap.geometry import Geometry
 
 
@@ -100,20 +105,41 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     """The ``count`` parts that are expected to be the fastest, the best first."""
     if not claims(problem, device) or _fills_wide_tiles(problem.geometry):
         return []
-    tiles = [
-        tile
-        for tile in _ranked(nominal_problem(problem), device)
-        if not with_bias or _holds_the_output(problem.geometry, tile.gather)
-    ]
+    layer = of_any_size(problem, False)
+    tiles = [tile for tile in schedules(layer, device, with_bias) if computes(problem, tile, with_bias)]
+    if len(tiles) > 1:
+        tiles.sort(key=lambda tile: expected_microseconds(problem, tile, device))
     return [build_grad_weight(problem, tile, device, with_bias) for tile in tiles[:count]]
 
 
-@lru_cache(maxsize=8)
-def _ranked(nominal: Problem, device: Device) -> tuple[GradWeightTile, ...]:
-    """All tiles, the one that is expected to be the fastest first. One choice asks several times: with the bias's
-    gradient and without, alone and beside that of the input."""
-    tiles = grad_weight_tiles(nominal, device)
-    return tuple(sorted(tiles, key=lambda tile: expected_microseconds(nominal, tile, device)))
+def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
+    """Whether a tile's kernel computes the size."""
+    geometry = problem.geometry
+    slices = ceil_div(geometry.width, tile.gather.tile_w)
+    return (
+        loads_rows(problem, tile.gather)
+        and (problem.channels_last or geometry.width % tile.input_vector == 0)
+        and slices * _slice_bytes(geometry) <= WORKSPACE_LIMIT_BYTES
+        and (not with_bias or _holds_the_output(geometry, tile.gather))
+    )
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
+    """The tiles that a layer has, whatever its sizes."""
+    unpadded = replace(layer.geometry, output_padding=(0, 0))
+    return few_of(
+        layer,
+        most_schedules(layer, device),
+        lambda problem: grad_weight_tiles(problem, device),
+        lambda problem, tile: (
+            computes(problem, tile, False) and (not with_bias or _holds_the_output(unpadded, tile.gather))
+        ),
+        lambda problem, tile: expected_microseconds(problem, tile, device),
+        lambda tile: (
+            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.gather.load)
+        ),
+    )
 
 
 def _fills_wide_tiles(geometry: Geometry) -> bool:
@@ -155,7 +181,6 @@ def build_grad_weight(
         (
             *common_constants(problem),
             *tile.constants,
-            ("SLICES", min(slices, 2)),
             ("WITH_BIAS", with_bias),
         ),
     )
@@ -174,9 +199,9 @@ def build_grad_weight(
             input_(0),
             workspace(0) if slices > 1 else output(0),
             workspace(bias_at if with_bias else 0) if slices > 1 else bias,
-            int64(geometry.batch),
-            int64(repeat),
+            struct(0),
         ),
+        structs=(walk_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, slices > 1),),
         shared_bytes=shared,
     )
     if slices == 1:
@@ -217,6 +242,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
     """The tiles worth a thought."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
+    layer = of_one_pixel(geometry)
     m_total = ceil_div(geometry.in_channels_per_group, 16)
     for m_tiles, groups in product(
         sorted({min(2, m_total), min(4, m_total)}),
@@ -228,9 +254,9 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
             least_n = ceil_div(n_total, MOST_SUMS[rounds_nothing(problem)] // m_tiles)
-            load = load_width(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
-            for warps_n, warps_k, tile_w, tile_h in product(
-                sorted({least_n, min(2 * least_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
+            widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
+            for load, warps_n, warps_k, tile_w, tile_h in product(
+                widths, sorted({least_n, min(2 * least_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
             ):
                 n_tiles = ceil_div(n_total, warps_n)
                 warps = warps_k * warps_n * warps_m * groups
@@ -255,10 +281,11 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         async_=asynchronous,
                         threads=32 * warps,
                     )
-                    if geometry.width % vector or not loadable(problem, gather):
+                    aligned = channels_last or geometry.width % vector == 0
+                    if not aligned or not loadable(problem, gather):
                         continue
                     gather, passes = laid_out(
-                        geometry, gather, channels_last, [vector * t for t in range(4)], True
+                        layer, gather, channels_last, tuple(vector * t for t in range(4)), True
                     )
                     sums = m_tiles * n_tiles * 4
                     exchange = warps // warps_k * (warps_k // 2) * sums * 32

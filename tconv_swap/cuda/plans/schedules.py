@@ -4,8 +4,13 @@ closest to the best of all schedules. Pure functions of data."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from heapq import nsmallest
 from typing import TypeVar
+
+from tconv_swap.cuda.plans.grad_weight_classes import select, sizes_of, weight_of
+from tconv_swap.cuda.problem import Problem
 
 #: Kernels of one stage of a layer that compute it, in one dtype and layout, over all sizes.
 MOST_SCHEDULES = 4
@@ -33,7 +38,43 @@ UNUSUAL = 0.25
 #: The same of single images: networks are trained on several.
 SINGLE = 0.5
 
+#: Of every so many of the sizes the best so many schedules are candidates, and as many of those for any size.
+EVERY, BEST = 3, 12
+
 _Schedule = TypeVar("_Schedule")
+
+
+def few_of(
+    layer: Problem,
+    most: int,
+    candidates: Callable[[Problem], Iterable[_Schedule]],
+    computes: Callable[[Problem, _Schedule], bool],
+    expected: Callable[[Problem, _Schedule], float],
+    any_size: Callable[[_Schedule], bool],
+    every: int = EVERY,
+    otherwise: float | None = None,
+) -> tuple[_Schedule, ...]:
+    """At most ``most`` schedules for all sizes of a layer, out of the candidates for the sizes that stand for all
+    (grad_weight_classes.py); the first of those that compute ``any_size``, if there are such. ``expected``: the time
+    of a size that the schedule ``computes``."""
+    geometries = [size.of(layer.geometry) for size in sizes_of(layer)]
+    problems = [replace(layer, geometry=geometry) for geometry in geometries]
+    found: dict[_Schedule, None] = {}
+    for problem in problems[::every]:
+        own = [one for one in candidates(problem) if computes(problem, one)]
+        for some in (own, [one for one in own if any_size(one)]):
+            best = nsmallest(BEST, some, key=lambda one, problem=problem: expected(problem, one))  # type: ignore[misc]
+            found.update(dict.fromkeys(best))
+    times = {
+        one: [expected(problem, one) if computes(problem, one) else math.inf for problem in problems]
+        for one in found
+    }
+    weights = [weight_of(layer, geometry) for geometry in geometries]
+    if otherwise is not None:
+        every_schedule = list(times)
+        chosen = select(list(times.values()), weights, most, math.log(otherwise))
+        return tuple(every_schedule[index] for index in chosen)
+    return covering(times, weights, [one for one in times if any_size(one)], most)
 
 
 def covering(

@@ -31,6 +31,73 @@ def image_sizes(geometry: Geometry, counted: tuple[int, int] | None = None) -> W
     )
 
 
+def walk_sizes(geometry: Geometry, tile: tuple[int, int], repeat: int, split: bool) -> Words:
+    """``WalkSizes``, of the kernels whose blocks walk down ``repeat`` tiles of so many rows and columns of the input;
+    with ``split`` their sums go to the workspace."""
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(tile[0], repeat, int(split)),
+        *divisor(ceil_div(geometry.height, tile[0])),
+        *divisor(ceil_div(geometry.width, tile[1])),
+    )
+
+
+def run_sizes(geometry: Geometry, tile: int) -> Words:
+    """``RunSizes``, of the kernels whose tiles are so many pixels of an image that follow each other."""
+    pixels = geometry.height * geometry.width
+    tiles = ceil_div(pixels, tile)
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(pixels, geometry.batch * tiles),
+        *divisor(tiles),
+        *divisor(geometry.width),
+    )
+
+
+def step_sizes(geometry: Geometry, step: int, splits: int) -> Words:
+    """``StepSizes``, of the kernel whose steps are so many pixels of a row."""
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        splits,
+        *divisor(geometry.height),
+        *divisor(ceil_div(geometry.width, step)),
+    )
+
+
+def part_sizes(
+    batch: int, source: tuple[int, int], pixel_rows: int, cells: tuple[int, int], pitch: int, segment: int
+) -> Words:
+    """``PartSizes``, of the kernel that parts ``source`` rows and columns to lines of ``cells``."""
+    count = cells[0] * cells[1]
+    return (
+        *(batch, *source, pixel_rows, count, pitch, segment),
+        *divisor(ceil_div(count, segment)),
+        *divisor(cells[1]),
+    )
+
+
+def line_sizes(geometry: Geometry, slices: int) -> Words:
+    """``LineSizes``, of the kernel whose pixels lie in lines."""
+    return geometry.batch, geometry.width, geometry.height * geometry.width, slices
+
+
+def stage_sizes(
+    geometry: Geometry, line: int, tile: tuple[int, int], slices: int, in_weight_order: bool
+) -> Words:
+    """``StageSizes``, of the kernel whose stages are so many rows and columns of the input."""
+    down, across = ceil_div(geometry.height, tile[0]), ceil_div(geometry.width, tile[1])
+    return geometry.batch, geometry.out_width, line, down, across, slices, int(in_weight_order)
+
+
+def grad_weight_strip_sizes(geometry: Geometry, strip: int, segment: int, flush: int, slices: int) -> Words:
+    """``GradWeightStripSizes``, of the kernel whose columns are ``segment`` rows in a strip of so many columns."""
+    return (
+        *(geometry.batch, geometry.out_height, geometry.out_width, segment, flush, slices),
+        *divisor(ceil_div(geometry.width, strip)),
+        *divisor(ceil_div(geometry.out_height, segment)),
+    )
+
+
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells

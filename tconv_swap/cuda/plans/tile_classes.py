@@ -15,6 +15,7 @@ from itertools import islice, zip_longest
 from tconv_swap.cuda.integers import ceil_div, round_up
 from tconv_swap.cuda.plans import nchw_boxes
 from tconv_swap.cuda.plans.forward_shares import share_of_tile
+from tconv_swap.cuda.plans.grad_input_shares import share_of_stride_one
 from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.cuda.plans.tile_choice import candidates, power_above
 from tconv_swap.cuda.plans.tile_layout import (
@@ -146,7 +147,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         one = _best(layer, _sized(layer, 4096, 1, 1), device)
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
-    most = share_of_tile(layer, device)
+    most = share_of_stride_one(layer, device) if layer.of_grad_input else share_of_tile(layer, device)
     for make in _classes(layer):
         if len(found) == most:
             break

@@ -12,9 +12,9 @@ from tconv_swap.cuda.plans.grad_input_layout import (
     StridedProblem,
     of_any_size,
     representatives,
-    schedules_at_most,
     sized,
 )
+from tconv_swap.cuda.plans.grad_input_shares import share_of_unfolded
 from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.cuda.plans.schedules import PATCHES, covering
 from tconv_swap.cuda.plans.unfolded_tile import (
@@ -107,7 +107,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
         passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
-    return covering(found, weights, (), schedules_at_most(layer))
+    return covering(found, weights, (), share_of_unfolded(layer, device))
 
 
 def _least(tile: UnfoldedTile, passes: float, problem: StridedProblem, device: Device) -> float:
