@@ -33,6 +33,8 @@ GRACE_SECONDS = 60.0
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 Row = dict[str, Any]
+#: Of a case, in a setting; the third is told what comes next.
+Measure = Callable[[Case, Setting, Callable[[str], None]], Row]
 
 
 class Turn:
@@ -106,7 +108,7 @@ def rows_by_turns(
     at_once: int,
     threads: int,
     seconds_left: Callable[[], float],
-    measure: Callable[[Case, Setting], Row] = measure_best,
+    measure: Measure = measure_best,
 ) -> Iterator[tuple[Case, Row | Exception]]:
     """The rows as they are done, or why one is not; those that were not begun when the time was over are missing.
 
@@ -170,13 +172,13 @@ def rows_by_turns(
                 os.environ[_COMPILE_THREADS] = before
 
 
-def _make(measure: Callable[[Case, Setting], Row], setting: Setting, path: Path) -> Work[Case, Row]:
+def _make(measure: Measure, setting: Setting, path: Path) -> Work[Case, Row]:
     """In the process of a row."""
 
     def work(case: Case, announce: Callable[[str], None]) -> Row:
         begin = time.monotonic()
         with Turn(path, setting.device) as turn:
-            row = measure(case, setting)
+            row = measure(case, setting, announce)
         return {**row, "seconds": {"gpu": turn.held_s, "whole": time.monotonic() - begin}}
 
     return work

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from tconv_swap.inputs import named_tensors
 from tconv_swap.ways.optimize import WaySearch
 from tconv_swap.ways.report import StageWays
 from tconv_swap.ways.run import build
+from tconv_swap.ways.search import Progress
 from tconv_swap.ways.way import PYTORCH, TODAY, Way, with_layers
 
 RUNTIME, LAYOUT = "best", "any"
@@ -46,8 +48,11 @@ HOPELESS = 1.2
 MOST_APART = 0.05
 
 
-def measure_best(case: Case, setting: Setting) -> dict[str, Any]:
-    """Both stages: every way, and today's, PyTorch's best and ours side by side.
+def measure_best(
+    case: Case, setting: Setting, announce: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """Both stages: every way, and today's, PyTorch's best and ours side by side. ``announce`` is called with what comes
+    next.
 
     Raises:
         ValueError: a layer, or the network in its best way, computes something else.
@@ -67,7 +72,7 @@ def measure_best(case: Case, setting: Setting) -> dict[str, Any]:
             )
             ways = [way for way in searched.chosen_from(None) if not (network.no_compile and way.compiled)]
             searched.search.hopeless = HOPELESS
-            found = searched.run(ways, None, verified=False, profiled=False)
+            found = searched.run(ways, None, _progress(searched, announce), verified=False, profiled=False)
             stages.append(_stage(found))
             notes += [f"{found.stage}: {note}" for note in found.notes]
             apart = _apart(searched, found.best)
@@ -81,6 +86,16 @@ def measure_best(case: Case, setting: Setting) -> dict[str, Any]:
         "share": {"forward": None, "step": None},
         "notes": notes,
     }
+
+
+def _progress(searched: WaySearch, announce: Callable[[str], None] | None) -> Progress | None:
+    if announce is None:
+        return None
+
+    def progress(text: str, done: int | None = None, total: int | None = None) -> None:
+        announce(f"{searched.stage}, {text}")
+
+    return progress
 
 
 def _stage(found: StageWays) -> dict[str, Any]:

@@ -81,3 +81,15 @@ def test_large_networks_and_float16_come_first() -> None:
     assert [case.network for case in cases[:10]] == [*models_ways.ORDER]
     assert set(models_ways.ORDER) == set(models.NETWORKS)
     assert cases[10].precision == "tf32"
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_what_comes_next_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models_ways, "TIMING_S", 0.01)
+    monkeypatch.setattr(models_ways, "FINAL_S", 0.01)
+    heard: list[str] = []
+    row = models_ways.measure_best(Case("vae", "tf32", "any", "best"), CPU, heard.append)
+    ways = len(row["stages"][0]["ways"])
+    assert len(heard) == 2 * ways
+    assert heard[0].startswith("step, trying pytorch, ")
+    assert heard[ways].startswith("forward, trying pytorch, ")

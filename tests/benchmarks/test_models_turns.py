@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ def test_compiling_lets_go_of_the_gpu(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(done) == 6
 
 
-def measured(case: Case, setting: Setting) -> dict[str, Any]:
+def measured(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[str, Any]:
+    announce(f"measuring {case.network}")
     if case.network == "fails":
         raise ValueError("no\nand more")
     if case.network == "dies":
@@ -90,13 +92,14 @@ def test_rows_of_processes() -> None:
     assert 0 <= row.pop("seconds")["gpu"] < 60
     assert row == {**cases[1]._asdict(), "threads": "2"}
     assert isinstance(found[cases[0]], StoppedError)
+    assert str(found[cases[0]]) == "died in measuring dies"
     error = found[cases[2]]
     assert isinstance(error, TaskError)
     assert str(error) == "ValueError: no\nand more"
     assert "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ
 
 
-def slow(case: Case, setting: Setting) -> dict[str, Any]:
+def slow(case: Case, setting: Setting, announce: Callable[[str], None]) -> dict[str, Any]:
     time.sleep(1000)
     return {}
 
