@@ -77,6 +77,8 @@ def test_a_layer_has_four_kernels_of_all_families_at_most(layer: Layer, device: 
                         any_size(rng, layer.geometry), dtype, precision, channels_last, channels_last
                     )
                     for launch in plan.plan_backward(posed, mask, device).launches:
+                        if launch.kernel.entry == "forward_strips":
+                            continue  # test_sizes.py is about the forward pass's kernels
                         assert not SIZES & dict(launch.kernel.constants).keys(), launch.kernel
                         if launch.kernel.entry in AUXILIARY:
                             others.setdefault(launch.kernel.entry, set()).add(launch.kernel)

@@ -196,8 +196,8 @@ def tiles_of(geometry: Geometry, tile: Tile) -> int:
 
 def candidates(geometry: Geometry, device: Device) -> Iterator[Tile]:
     """All tiles worth a thought, in one slice."""
-    for pixels, shape in itertools.product(dict.fromkeys(pixels_of(geometry)), _SHAPES):
-        tile = Tile(pixels, *shape, 1)
+    for pixels, (warpgroups, blocks, cols) in itertools.product(dict.fromkeys(pixels_of(geometry)), _SHAPES):
+        tile = Tile(pixels, warpgroups, blocks, cols, 1)
         if fits(geometry, tile, device):
             yield tile
 

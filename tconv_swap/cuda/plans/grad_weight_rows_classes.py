@@ -48,7 +48,7 @@ def choose(problem: Problem, device: Device, most: int) -> list[tuple[Lines, Til
         if cut is not None:
             found.append(cut)
     if len(found) > 1:
-        found.sort(key=lambda cut: _clocks(problem, *cut, device))
+        found.sort(key=lambda cut: _clocks(problem, cut[0], cut[1], device))
     return found
 
 
