@@ -23,8 +23,10 @@ def share_of_boxes(layer: StridedProblem, device: Device) -> int:
     """Those of tiles by boxes."""
     if layer.one_pixel:
         return 1
-    share = MOST_KERNELS - _of_one_pixel(layer, device)
-    return min(share, MOST_COPIED) if _shared(layer, device) else share
+    pixels = _of_one_pixel(layer, device)
+    if not _shared(layer, device):
+        return MOST_KERNELS - pixels
+    return MOST_COPIED - (pixels if _may_be_arranged(layer) else 0)
 
 
 def share_of_unfolded(layer: StridedProblem, device: Device) -> int:
@@ -38,7 +40,8 @@ def share_of_tile(layer: StridedProblem, device: Device) -> int:
         return 1
     taken = 0
     if _shared(layer, device):
-        taken = MOST_COPIED + (MOST_UNFOLDED if _may_be_arranged(layer) else 0)
+        taken = share_of_boxes(layer, device)
+        taken += MOST_UNFOLDED if _may_be_arranged(layer) else 0
     return max(1, MOST_KERNELS - _of_one_pixel(layer, device) - taken)
 
 
