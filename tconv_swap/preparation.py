@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.blocks.call import Recorded, recording
+from tconv_swap.blocks.evaluation import block_words, epilogue_of
 from tconv_swap.blocks.finding import find
 from tconv_swap.blocks.form import activation_of
 from tconv_swap.blocks.kernels import BACKWARD as BLOCK_BACKWARD
 from tconv_swap.blocks.kernels import FORWARD as BLOCK_FORWARD
 from tconv_swap.blocks.kernels import form_words, planned
-from tconv_swap.blocks.modules import NORM_CLASSES, AllBlocks, Blocks
+from tconv_swap.blocks.modules import NORM_CLASSES, AllBlocks, Blocks, evaluated_together
 from tconv_swap.cuda import call, first_use, host, jit, plan
 from tconv_swap.cuda.cache import cache_problem
 from tconv_swap.cuda.choice import FORWARD, Mask, backward_units
+from tconv_swap.cuda.plans.epilogue import with_epilogue
 from tconv_swap.cuda.plans.plan_cast import plan_cast
 from tconv_swap.cuda.plans.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.cuda.program import Kernel, Output, Plan
@@ -121,6 +123,7 @@ def prepare(
     stages = dict.fromkeys(stage for one in variants for stage in _stages(one, training))
     plans = [made for stage in stages for made in _plans(stage, device, index)]
     plans += [made for one in variants for made in _casts(one, training)]
+    plans += [made for one in variants for made in _ended(one, model, device, index)]
     for block in blocks:
         for one in _block_variants(block, dtypes, memory_formats):
             plans += _block_plans(one, training, device)
@@ -299,6 +302,27 @@ def _plans(stage: _Stage, device: plan.Device, index: int | None) -> Iterator[Pl
             yield from first_use.candidates_of(
                 stage.problem, unit, stage.has_bias, device, first_use.CANDIDATES
             )
+
+
+def _ended(called: Called, model: nn.Module, device: plan.Device, index: int | None) -> Iterator[Plan]:
+    """Yields what computes a layer with the norm and the activation behind it, in evaluation."""
+    input, weight, bias, *geometry = called.operands
+    for layer, norm, activation in evaluated_together(model):
+        applied = activation_of(activation)
+        if layer is not called.layer or applied is None:
+            continue
+        given: Any = norm
+        names = ("weight", "bias", "running_mean", "running_var")
+        vectors = [None if norm is None else form_of(getattr(given, name)) for name in names]
+        words = block_words(*geometry, 0.0 if norm is None else given.eps, *applied)
+        epilogue = epilogue_of((*map(form_of, (input, weight, bias)), *vectors), words)
+        if epilogue is None:
+            continue
+        for stage in _stages(called, training=False):
+            for made in _plans(stage, device, index):
+                ended = with_epilogue(made, epilogue)
+                if ended is not None:
+                    yield ended
 
 
 def _casts(called: Called, training: bool) -> Iterator[Plan]:

@@ -22,9 +22,11 @@ from tconv_swap.cuda import call, choice, first_use, host, jit, nvrtc, plan
 from tconv_swap.cuda.cache import cache_directory
 from tconv_swap.cuda.compiler import BuildError
 from tconv_swap.cuda.nvrtc import CompileError
+from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
 from tconv_swap.cuda.plans.schedules import SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.cuda.program import Kernel
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.norm.shape import Activation
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 ALL = (True, True, True)
@@ -109,6 +111,7 @@ def test_a_fresh_process_compiles_nothing(own_cache: Path, monkeypatch: pytest.M
     script = """
 import json, torch
 from tconv_swap.cuda import jit, nvrtc, plan, choice
+from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm import plan as norms
 from tconv_swap.kernels.norm.shape import Activation, Norm
 from tconv_swap.geometry import Geometry
@@ -120,6 +123,8 @@ for size in (4, 9):
     for i, o, h, w in ((64, 32, size, size + 1), (32, 3, 2 * size, 2 * size + 2)):
         posed = plan.Problem(Geometry(2, i, h, w, o, (4, 4), (2, 2), (1, 1)), torch.float16, "ieee", False, False)
         plans.append(choice.choose_forward(posed, True, device, "auto").plan)
+        if o == 3:
+            plans.append(with_epilogue(plans[-1], Epilogue(False, Activation.TANH)))
         for mask in ((True, True, True), (False, True, True)):
             plans += [step.plan for step in choice.choose_backward(posed, mask, device, "auto")]
     norm = Norm((2, 32, 2 * size, 2 * size + 2), False, torch.float16, torch.float16, False, 1e-5, Activation.RELU)
@@ -220,6 +225,31 @@ def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
     assert all(is_kept(one.kernel) for one in made.launches)
     tconv_swap.prepare(model, x, architecture="sm_90a", dtypes=[torch.bfloat16], training=True)
     assert compiler.knows("cast.cu", "using From = BFloat16;", "using To = float;")
+
+
+@pytest.mark.parametrize("inputs", [torch.randn(2, 64, 8, 8), None], ids=["observed", "usual"])
+@pytest.mark.parametrize("training", [False, True])
+def test_layers_with_what_is_behind_them_in_evaluation(
+    training: bool, inputs: Tensor | None, compiler: Compiler
+) -> None:
+    model = decoder(fuse="blocks").train(training)
+    tconv_swap.prepare(model, inputs, architecture="sm_90a")
+    behind = (
+        (
+            Geometry(2, 64, 8, 8, 32, (4, 4), (2, 2), (1, 1)),
+            Epilogue(True, Activation.RELU, eps=1e-5),
+            training,
+        ),
+        (Geometry(2, 32, 16, 16, 3, (4, 4), (2, 2), (1, 1)), Epilogue(False, Activation.TANH), False),
+    )
+    for geometry, epilogue, by_batch in behind:
+        precision = "tf32" if call.precision() == "tf32" else "ieee"
+        posed = plan.Problem(geometry, torch.float32, precision, False, False)
+        made = choice.choose_forward(posed, True, H200, "auto").plan
+        assert made is not None
+        ended = with_epilogue(made, epilogue)
+        assert ended is not None
+        assert is_kept(ended.launches[-1].kernel) is not by_batch
 
 
 class Residual(nn.Module):

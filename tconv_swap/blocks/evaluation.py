@@ -69,7 +69,7 @@ def answer(tensors: Sequence[Tensor | None], words: Sequence[int], backend: str)
     Raises:
         BuildError, CompileError, RuntimeError, ValueError: as ``call.answer``.
     """
-    epilogue = _epilogue(tensors, words)
+    epilogue = epilogue_of(tensors, words)
     if epilogue is None:
         return DECLINED
     found = call.block_answer(
@@ -78,8 +78,9 @@ def answer(tensors: Sequence[Tensor | None], words: Sequence[int], backend: str)
     return DECLINED if found is None else found
 
 
-def _epilogue(tensors: Sequence[Tensor | None], words: Sequence[int]) -> Epilogue | None:
-    """What follows the layer; None if our kernels do not compute it behind one."""
+def epilogue_of(tensors: Sequence[Tensor | None], words: Sequence[int]) -> Epilogue | None:
+    """What follows the layer of such a call; None if our kernels do not compute it behind one. The tensors need no
+    numbers."""
     input, weight, _, *vectors = tensors
     assert input is not None
     assert weight is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias, cast
 
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from tconv_swap.blocks import call, handed
 from tconv_swap.blocks.form import NORMS, activation_of, takes_sum
 from tconv_swap.blocks.postponed import Postponed
-from tconv_swap.layer import SWAPPED
+from tconv_swap.layer import SWAPPED, Swapped
 from tconv_swap.leaf import Leaf
 
 #: What is fused: blocks behind a transposed convolution of ours; these and every other norm; nothing.
@@ -66,24 +67,46 @@ class AllBlocks(Blocks):
 def _evaluated(modules: list[Any], at: int, input: Tensor) -> tuple[Tensor | None, int]:
     """The output of a transposed convolution of ours and of the norm and the activation behind it, and how many modules
     that are; None where the modules have to compute it."""
-    layer, norm, activation = modules[at], None, None
-    end = at + 1
-    if end < len(modules) and type(modules[end]) in FUSED_NORMS:
-        norm = modules[end]
-        if not call.goes_by_running_statistics(norm):
-            return None, 0
-        end += 1
-    if end < len(modules) and activation_of(modules[end]) is not None and not call.is_watched(modules[end]):
-        activation = modules[end]
-        end += 1
-    if end == at + 1:
+    layer = modules[at]
+    norm, activation = _behind(modules, at)
+    if norm is None and activation is None:
         return None, 0
     for observe in call.block_observers:
         observe(layer, norm, activation, input)
-    # Who observes norms sees them computed by themselves.
-    if call.observers or call.is_watched(layer) or (norm is not None and call.is_watched(norm)):
+    # Who observes or records norms sees them called by themselves.
+    if (
+        call.observers
+        or call.recorders
+        or call.is_watched(layer)
+        or (norm is not None and call.is_watched(norm))
+    ):
         return None, 0
-    return call.evaluated(layer, norm, activation, input), end - at
+    return call.evaluated(layer, norm, activation, input), 1 + (norm is not None) + (activation is not None)
+
+
+def _behind(modules: list[Any], at: int) -> tuple[nn.Module | None, nn.Module | None]:
+    """The norm and the activation that evaluation may compute with the layer in this place."""
+    end, norm = at + 1, None
+    if end < len(modules) and type(modules[end]) in FUSED_NORMS:
+        norm = modules[end]
+        if not call.goes_by_running_statistics(norm):
+            return None, None
+        end += 1
+    if end < len(modules) and activation_of(modules[end]) is not None and not call.is_watched(modules[end]):
+        return norm, modules[end]
+    return norm, None
+
+
+def evaluated_together(
+    model: nn.Module,
+) -> Iterator[tuple[Swapped, nn.Module | None, nn.Module | None]]:
+    """Yields each layer of a swapped network with the norm and the activation that evaluation may compute with it."""
+    for container in model.modules():
+        modules = list(container._modules.values()) if isinstance(container, Blocks) else []
+        for at, layer in enumerate(modules):
+            norm, activation = _behind(modules, at) if type(layer) in SWAPPED else (None, None)
+            if norm is not None or activation is not None:
+                yield cast(Swapped, layer), norm, activation
 
 
 def _block(norm: nn.Module, following: nn.Module | None, input: Tensor) -> tuple[Tensor | None, int]:
