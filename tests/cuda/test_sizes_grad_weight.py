@@ -161,7 +161,8 @@ def test_a_map_of_few_columns_is_tiled_in_place() -> None:
     (layer,) = (layer for layer in LAYERS if layer.name == "simplebaseline")  # 8 x 6
     problem = plan.Problem(layer.geometry, torch.float32, "tf32", True, True)
     part = plan_grad_weight.plan_grad_weight(problem, H200)
-    assert part is not None and "turned in place" in part.why
+    assert part is not None
+    assert "turned in place" in part.why
 
 
 # ---- the arithmetic, emulated ----------------------------------------------------------------------------------
