@@ -219,6 +219,25 @@ def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
                 assert all(start % align == 0 for start in starts)
 
 
+def test_small_maps_have_a_tile_in_nchw() -> None:
+    (layer,) = (layer for layer in LAYERS if layer.name == "dcgan2")  # 4 x 4
+    problem = plan.Problem(layer.geometry, torch.float32, "tf32", False, False)
+    part = plan_grad_input.plan_grad_input(problem, H200)
+    assert part is not None
+    assert part.family == plan_grad_input_unfolded.FAMILY
+
+
+@pytest.mark.parametrize(("kernel", "stride", "multiple"), [(5, 5, 2), (4, 2, 4), (3, 2, 4)])
+def test_aligned_rows_are_multiples_of_what_most_rows_are(kernel: int, stride: int, multiple: int) -> None:
+    # 638 columns, 128, and 127, to which an output_padding of 1 is added.
+    extra = stride - kernel + 2 if stride == 2 else 0
+    geometry = Geometry(1, 32, 128, 128, 32, (kernel,) * 2, (stride,) * 2, (1, 1), (extra, extra))
+    posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
+    assert posed.aligned_columns == multiple
+    assert posed.can_be_aligned
+    assert replace(posed, aligned=True).row_multiple == multiple
+
+
 def test_sizes_are_near_the_best_of_all_tiles() -> None:
     """By the expected time: four tiles for all sizes cost little beside any tile for each."""
     rng = random.Random(0)

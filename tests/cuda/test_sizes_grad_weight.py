@@ -150,6 +150,21 @@ def test_the_few_that_come_nearest_to_the_best_are_selected() -> None:
     assert select([], [], 4) == []
 
 
+def test_sizes_that_none_computes_count_by_their_weight() -> None:
+    never = float("inf")
+    clocks = [[10.0, 20.0, never], [20.0, 10.0, 10.0]]
+    assert select(clocks, [2.0, 0.1, 0.1], 1, uncovered=1.0) == [0]
+    assert select(clocks, [1.0, 1.0, 1.0], 1, uncovered=1.0) == [1]
+
+
+def test_a_map_of_few_columns_is_tiled_in_place() -> None:
+    (layer,) = (layer for layer in LAYERS if layer.name == "simplebaseline")  # 8 x 6
+    problem = plan.Problem(layer.geometry, torch.float32, "tf32", True, True)
+    part = plan_grad_weight.plan_grad_weight(problem, H200)
+    assert part is not None
+    assert "turned in place" in part.why
+
+
 # ---- the arithmetic, emulated ----------------------------------------------------------------------------------
 
 
