@@ -7,7 +7,7 @@
 // A block computes THREADS outputs in the order of NCHW. Offsets are of 32 bits.
 #include "tiny.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tiny_forward(const Element* __restrict__ input, const Element* __restrict__ weight,
                  const Element* __restrict__ bias, Element* __restrict__ output, const __grid_constant__ Problem p,
                  const __grid_constant__ Strides of_input, const __grid_constant__ Strides of_weight,

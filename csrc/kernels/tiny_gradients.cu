@@ -32,7 +32,7 @@ __device__ __forceinline__ Sum over_lanes(Sum sum) {
   return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
     tiny_gradients(const Element* __restrict__ grad_output, const Element* __restrict__ input,
                    const Element* __restrict__ weight, Element* __restrict__ grad_input,
                    Element* __restrict__ grad_weight, Element* __restrict__ grad_bias,
