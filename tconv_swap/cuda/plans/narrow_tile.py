@@ -16,7 +16,7 @@ MAX_THREADS = 384
 MIN_SUMS = 8
 MAX_SUMS = 96
 #: What ``registers`` adds to what the compiler needs on average, so that it never spills.
-REGISTER_MARGIN = 25
+REGISTER_MARGIN = 34
 
 
 @dataclass(frozen=True, slots=True)
