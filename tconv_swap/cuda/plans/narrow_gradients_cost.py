@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from math import ceil
-from operator import attrgetter
 
 from tconv_swap.cuda.plans.gather_tile import GatherTile, columns, loads, rows, sectors
 from tconv_swap.cuda.plans.narrow_gradients import KEPT_PLACES, rounds_nothing
@@ -98,8 +97,9 @@ class Work:
     start: float = 1.0
 
 
-_amounts = attrgetter(*(field.name for field in fields(Work)))
-_prices = attrgetter(*(field.name for field in fields(Prices)))
+#: What each of Work costs, of Prices, in the same order.
+AMOUNTS = tuple(field.name for field in fields(Work))
+PRICES = tuple(field.name for field in fields(Prices))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,9 @@ def microseconds(work: Work, prices: Prices, warps: float) -> float:
     """The expected time where ``warps`` warps are resident on a multiprocessor."""
     lone = 8 / warps
     total = 0.0
-    for amount, (alone, waiting) in zip(_amounts(work), _prices(prices), strict=True):
-        total += amount * (alone + waiting * lone)
+    for name, priced in zip(AMOUNTS, PRICES, strict=True):
+        alone, waiting = getattr(prices, priced)
+        total += getattr(work, name) * (alone + waiting * lone)
     return total
 
 
