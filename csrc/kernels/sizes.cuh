@@ -25,7 +25,7 @@ struct Divisor {
 /// Of the kernels that find their pixels one by one (images.cuh).
 struct ImageSizes {
   int batch, height, width, out_height, out_width;
-  Divisor rows, columns;  // of the input
+  Divisor rows, columns;  // of the input; general_forward.cu: of the cells
 };
 
 /// Of the kernels whose blocks walk down tiles of the input's pixels (gather.cuh, depthwise_backward.cu).
@@ -84,12 +84,6 @@ struct GradWeightStripSizes {
   int flush;                 // columns whose sums are added up before they leave
   int slices;                // that the columns of all images are cut into
   Divisor strips, segments;  // of an image
-};
-
-/// Of the kernels that find their pixels one by one (images.cuh).
-struct ImageSizes {
-  int batch, height, width, out_height, out_width;
-  Divisor rows, columns;  // of the input; general_forward.cu: of the cells
 };
 
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight_layout.cuh).

@@ -67,10 +67,11 @@ def test_no_size_is_compiled_in() -> None:
                 assert not names & dict(one.kernel.constants).keys()
 
 
-def test_the_kernels_of_all_classes_compile() -> None:
-    """A sample of the kernels that no size of the suite has: of every class of three layers."""
+def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
+    """A sample of the kernels that no size of the suite has: of every class of three layers, of one on each commit."""
     done = 0
-    for name in ("cyclegan2", "simplebaseline", "maskrcnn"):
+    names = ("cyclegan2", "simplebaseline", "maskrcnn")
+    for name in names if request.config.getoption("all_architectures") else names[:1]:
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
             posed = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
@@ -81,7 +82,7 @@ def test_the_kernels_of_all_classes_compile() -> None:
                 assert spills
                 assert computing(made).spills or not any(spills), log
                 done += 1
-    assert done >= 12
+    assert done >= 4
 
 
 # ---- the arithmetic, emulated --------------------------------------------------------------------------------

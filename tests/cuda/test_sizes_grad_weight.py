@@ -104,10 +104,11 @@ def test_the_output_padding_is_told_too() -> None:
             assert len(kernels) <= 4
 
 
-def test_the_kernels_of_all_classes_compile() -> None:
-    """A sample of the kernels that no size of the suite has."""
+def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
+    """A sample of the kernels that no size of the suite has: one layer's on each commit."""
     done = 0
-    for name in ("cyclegan2", "simplebaseline", "kb75"):
+    names = ("cyclegan2", "simplebaseline", "kb75")
+    for name in names if request.config.getoption("all_architectures") else names[:1]:
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in itertools.product((torch.float16, torch.float32), (False, True)):
             posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
@@ -127,7 +128,7 @@ def test_the_kernels_of_all_classes_compile() -> None:
                 assert spills
                 assert kernel.spills or not any(spills), log
                 done += 1
-    assert done >= 12
+    assert done >= 8
 
 
 # ---- which few schedules ---------------------------------------------------------------------------------------
