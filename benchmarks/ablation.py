@@ -31,7 +31,7 @@ from benchmarks.measuring_process import Work
 from benchmarks.random_layers import OF_EACH_CLASS, SEED, random_layers
 from benchmarks.sweep import Sweep, add_options, measuring, shuffled
 from tconv_swap.cuda import call
-from tconv_swap.cuda.problem import Device
+from tconv_swap.kernels.problem import Device
 from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.measurement.timing import Timing, time_interleaved

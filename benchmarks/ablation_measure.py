@@ -20,14 +20,14 @@ from benchmarks.families import APART, MASKS, PYTORCH, chosen, plans_of
 from benchmarks.kernels import problem_of
 from benchmarks.random_layers import class_of
 from benchmarks.truth import Data, errors
-from tconv_swap.cuda import jit, launch, native
-from tconv_swap.cuda.plan import with_weight_layout
-from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Plan
 from tconv_swap.files.fileformat import first_line
+from tconv_swap.kernels.plan import with_weight_layout
+from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import Timing
+from tconv_swap.runtime import jit, launch, native
+from tconv_swap.runtime.program import Plan
 from tconv_swap.tuning import WRONG
 
 #: The stages that share their tensors.

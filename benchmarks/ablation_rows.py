@@ -27,13 +27,13 @@ WORST_SHOWN = 20
 #: What other GPUs than Hopper run in the place of kernels that only Hopper has. They keep their place for that.
 FALLBACKS = frozenset(
     (
-        "forward_narrow",
-        "forward_tile",
-        "general_forward",
-        "general_grad_input",
-        "general_grad_weight",
-        "grad_input_tile",
-        "grad_weight_mma",
+        "forward_narrow_ffma",
+        "forward_implicit_gemm_mma",
+        "forward_general",
+        "grad_input_general",
+        "grad_weight_general",
+        "grad_input_implicit_gemm_mma",
+        "grad_weight_implicit_gemm_mma",
     )
 )
 

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 import tconv_swap
 from benchmarks.networks import NETWORKS, Network, _dcgan, _example, _latents
 from tconv_swap.blocks import call
-from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.runtime.cache import write_atomically
 
 #: Batch, channels, height, width; and whether every image is normalised alone.
 SHAPES: tuple[tuple[tuple[int, int, int, int], bool], ...] = (

@@ -9,36 +9,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
-from tconv_swap.cuda.plans import (
-    plan_arrange,
-    plan_cells,
-    plan_depthwise_backward,
-    plan_fold,
-    plan_gathered,
-    plan_grad_input,
-    plan_grad_weight,
-    plan_grad_weight_boxes,
-    plan_grad_weight_direct,
-    plan_grad_weight_in_place,
-    plan_grad_weight_rows,
-    plan_grad_weight_strips,
-    plan_large,
-    plan_narrow,
-    plan_narrow_grad_input,
-    plan_narrow_grad_weight,
-    plan_pixel,
-    plan_pixel_gradients,
-    plan_strips,
-    plan_tile,
-    plan_tiny,
-)
-from tconv_swap.cuda.plans.grad_weight_candidates import choose
-from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
-from tconv_swap.cuda.plans.schedules import MOST_SCHEDULES
-from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Output, Part, Plan
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import tiny as tiny_family
+from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
+from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import gemm as forward_gemm
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
+from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
+from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
+from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import choose
+from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
+from tconv_swap.kernels.gradients import gemm as gradients_gemm
+from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
+from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
+from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.program import Output, Part, Plan
 
 #: The gradients that a stage computes: of the input, the weight, the bias. ``gradients``: the first two together, by
 #: those families that share a pass or a copy.
@@ -52,22 +50,22 @@ STAGES = ("forward", *MASKS)
 PYTORCH = "pytorch"
 #: The gradients of input and weight one after the other, each by the fastest that there is.
 APART = "apart"
-ARRANGED = "arranged"
+ARRANGED = "nchw_to_nhwc"
 GENERAL = "general"
 
 #: Kernels that prepare what another multiplies, or add up what it leaves.
 _HELPERS = frozenset(
     (
         "arrange",
-        "forward_tile_reduce",
-        "grad_weight_reduce",
-        "grad_weight_rows_reduce",
-        "pack_cells",
-        "pack_strips",
-        "pack_weights",
+        "forward_implicit_gemm_split_k",
+        "grad_weight_split_k_reduce",
+        "grad_weight_pixel_rows_reduce",
+        "forward_narrow_mma_pack",
+        "forward_stride1_pack",
+        "forward_implicit_gemm_pack",
         "pad_rows",
-        "part_phases",
-        "reduce_slices",
+        "space_to_depth",
+        "split_k_reduce",
     )
 )
 #: More plans than any family has.
@@ -75,7 +73,7 @@ _ALL = 1 << 20
 
 
 def family_of(made: Plan) -> str:
-    """The name of what a plan launches: ``"arranged grad_input_boxes"``."""
+    """The name of what a plan launches: ``"arranged grad_input_implicit_gemm_tma"``."""
     entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
     mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
     return f"{ARRANGED} {mains}" if "arrange" in entries else mains
@@ -116,18 +114,18 @@ def chosen(problem: Problem, stage: str, has_bias: bool, device: Device, found: 
 
 
 def _forward(problem: Problem, has_bias: bool, device: Device) -> Iterator[Plan]:
-    yield from plan_tile.plan_candidates(problem, has_bias, device, _ALL)
-    for family in (plan_strips, plan_fold, plan_cells, plan_narrow, plan_pixel):
+    yield from forward_implicit_gemm.plan_candidates(problem, has_bias, device, _ALL)
+    for family in (forward_stride1, forward_col2im, forward_narrow_mma, forward_narrow_ffma, forward_gemm):
         yield from family.plan_candidates(problem, has_bias, device, 1)
-    tiny = plan_tiny.plan_forward(problem)
+    tiny = tiny_family.plan_forward(problem)
     if tiny is not None:
         yield tiny
 
 
 def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
     parts = [
-        *plan_grad_input.part_candidates(problem, device, _ALL),
-        *plan_narrow_grad_input.part_candidates(problem, device, 1),
+        *grad_input_implicit_gemm.part_candidates(problem, device, _ALL),
+        *grad_input_narrow_mma.part_candidates(problem, device, 1),
     ]
     yield from (_plan(part, _grad_input_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_input", device)
@@ -135,29 +133,33 @@ def _grad_input(problem: Problem, device: Device) -> Iterator[Plan]:
 
 def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
     parts = [
-        *plan_grad_weight_boxes.part_candidates(problem, device, False, 1),
-        *plan_grad_weight_direct.part_candidates(problem, device, False, 1),
-        *plan_grad_weight_in_place.part_candidates(problem, device, False, 1),
-        *plan_grad_weight_rows.part_candidates(problem, device, False, 1),
-        *plan_grad_weight_strips.part_candidates(problem, device, 1),
-        *plan_narrow_grad_weight.part_candidates(problem, device, False, 1),
+        *grad_weight_tma.part_candidates(problem, device, False, 1),
+        *grad_weight_im2col_nchw.part_candidates(problem, device, False, 1),
+        *grad_weight_im2col_nhwc.part_candidates(problem, device, False, 1),
+        *grad_weight_pixel_rows.part_candidates(problem, device, False, 1),
+        *grad_weight_stride1.part_candidates(problem, device, 1),
+        *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
     ]
-    if plan_grad_weight.claims(problem, device):
+    if grad_weight_implicit_gemm.claims(problem, device):
         found = choose(problem, device, _ALL, MOST_SCHEDULES)
         for wgmma in (True, False):
             best = next((one for one in found if one.tile.wgmma == wgmma), None)
             if best is not None:
-                parts.append(plan_grad_weight.plan_with_schedule(problem, best, device, False))
+                parts.append(grad_weight_implicit_gemm.plan_with_schedule(problem, best, device, False))
     yield from (_plan(part, _grad_weight_output(problem)) for part in parts)
     yield from _in_one_pass(problem, "grad_weight", device)
 
 
 def _gradients(problem: Problem, device: Device) -> Iterator[Plan]:
     outputs = (_grad_input_output(problem), _grad_weight_output(problem))
-    if plan_gathered.claims(problem, device) and (tiles := plan_gathered.rank(problem, device)):
-        yield _plan(plan_gathered.build(problem, tiles[0], device, False), *outputs)
-    if plan_large.claims(problem, device) and (shape := plan_large.shape_of(problem, device)):
-        yield _plan(plan_large.build(problem, shape, device), *outputs)
+    if gradients_narrow_joint.claims(problem, device) and (
+        tiles := gradients_narrow_joint.rank(problem, device)
+    ):
+        yield _plan(gradients_narrow_joint.build(problem, tiles[0], device, False), *outputs)
+    if gradients_large_kernel.claims(problem, device) and (
+        shape := gradients_large_kernel.shape_of(problem, device)
+    ):
+        yield _plan(gradients_large_kernel.build(problem, shape, device), *outputs)
     yield from _in_one_pass(problem, "gradients", device)
 
 
@@ -168,30 +170,32 @@ def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]
     """Families that compute either gradient, and both from one pass or from the same copies."""
     mask = MASKS[stage]
     for whole in (
-        plan_tiny.plan_backward(problem, mask),
-        plan_pixel_gradients.plan_backward(problem, mask, device),
+        tiny_family.plan_backward(problem, mask),
+        gradients_gemm.plan_backward(problem, mask, device),
     ):
         if whole is not None:
             yield whole
-    depthwise = plan_depthwise_backward.plan_gradients(problem, mask, device)
+    depthwise = gradients_depthwise.plan_gradients(problem, mask, device)
     if depthwise is not None:
         outputs = (_grad_input_output(problem), _grad_weight_output(problem))
         yield _plan(depthwise, *(one for one, wanted in zip(outputs, mask, strict=False) if wanted))
     pieces = _arranged_pieces(problem, mask, device)
     if pieces:
-        yield plan_arrange.assembled(problem, pieces, False, device)
+        yield gradients_nchw_to_nhwc.assembled(problem, pieces, False, device)
 
 
-def _arranged_pieces(problem: Problem, mask: tuple[bool, ...], device: Device) -> list[plan_arrange.Piece]:
+def _arranged_pieces(
+    problem: Problem, mask: tuple[bool, ...], device: Device
+) -> list[gradients_nchw_to_nhwc.Piece]:
     """What can be computed from copies in channels_last, whether or not that is expected to pay; empty for the rest."""
-    tensors = plan_arrange.tensors_of(problem)
+    tensors = gradients_nchw_to_nhwc.tensors_of(problem)
     if device.architecture != "sm_90a" or problem.channels_last or problem.geometry.batch == 0:
         return []
     if problem.dtype.itemsize != 2 or any(tensor.rows % tensor.piece for tensor in tensors):
         return []
     if sum(tensor.bytes for tensor in tensors) > MOST_ARRANGED_BYTES:
         return []
-    makers = (plan_arrange.arranged_grad_input, plan_arrange.arranged_grad_weight)
+    makers = (gradients_nchw_to_nhwc.arranged_grad_input, gradients_nchw_to_nhwc.arranged_grad_weight)
     made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]
     return [piece for piece in made if piece is not None] if None not in made else []
 

@@ -7,12 +7,13 @@ from collections.abc import Iterable
 import torch
 
 from tconv_swap.checks import output_memory_format
-from tconv_swap.cuda import jit, plan
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
-from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import NONE, Winners
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.modes import LAYOUTS, Mode
 from tconv_swap.measurement.suite import Layer
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Plan
 
 STAGE_MASKS = {
     "backward": (True, True, True),

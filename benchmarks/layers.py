@@ -22,11 +22,11 @@ from benchmarks.measure import Effort, Machine, measure
 from benchmarks.render import progress_line, text
 from benchmarks.results import Results
 from tconv_swap.cuda import call, tuned
-from tconv_swap.cuda.program import Plan
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
 from tconv_swap.measurement.suite import Layer, Suite, load_suite
+from tconv_swap.runtime.program import Plan
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"

@@ -11,10 +11,10 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from benchmarks.results import Results, Row, summarise
 from benchmarks.table import Table
-from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import machine_name
 from tconv_swap.measurement.suite import Targets
 from tconv_swap.report.figures import COLOURS, Figure, settings, standalone_svg
+from tconv_swap.runtime.cache import write_atomically
 
 #: Columns of the table.
 STAGES = ("forward", "backward", "grad_input", "grad_weight", "grad_bias")

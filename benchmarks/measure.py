@@ -17,9 +17,9 @@ from benchmarks.kernels import steps_of
 from benchmarks.results import Row
 from benchmarks.truth import GRADIENTS, Data, Error, errors
 from tconv_swap import ConvTranspose2d, conv_transpose2d, freeze
-from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.tuned import Winners
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.modes import LAYOUTS, Mode
 from tconv_swap.measurement.roof import Ceilings, work_of
 from tconv_swap.measurement.suite import Layer

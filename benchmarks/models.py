@@ -36,9 +36,9 @@ from benchmarks.models_ways import LAYOUT, ORDER, RUNTIME, measure_best
 from benchmarks.models_ways import PRECISIONS as BEST_PRECISIONS
 from benchmarks.networks import NETWORKS
 from benchmarks.sweep import Part
-from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import environment
 from tconv_swap.measurement.modes import LAYOUTS
+from tconv_swap.runtime.cache import write_atomically
 
 BENCHMARK = "models"
 PRECISIONS = ("tf32", "fp16")

@@ -37,14 +37,15 @@ from benchmarks.neighbours_rows import OWN, Row, neighbours_of, report, summary
 from benchmarks.random_layers import class_of
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
 from benchmarks.sweep import Sweep, add_options, measuring
-from tconv_swap.cuda import call, jit, launch
+from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import choose_backward, choose_forward
-from tconv_swap.cuda.plan import with_weight_layout
-from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Plan
 from tconv_swap.files.fileformat import first_line
+from tconv_swap.kernels.plan import with_weight_layout
+from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.timing import time_interleaved
+from tconv_swap.runtime import jit, launch
+from tconv_swap.runtime.program import Plan
 
 BENCHMARK = "neighbours"
 SECONDS = 300.0

@@ -26,9 +26,9 @@ import torch
 from torch import nn
 
 import tconv_swap
-from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.measurement.environment import environment
+from tconv_swap.runtime.cache import write_atomically
 
 CALLS = 300
 #: Of the network whose training step is timed: what a layer adds, beside what a step costs at all.

@@ -16,8 +16,9 @@ from dataclasses import replace
 
 import torch
 
-from tconv_swap.cuda import choice, plan
+from tconv_swap.cuda import choice
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.suite import load_suite
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)

@@ -1,7 +1,7 @@
 // What compute-sanitizer's racecheck does not follow, in small: `nvcc -arch=sm_90a -o race benchmarks/racecheck.cu`, then
 // `compute-sanitizer --tool racecheck ./race x` (and e, b, eb).
 //
-// Two filling warps take turns at 3 stages and one warp reads them, handed over by mbarriers as in forward_wgmma.cu. All four
+// Two filling warps take turns at 3 stages and one warp reads them, handed over by mbarriers as in forward/implicit_gemm_wgmma.cu. All four
 // are ordered the same way: writes, (__syncwarp,) arrival on `full`, wait, reads, (__syncwarp,) arrival on `empty`, wait, writes.
 // Without e every lane arrives; with e one lane does for its warp, after __syncwarp. With b a bulk copy completes on `full` too.
 #include <cstdint>

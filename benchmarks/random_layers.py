@@ -36,11 +36,11 @@ def class_of(geometry: Geometry) -> str:
     kernel_is_stride = g.kernel == g.stride
     is_k4s2 = g.kernel == (4, 4) and g.stride == (2, 2)
     rules = (
-        ("one pixel", g.height == g.width == 1),
+        ("gemm", g.height == g.width == 1),
         ("depthwise", 1 < g.groups == g.in_channels == g.out_channels),
         ("grouped", g.groups > 1),
         ("vocoder", g.height == g.kernel[0] == 1),
-        ("large kernel", g.taps >= LARGE_KERNEL_TAPS),
+        ("large_kernel", g.taps >= LARGE_KERNEL_TAPS),
         ("few output channels", g.out_channels <= FEW_CHANNELS),
         ("stride 1", g.stride == (1, 1)),
         ("mask head", kernel_is_stride and g.batch >= REGIONS and g.height * g.width <= REGION_PIXELS),
@@ -252,6 +252,6 @@ CLASSES: dict[str, Callable[[random.Random], Geometry]] = {
     "depthwise": _depthwise,
     "grouped": _grouped,
     "stride 1": _stride_1,
-    "large kernel": _large_kernel,
-    "one pixel": _one_pixel,
+    "large_kernel": _large_kernel,
+    "gemm": _one_pixel,
 }

@@ -25,11 +25,12 @@ from benchmarks.measuring_process import Work
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
 from benchmarks.sweep import Sweep, add_options, measuring
 from benchmarks.table import Table
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import CANDIDATES, Step, choose_backward, choose_forward
-from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Plan
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.measurement.timing import Timing, time_interleaved
+from tconv_swap.runtime.program import Plan
 
 BENCHMARK = "regret"
 SECONDS = 300.0

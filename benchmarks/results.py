@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.truth import Error
-from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.roof import Ceilings, Work
 from tconv_swap.measurement.suite import Targets
 from tconv_swap.measurement.timing import Timing
+from tconv_swap.runtime.cache import write_atomically
 
 BENCHMARK = "layers"
 

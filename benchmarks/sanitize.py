@@ -28,13 +28,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.kernels import STAGE_MASKS, compile_ahead
-from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.cache import csrc_directory
+from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import FORWARD, Mask
-from tconv_swap.cuda.plans import plan_general, plan_grad_weight_strips
-from tconv_swap.cuda.plans.plan_cast import plan_cast
-from tconv_swap.cuda.program import Output, Part, Plan
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common.cast import plan_cast
+from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
+from tconv_swap.runtime import launch
+from tconv_swap.runtime.cache import csrc_directory
+from tconv_swap.runtime.program import Output, Part, Plan
 from tconv_swap.tuning import WRONG
 
 Mode = tuple[torch.dtype, str]
@@ -143,16 +146,16 @@ def candidates(problem: plan.Problem, stage: str, device: plan.Device) -> list[P
         return [] if made is None else [made]
     if mask == FORWARD:
         offered = plan.forward_candidates(problem, True, device, CANDIDATES)
-        return [*offered, plan_general.plan_forward(problem, True)]
+        return [*offered, general.plan_forward(problem, True)]
     offered = plan.backward_candidates(problem, mask, device, CANDIDATES)
     if stage == "grad_input":
-        return [*offered, _of_parts(problem, (True, False, False), [plan_general.plan_grad_input(problem)])]
+        return [*offered, _of_parts(problem, (True, False, False), [general.plan_grad_input(problem)])]
     if stage == "grad_weight":
-        parts = [plan_general.plan_grad_weight(problem, device), plan_general.plan_grad_bias(problem, device)]
+        parts = [general.plan_grad_weight(problem, device), general.plan_grad_bias(problem, device)]
         return [*offered, _of_parts(problem, mask, parts)]
     if stage == "grad_weight alone":
         # Planned for layers that are too large for this.
-        strips = plan_grad_weight_strips.part_candidates(problem, device, 1)
+        strips = grad_weight_stride1.part_candidates(problem, device, 1)
         return [*offered, *(_of_parts(problem, mask, [part]) for part in strips)]
     return offered
 

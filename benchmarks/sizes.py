@@ -24,17 +24,17 @@ from typing import Any
 
 import torch
 
-from tconv_swap.cuda.cache import ENVIRONMENT_VARIABLE, write_atomically
 from tconv_swap.measurement.environment import environment
+from tconv_swap.runtime.cache import ENVIRONMENT_VARIABLE, write_atomically
 
 ROOT = Path(__file__).parents[1]
 #: Of each stage, the families whose kernels are told sizes.
 FAMILIES = {
     "forward": {
-        *("halo tile", "narrow tensor", "narrow fold", "narrow", "strips", "pixel product", "general"),
+        *("implicit_gemm", "narrow_mma", "col2im", "narrow_mma", "stride1", "gemm", "general"),
     },
-    "grad_input": {"halo tile", "box tile", "unfolded tile"},
-    "grad_weight": {"weight tile", "weight boxes", "weight rows"},  # of these the tile in place
+    "grad_input": {"implicit_gemm", "implicit_gemm_tma", "im2col"},
+    "grad_weight": {"implicit_gemm", "implicit_gemm_tma", "im2col_nhwc"},  # of these the tile in place
 }
 #: Of each stage, the gradients that it computes.
 MASKS = {"grad_input": (True, False, False), "grad_weight": (False, True, False)}
@@ -123,7 +123,8 @@ def _in_a_process(tree: Path, cache: Path, stage: str, families: set[str]) -> di
 def times(stage: str, families: set[str]) -> dict[str, float]:
     """Microseconds of each row that one of the families computes, by the library of this process: medians of calls."""
     from tconv_swap import conv_transpose2d
-    from tconv_swap.cuda import call, plan
+    from tconv_swap.cuda import call
+    from tconv_swap.kernels import plan
     from tconv_swap.measurement.suite import load_suite
 
     torch.backends.cudnn.allow_tf32 = True
@@ -176,7 +177,7 @@ def times(stage: str, families: set[str]) -> dict[str, float]:
 
 def _compile(kernels: Sequence[Any], architecture: str) -> None:
     """All kernels to the cache on disk, in several processes."""
-    from tconv_swap.cuda import jit
+    from tconv_swap.runtime import jit
 
     with ProcessPoolExecutor(WORKERS, mp_context=get_context("spawn")) as pool:
         list(pool.map(jit.compile_kernel, kernels, [architecture] * len(kernels)))

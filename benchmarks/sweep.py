@@ -33,9 +33,9 @@ import torch
 
 from benchmarks.layers import commit_of_tree, positive
 from benchmarks.measuring_process import MeasuringProcess, NotStartedError, StoppedError, Work
-from tconv_swap.cuda import host
-from tconv_swap.cuda.cache import write_atomically
 from tconv_swap.measurement.environment import environment
+from tconv_swap.runtime import host
+from tconv_swap.runtime.cache import write_atomically
 
 SAVE_SECONDS = 30.0
 #: Without a word for so long the measuring process counts as hung: cuDNN tries ten algorithms of a large layer.

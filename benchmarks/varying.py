@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from benchmarks.streams import STREAMS, Stream
-from tconv_swap.cuda.cache import ENVIRONMENT_VARIABLE, write_atomically
 from tconv_swap.measurement.environment import environment
+from tconv_swap.runtime.cache import ENVIRONMENT_VARIABLE, write_atomically
 
 PYTORCH, COLD, WARM = SIDES = ("pytorch", "cold", "warm")
 #: Of one process, for both passes over its stream.
@@ -141,14 +141,14 @@ def _finish(device: torch.device) -> None:
 
 def build_host_parts() -> None:
     """Builds the host part where this process's cache lacks it: seconds that belong to no stream."""
-    from tconv_swap.cuda import host
+    from tconv_swap.runtime import host
 
     host.library()
 
 
 def link_host_parts(cache: Path) -> None:
     """What is built of C++, in the cache of this process, for processes with another."""
-    from tconv_swap.cuda.cache import cache_directory
+    from tconv_swap.runtime.cache import cache_directory
 
     built = cache_directory() / "host"
     if built.is_dir():

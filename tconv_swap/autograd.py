@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tconv_swap import graph
-from tconv_swap.cuda import native
 from tconv_swap.dispatch import without_autocast
 from tconv_swap.geometry import Arguments
+from tconv_swap.runtime import native
 
 
 class ConvTranspose2dFunction(torch.autograd.Function):

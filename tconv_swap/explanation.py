@@ -11,14 +11,15 @@ from torch import Tensor, nn
 
 from tconv_swap.checks import output_memory_format
 from tconv_swap.cpu.plan import WHY, choose, choose_backward
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
-from tconv_swap.cuda.program import Launch
 from tconv_swap.inputs import Inputs
+from tconv_swap.kernels import plan
 from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, steps_of
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.op import SUPPORTED_DTYPES
+from tconv_swap.runtime.program import Launch
 
 GRADIENTS = ("grad_input", "grad_weight", "grad_bias")
 

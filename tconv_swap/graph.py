@@ -19,10 +19,10 @@ from torch.autograd import forward_ad
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
 from tconv_swap.cpu import call as cpu_call
-from tconv_swap.cuda import host, native
 from tconv_swap.cuda.choice import KERNEL
 from tconv_swap.dispatch import are_plain, cast, is_eager
 from tconv_swap.geometry import as_list, from_list
+from tconv_swap.runtime import host, native
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # Inductor keeps graphs on disk that call these, whatever version of this package made them: another meaning of an

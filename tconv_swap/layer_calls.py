@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda import call, choice, first_use, plan, tuned
+from tconv_swap.cuda import call, choice, first_use, tuned
 from tconv_swap.cuda.choice import NATIVE, Mask, Step
 from tconv_swap.inputs import Inputs
+from tconv_swap.kernels import plan
 from tconv_swap.layer_state import LayerState, Operands
 from tconv_swap.measurement.stages import LayerCall, capture_calls
 from tconv_swap.preserving import preserved

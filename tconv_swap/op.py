@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 from tconv_swap import graph
 from tconv_swap.autograd import ConvTranspose2dFunction, apply_untransformed
 from tconv_swap.cpu.forward import is_plain
-from tconv_swap.cuda import host, native
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.dispatch import (
     are_plain,
@@ -26,6 +25,7 @@ from tconv_swap.dispatch import (
     needs_gradient,
 )
 from tconv_swap.geometry import Arguments, as_list, as_pair
+from tconv_swap.runtime import host, native
 
 SUPPORTED_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 SUPPORTED_DEVICES = ("cpu", "cuda", "meta")

@@ -21,18 +21,20 @@ from tconv_swap.blocks.kernels import BACKWARD as BLOCK_BACKWARD
 from tconv_swap.blocks.kernels import FORWARD as BLOCK_FORWARD
 from tconv_swap.blocks.kernels import form_words, planned
 from tconv_swap.blocks.modules import NORM_CLASSES, AllBlocks, Blocks, evaluated_together
-from tconv_swap.cuda import call, first_use, host, jit, plan
-from tconv_swap.cuda.cache import cache_problem
+from tconv_swap.cuda import call, first_use
 from tconv_swap.cuda.choice import FORWARD, Mask, backward_units
-from tconv_swap.cuda.plans.epilogue import with_epilogue
-from tconv_swap.cuda.plans.plan_cast import plan_cast
-from tconv_swap.cuda.plans.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
-from tconv_swap.cuda.program import Kernel, Output, Plan
 from tconv_swap.inputs import Inputs
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.cast import plan_cast
+from tconv_swap.kernels.common.epilogue import with_epilogue
+from tconv_swap.kernels.common.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.layer import SWAPPED, ConvTranspose1d
 from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, form_of, steps_of
 from tconv_swap.layer_state import LayerState
 from tconv_swap.op import SUPPORTED_DTYPES
+from tconv_swap.runtime import host, jit
+from tconv_swap.runtime.cache import cache_problem
+from tconv_swap.runtime.program import Kernel, Output, Plan
 
 #: Called with what is done, and how much of it is done and there is in total, if that is known.
 Progress = Callable[[str, int | None, int | None], object]

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tconv_swap.cuda import call, choice, first_use, jit, launch, native, plan, tuned
+from tconv_swap.cuda import call, choice, first_use, tuned
 from tconv_swap.cuda.call import Posed
 from tconv_swap.cuda.choice import NATIVE, backward_units
-from tconv_swap.cuda.program import Plan
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.modes import cudnn_benchmark
 from tconv_swap.measurement.stages import sum_of_squares
 from tconv_swap.measurement.timing import time_interleaved
 from tconv_swap.preserving import preserved
+from tconv_swap.runtime import jit, launch, native
+from tconv_swap.runtime.program import Plan
 
 logger = logging.getLogger("tconv_swap")
 

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tconv_swap.cuda import plan
-from tconv_swap.cuda.plans import plan_grad_input, plan_grad_weight
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
 
 #: Files whose last tests read what the first have saved.
 TOGETHER = ("test_foreign.py",)
@@ -75,7 +76,11 @@ def _imports_are_not_searched() -> None:
 @pytest.fixture
 def plans_anew() -> Iterator[None]:
     """For tests that change who makes a plan: plans are remembered."""
-    remembered = plan.plan_backward, plan_grad_input.plan_grad_input, plan_grad_weight.plan_grad_weight
+    remembered = (
+        plan.plan_backward,
+        grad_input_implicit_gemm.plan_grad_input,
+        grad_weight_implicit_gemm.plan_grad_weight,
+    )
     for planner in remembered:
         planner.cache_clear()
     yield

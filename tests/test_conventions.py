@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tconv_swap
-from tconv_swap.cuda import cache
+from tconv_swap.runtime import cache
 
 PACKAGE = Path(tconv_swap.__file__).parent
 ROOT = PACKAGE.parent

@@ -11,9 +11,9 @@ from torch import nn
 
 import tconv_swap
 from tconv_swap import op
-from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import WHY_NOT_GENERAL
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
 from tconv_swap.layer_calls import DEVICES
 from tconv_swap.measurement.modes import MODES
 

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from tconv_swap.cuda import host
 from tconv_swap.geometry import as_list
+from tconv_swap.runtime import host
 
 OPS = torch.ops.tconv_swap
 ARGUMENTS: tuple[Any, ...] = ((2, 2), (1, 1), (0, 0), 1, (1, 1))

@@ -14,7 +14,7 @@ from cli_cases import files, run, saved_generator
 import tconv_swap
 from tconv_swap.cli import workflow
 from tconv_swap.cli.places import PlaceError, check_apart
-from tconv_swap.cuda.cache import cache_directory
+from tconv_swap.runtime.cache import cache_directory
 
 NETWORK = "from torch import nn\n\ndef build():\n    return nn.Sequential(nn.ConvTranspose2d(4, 3, 2))\n"
 

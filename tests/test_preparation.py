@@ -18,15 +18,17 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import preparation
-from tconv_swap.cuda import call, choice, first_use, host, jit, nvrtc, plan
-from tconv_swap.cuda.cache import cache_directory
-from tconv_swap.cuda.compiler import BuildError
-from tconv_swap.cuda.nvrtc import CompileError
-from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
-from tconv_swap.cuda.plans.schedules import SIZES, SIZES_OF_ONE_ROW
-from tconv_swap.cuda.program import Kernel
+from tconv_swap.cuda import call, choice, first_use
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
+from tconv_swap.kernels.common.schedules import SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.runtime import host, jit, nvrtc
+from tconv_swap.runtime.cache import cache_directory
+from tconv_swap.runtime.compiler import BuildError
+from tconv_swap.runtime.nvrtc import CompileError
+from tconv_swap.runtime.program import Kernel
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 ALL = (True, True, True)
@@ -111,7 +113,7 @@ def test_a_fresh_process_compiles_nothing(own_cache: Path, monkeypatch: pytest.M
     script = """
 import json, torch
 from tconv_swap.cuda import jit, nvrtc, plan, choice
-from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
+from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm import plan as norms
 from tconv_swap.kernels.norm.shape import Activation, Norm
 from tconv_swap.geometry import Geometry
@@ -205,8 +207,8 @@ def test_without_inputs_sizes_that_stand_for_all(training: bool, compiler: Compi
 def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
     model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
     tconv_swap.prepare(model, x, architecture="sm_90a", dtypes=[torch.bfloat16])
-    assert compiler.knows("cast.cu", "using From = float;", "using To = BFloat16;")
-    assert not compiler.knows("cast.cu", "using To = float;"), "no gradient is cast back"
+    assert compiler.knows("common/cast.cu", "using From = float;", "using To = BFloat16;")
+    assert not compiler.knows("common/cast.cu", "using To = float;"), "no gradient is cast back"
     # An autocast casts what is normalised, and no parameter of the norm.
     assert compiler.knows("norm_forward.cu", "using Element = BFloat16;", "using Parameter = float;")
     assert not compiler.knows("norm_forward.cu", "using Element = float;")
@@ -224,7 +226,7 @@ def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
     assert made is not None
     assert all(is_kept(one.kernel) for one in made.launches)
     tconv_swap.prepare(model, x, architecture="sm_90a", dtypes=[torch.bfloat16], training=True)
-    assert compiler.knows("cast.cu", "using From = BFloat16;", "using To = float;")
+    assert compiler.knows("common/cast.cu", "using From = BFloat16;", "using To = float;")
 
 
 @pytest.mark.parametrize("inputs", [torch.randn(2, 64, 8, 8), None], ids=["observed", "usual"])
@@ -396,7 +398,7 @@ def test_an_interruption_leaves_what_has_not_begun(
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     begun = threading.Event()
-    kernels = [Kernel("cast.cu", "cast", (("THREADS", count),)) for count in range(50)]
+    kernels = [Kernel("common/cast.cu", "cast", (("THREADS", count),)) for count in range(50)]
 
     def interrupt(done: int, total: int) -> None:
         begun.set()

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import ConvTranspose2d, layer_state
-from tconv_swap.cuda import call, packed, plan
+from tconv_swap.cuda import call, packed
 from tconv_swap.cuda.packed import PackedWeight
-from tconv_swap.cuda.program import ArgumentKind, input_, output
 from tconv_swap.dispatch import needs_gradient
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime.program import ArgumentKind, input_, output
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
@@ -28,9 +29,9 @@ DCGAN = Geometry(128, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 #: One that packs its weight on CUDA, one that does not, one that is a matrix product on the CPU.
 LAYERS: dict[str, dict[str, Any]] = {
-    "halo tile": {"arguments": (32, 32, 4, 2, 1), "input": (2, 32, 9, 10)},
-    "narrow": {"arguments": (16, 3, 4, 2, 1), "input": (2, 16, 9, 10)},
-    "one pixel": {"arguments": (32, 32, 4), "input": (2, 32, 1, 1)},
+    "implicit_gemm": {"arguments": (32, 32, 4, 2, 1), "input": (2, 32, 9, 10)},
+    "narrow_mma": {"arguments": (16, 3, 4, 2, 1), "input": (2, 16, 9, 10)},
+    "gemm": {"arguments": (32, 32, 4), "input": (2, 32, 1, 1)},
 }
 
 
@@ -173,7 +174,7 @@ def test_a_change_shows_in_a_frozen_layer(
         check(layer, x)
         change(layer)
         if change in UNSEEN:
-            if device == "cpu" or name == "halo tile":
+            if device == "cpu" or name == "implicit_gemm":
                 assert not torch.allclose(layer(x), expected(layer, x), atol=1e-2)
             tconv_swap.unfreeze(layer)
         check(layer, x)
@@ -185,7 +186,7 @@ def test_a_change_shows_in_a_frozen_layer(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_functional_call_uses_the_weights_it_is_given(device: str, frozen: bool) -> None:
-    layer, x = make("halo tile", device)
+    layer, x = make("implicit_gemm", device)
     if frozen:
         tconv_swap.freeze(layer)
     other = {name: torch.randn_like(value) for name, value in layer.state_dict().items()}
@@ -370,15 +371,15 @@ def test_a_frozen_layer_gives_the_same_bits(
             if whole.without_packing(x.element_size()) is None:
                 assert entries == []  # the kernels read the weight as it lies: nothing to keep
             else:
-                assert [entry[:1] for entry in entries] == [["pack_weights"], entries[1][:1]]
-                assert "pack_weights" not in entries[1]
+                assert [entry[:1] for entry in entries] == [["forward_implicit_gemm_pack"], entries[1][:1]]
+                assert "forward_implicit_gemm_pack" not in entries[1]
             entries.clear()
             tconv_swap.unfreeze(layer)
 
 
 @pytest.mark.gpu
 def test_a_frozen_layer_still_differentiates() -> None:
-    layer, x = make("halo tile", "cuda")
+    layer, x = make("implicit_gemm", "cuda")
     tconv_swap.freeze(layer)
     with torch.no_grad():
         layer(x)

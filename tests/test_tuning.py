@@ -13,11 +13,12 @@ from torch import nn
 from tuned_cases import pretended_machine
 
 import tconv_swap
-from tconv_swap.cuda import call, plan, tuned
+from tconv_swap.cuda import call, tuned
 from tconv_swap.cuda.choice import NATIVE, choose_backward, choose_forward
-from tconv_swap.cuda.plans import plan_general
 from tconv_swap.cuda.tuned import Winner, problem_key
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
 from tconv_swap.tuning import Candidate, TunedProblem, TuneReport, _fastest
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -136,7 +137,7 @@ def test_candidates_are_different_and_the_default_is_the_first() -> None:
     assert plan.forward_candidates(PROBLEM, True, H200, 1) == found[:1]
     rgb = Geometry(128, 64, 32, 32, 8, (4, 4), (2, 2), (1, 1))
     both = plan.forward_candidates(plan.Problem(rgb, torch.float32, "tf32", False, False), True, H200, 8)
-    assert {"narrow", "halo tile"} <= {made.family for made in both}
+    assert {"narrow_mma", "implicit_gemm"} <= {made.family for made in both}
 
 
 def test_candidates_for_gradients() -> None:
@@ -183,8 +184,8 @@ def test_a_winner_that_is_no_candidate_any_more_is_passed_over() -> None:
 
 
 def test_gradients_are_chosen_apart(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_grad_input", lambda p, d: plan_general.plan_grad_input(p))
-    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))
+    monkeypatch.setattr(plan, "_grad_input", lambda p, d: general.plan_grad_input(p))
+    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
     for_input, for_others = (True, False, False), (False, True, True)
     ours = {
@@ -217,9 +218,9 @@ def test_a_report_is_read_and_written() -> None:
     problem = TunedProblem(
         KEY,
         (
-            Candidate("halo tile", "first", 12.0),
-            Candidate("halo tile", "second", 8.0),
-            Candidate("narrow", "third", None, "wrong: 1.0 from PyTorch's result"),
+            Candidate("implicit_gemm", "first", 12.0),
+            Candidate("implicit_gemm", "second", 8.0),
+            Candidate("narrow_mma", "third", None, "wrong: 1.0 from PyTorch's result"),
             Candidate(NATIVE, "PyTorch's operator", 16.0),
         ),
         1,

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 import tconv_swap
 from tconv_swap import tuning
 from tconv_swap.cli import workflow
-from tconv_swap.cuda import plan, tuned
+from tconv_swap.cuda import tuned
 from tconv_swap.cuda.call import Posed
 from tconv_swap.cuda.choice import NATIVE
 from tconv_swap.cuda.tuned import Winner
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
 from tconv_swap.tuning import Candidate, TunedProblem, TuneReport
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -34,7 +35,9 @@ PROBLEM = plan.Problem(
 POSED = Posed(PROBLEM, (), False, 0)
 NO_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory")
 UNKNOWN = TunedProblem(
-    "forward: x", (Candidate("halo tile", "a", None, "does not run"), Candidate(NATIVE, "PyTorch", 10.0)), 1
+    "forward: x",
+    (Candidate("implicit_gemm", "a", None, "does not run"), Candidate(NATIVE, "PyTorch", 10.0)),
+    1,
 )
 
 

@@ -13,9 +13,9 @@ from torch.nn.modules.module import _has_any_global_hook
 from tconv_swap.blocks.evaluation import block_output, block_words
 from tconv_swap.blocks.form import NORMS, activation_of
 from tconv_swap.blocks.kernels import form_words, is_plain, norm_activation
-from tconv_swap.cuda import host
 from tconv_swap.dispatch import is_eager, needs_gradient
 from tconv_swap.layer import Swapped, is_ours
+from tconv_swap.runtime import host
 
 #: Called with a block's modules, input, output, the earlier buffers, and the tensor added before the activation or
 #: None; for the verification.

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tconv_swap.blocks.kernels import DECLINED
 from tconv_swap.cuda import call
-from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
 from tconv_swap.geometry import as_list, as_pair
+from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm.plan import DTYPES
 from tconv_swap.kernels.norm.shape import Activation
 

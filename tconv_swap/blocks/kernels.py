@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from tconv_swap.blocks.form import NORMS, Form, by_pytorch
-from tconv_swap.cuda import launch
 from tconv_swap.cuda.call import ALIGNMENT, FORMAT_WORDS, device_facts, reads_as_it_lies
-from tconv_swap.cuda.problem import Device
-from tconv_swap.cuda.program import Plan
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
+from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime import launch
+from tconv_swap.runtime.program import Plan
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
 # None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a graph has the modules.

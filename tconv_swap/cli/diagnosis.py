@@ -14,14 +14,15 @@ from typing import Literal
 
 import torch
 
-from tconv_swap.cuda import call, compiler, first_use, host, nvrtc, tuned
-from tconv_swap.cuda.cache import cache_problem, cache_use
+from tconv_swap.cuda import call, first_use, tuned
 from tconv_swap.cuda.choice import FORWARD, Mask, choose_backward, choose_forward
-from tconv_swap.cuda.problem import Problem
 from tconv_swap.files.fileformat import first_line
+from tconv_swap.kernels.problem import Problem
 from tconv_swap.measurement.environment import cpu_name, environment
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import load_suite
+from tconv_swap.runtime import compiler, host, nvrtc
+from tconv_swap.runtime.cache import cache_problem, cache_use
 from tconv_swap.version import __version__
 
 Verdict = Literal["ok", "note", "missing"]

@@ -10,9 +10,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from tconv_swap.cli.request import NetworkRequest, Place
-from tconv_swap.cuda import cache
 from tconv_swap.files.fileformat import printable
 from tconv_swap.files.usercode import parse_factory
+from tconv_swap.runtime import cache
 
 
 class PlaceError(ValueError):

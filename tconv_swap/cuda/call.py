@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from tconv_swap.checks import check_backward, check_forward, output_memory_format
-from tconv_swap.cuda import choice, first_use, launch, nvrtc, plan
+from tconv_swap.cuda import choice, first_use
 from tconv_swap.cuda.choice import Mask, Step
-from tconv_swap.cuda.integers import INT32_LIMIT
-from tconv_swap.cuda.plans.plan_cast import plan_cast
-from tconv_swap.cuda.program import Output, Plan
 from tconv_swap.geometry import Arguments, from_list
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.cast import plan_cast
+from tconv_swap.runtime import launch, nvrtc
+from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.program import Output, Plan
 
 #: In bytes: kernels copy pieces of this size. PyTorch's allocations are aligned to it; a slice may not be.
 ALIGNMENT = 16

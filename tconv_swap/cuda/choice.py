@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from tconv_swap.cuda import measured, plan
-from tconv_swap.cuda.integers import INT32_LIMIT
-from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import NONE, Winner, Winners, problem_key
+from tconv_swap.kernels import measured, plan
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.program import Plan
 
 #: ``"rules"``: as ``"auto"``, but nothing is timed at first use (``first_use``).
 Backend = Literal["auto", "rules", "kernel", "native"]

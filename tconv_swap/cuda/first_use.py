@@ -17,15 +17,17 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from tconv_swap.cuda import launch, plan, tuned
+from tconv_swap.cuda import tuned
 from tconv_swap.cuda.choice import CANDIDATES as ALL_CANDIDATES
 from tconv_swap.cuda.choice import FORWARD, GENERAL, Mask, backward_units
-from tconv_swap.cuda.problem import Device, Problem
-from tconv_swap.cuda.program import Plan
 from tconv_swap.cuda.tuned import Winner, Winners, problem_key
 from tconv_swap.dispatch import without_autocast
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.memory import free_bytes
+from tconv_swap.runtime import launch
+from tconv_swap.runtime.program import Plan
 
 logger = logging.getLogger("tconv_swap")
 

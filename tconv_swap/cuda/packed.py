@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tconv_swap.cuda import call, launch
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Arguments, as_pair
+from tconv_swap.runtime import launch
 
 
 class PackedWeight:

@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from tconv_swap import geometry
-from tconv_swap.cuda import jit
-from tconv_swap.cuda.cache import cache_directory, write_atomically
-from tconv_swap.cuda.gpu_facts import gpu_facts
-from tconv_swap.cuda.problem import Problem
+from tconv_swap.kernels.problem import Problem
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.cache import cache_directory, write_atomically
+from tconv_swap.runtime.gpu_facts import gpu_facts
 
 logger = logging.getLogger("tconv_swap")
 

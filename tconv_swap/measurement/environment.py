@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tconv_swap.cuda.gpu_facts import gpu_facts, output_of
+from tconv_swap.runtime.gpu_facts import gpu_facts, output_of
 from tconv_swap.version import __version__
 
 

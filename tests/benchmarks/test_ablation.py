@@ -14,13 +14,13 @@ from benchmarks.ablation_rows import FALLBACKS, regrets, verdicts, worst, worth_
 from benchmarks.families import APART, PYTORCH, chosen, family_of, plans_of
 from benchmarks.kernels import problem_of
 from benchmarks.random_layers import CLASSES, MOST_ELEMENTS, MOST_MACS, OTHER, class_of, random_layers
-from tconv_swap.cuda.cache import csrc_directory
-from tconv_swap.cuda.plan import with_weight_layout
-from tconv_swap.cuda.problem import Problem
-from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.plan import with_weight_layout
+from tconv_swap.kernels.problem import Problem
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
+from tconv_swap.runtime.cache import csrc_directory
+from tconv_swap.runtime.program import Plan
 
 BY_NAME = {layer.name: layer for layer in (*SUITE, *DRAWN)}
 
@@ -63,7 +63,7 @@ def test_the_classes_of_the_suite() -> None:
     found = {class_of(layer.geometry) for layer in SUITE}
     assert found == {*CLASSES, OTHER}
     assert class_of(BY_NAME["kb81"].geometry) == OTHER
-    assert class_of(BY_NAME["dcgan1"].geometry) == "one pixel"
+    assert class_of(BY_NAME["dcgan1"].geometry) == "gemm"
     assert class_of(BY_NAME["hifigan_up1"].geometry) == "vocoder"
 
 
@@ -118,7 +118,15 @@ def test_every_family_of_the_package_is_listed_for_a_layer() -> None:
     tiny = Problem(Geometry(2, 8, 4, 4, 8, (2, 2), (2, 2)), torch.float32, "ieee", False, False)
     for stage in ("forward", "gradients"):
         found |= {name for name in plans_of(tiny, stage, False, H200) if name.startswith("tiny")}
-    helpers = ("cast", "pack_", "pad_rows", "arrange", "part_phases", "reduce_slices", "general_grad_bias")
+    helpers = (
+        "cast",
+        "pack_",
+        "pad_rows",
+        "arrange",
+        "space_to_depth",
+        "split_k_reduce",
+        "grad_bias_general",
+    )
     sources = {path.stem for path in (csrc_directory() / "kernels").glob("*.cu")}
     assert found == {
         name for name in sources if not name.startswith(helpers) and not name.endswith("_reduce")
@@ -126,12 +134,12 @@ def test_every_family_of_the_package_is_listed_for_a_layer() -> None:
 
 
 def test_the_ways_by_a_copy_are_told_from_those_without() -> None:
-    assert {"forward_wgmma", "arranged forward_boxes"} <= families(
+    assert {"forward_implicit_gemm_wgmma", "arranged forward_implicit_gemm_tma"} <= families(
         "cyclegan1", "tf32", "nchw", "forward"
     ).keys()
     both = families("cyclegan1", "fp16", "nchw", "gradients")
-    assert list(both) == ["arranged grad_input_boxes + grad_weight_boxes"]
-    assert family_of(both["arranged grad_input_boxes + grad_weight_boxes"]) in both
+    assert list(both) == ["arranged grad_input_implicit_gemm_tma + grad_weight_implicit_gemm_tma"]
+    assert family_of(both["arranged grad_input_implicit_gemm_tma + grad_weight_implicit_gemm_tma"]) in both
 
 
 @pytest.mark.parametrize("case", HAVING_ALL, ids=" ".join)
@@ -145,8 +153,8 @@ def test_what_the_rule_takes_is_among_what_is_measured(case: tuple[str, str, str
 
 def test_the_rule_takes_pytorch_where_ours_would_be_the_general_kernel() -> None:
     problem = posed("vocoder_1", "fp16", "nchw", "forward")
-    assert list(plans_of(problem, "forward", True, H200)) == ["general_forward"]
-    assert chosen(problem, "forward", True, H200, ["general_forward"]) == PYTORCH
+    assert list(plans_of(problem, "forward", True, H200)) == ["forward_general"]
+    assert chosen(problem, "forward", True, H200, ["forward_general"]) == PYTORCH
 
 
 # What rows say
@@ -193,9 +201,9 @@ def test_of_two_that_do_the_same_one_goes() -> None:
 
 
 def test_what_other_gpus_need_stays() -> None:
-    rows = [made_up({"pytorch": 1, "forward_tile": 2}, layer=str(n)) for n in range(4)]
+    rows = [made_up({"pytorch": 1, "forward_implicit_gemm_mma": 2}, layer=str(n)) for n in range(4)]
     assert [(one.keeps, one.fallback) for one in verdicts(rows)] == [(True, True)]
-    assert "general_forward" in FALLBACKS
+    assert "forward_general" in FALLBACKS
 
 
 def test_the_regret_of_the_rule() -> None:

@@ -22,11 +22,11 @@ from benchmarks.kernels import problem_of
 from benchmarks.measuring_process import NotStartedError, StoppedError, TaskError
 from benchmarks.random_layers import CLASSES, class_of
 from benchmarks.sweep import Part, Results, prepared
-from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import LAYOUTS, MODES
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import Timing, time_interleaved
+from tconv_swap.runtime.program import Plan
 
 TASK = Task(
     Layer("small", "made up", Geometry(2, 128, 8, 8, 64, (4, 4), (2, 2), (1, 1)), True, False),
@@ -152,14 +152,14 @@ def test_what_is_hopeless_is_not_timed_again(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_kernel_that_does_not_compile_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_kernel(kernel: Any, architecture: str) -> bytes:
-        if kernel.entry == "grad_input_tile":
+        if kernel.entry == "grad_input_implicit_gemm_mma":
             raise ablation_measure.jit.nvrtc.CompileError("no\nand more")
         return b""
 
     monkeypatch.setattr(ablation_measure.jit, "compile_kernel", compile_kernel)
     stage = prepare(TASK).stages["grad_input"]
-    assert stage.failures == {"grad_input_tile": "CompileError: no"}
-    assert "grad_input_tile" not in stage.plans
+    assert stage.failures == {"grad_input_implicit_gemm_mma": "CompileError: no"}
+    assert "grad_input_implicit_gemm_mma" not in stage.plans
     assert stage.plans
 
 

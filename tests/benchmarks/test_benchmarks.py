@@ -18,12 +18,12 @@ from benchmarks.measure import Effort, Machine, make_data
 from benchmarks.results import Row
 from benchmarks.truth import Error, errors
 from tconv_swap.cuda import call
-from tconv_swap.cuda.nvrtc import CompileError
-from tconv_swap.cuda.program import Kernel
 from tconv_swap.measurement.measured_ceilings import measure_ceilings
 from tconv_swap.measurement.modes import LAYOUTS, MODES, Mode
 from tconv_swap.measurement.roof import Ceilings, Work, work_of
 from tconv_swap.measurement.suite import SUITE_FILE, Layer, load_suite
+from tconv_swap.runtime.nvrtc import CompileError
+from tconv_swap.runtime.program import Kernel
 
 SMALL = [small(layer) for layer in SUITE.layers]
 BY_NAME = {layer.name: layer for layer in SUITE.layers}

@@ -19,10 +19,10 @@ from benchmarks.families import PYTORCH
 from benchmarks.neighbours import Prepared, measure, prepare
 from benchmarks.neighbours_rows import OWN, Row, groups_of, neighbours_of, report, summary
 from benchmarks.sweep import Results
-from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import LAYOUTS
 from tconv_swap.measurement.suite import Layer
+from tconv_swap.runtime.program import Plan
 
 DIRECTIONS = selection.directions_of(argparse.Namespace(stage=None))
 SMALL = Geometry(2, 64, 5, 6, 32, (4, 4), (2, 2), (1, 1))

@@ -20,8 +20,8 @@ from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.kernels import problem_of
 from benchmarks.regret import RegretRow, candidates
 from benchmarks.sweep import Results
-from tconv_swap.cuda import plan
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.measurement.suite import Layer
 from tconv_swap.measurement.timing import Timing
@@ -116,10 +116,12 @@ def test_rows_of_a_pretended_gpu(direction: str, monkeypatch: pytest.MonkeyPatch
         assert row.problem["bias"]
         assert row.regret is not None
         assert row.regret >= 1
-    alike = [row.plans for row in rows if "forward_tile 2" in row.plans]
+    alike = [row.plans for row in rows if "forward_implicit_gemm_mma 2" in row.plans]
     for plans in alike:
-        assert plans["forward_tile"]["schedule"] != plans["forward_tile 2"]["schedule"]
-        assert "IN_CHANNELS" not in plans["forward_tile"]["schedule"]
+        assert (
+            plans["forward_implicit_gemm_mma"]["schedule"] != plans["forward_implicit_gemm_mma 2"]["schedule"]
+        )
+        assert "IN_CHANNELS" not in plans["forward_implicit_gemm_mma"]["schedule"]
     assert bool(alike) == (direction == "forward")
     results = Results("regret", {"gpu": "pretended"}, {}, rows, {TASK.key})
     results.save(tmp_path / "rows.json", regret.summary(rows))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from benchmarks import sanitize
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call
+from tconv_swap.kernels import plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 
@@ -26,8 +27,8 @@ def test_every_kernel_source_is_run_by_something() -> None:
 def test_a_source_without_a_case_is_named() -> None:
     found = sanitize.cases(sanitize.GEOMETRIES[:1], H200, each=1, modes=sanitize.MODES[4:])
     missing = sanitize.sources_without_case(found)
-    assert "forward_wgmma.cu" in missing
-    assert "general_forward.cu" not in missing
+    assert "forward/implicit_gemm_wgmma.cu" in missing
+    assert "forward/general.cu" not in missing
 
 
 def test_shares_hold_every_plan_once() -> None:

@@ -16,8 +16,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import tconv_swap
 from tconv_swap.blocks import call, evaluation
 from tconv_swap.cuda import call as cuda_call
-from tconv_swap.cuda import host
 from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.runtime import host
 
 VECTORS = "weight", "bias", "running_mean", "running_var"
 

@@ -13,7 +13,7 @@ from pretended_norm import Pretended, pretended
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
-from tconv_swap.cuda import host, launch
+from tconv_swap.runtime import host, launch
 
 CHANNELS_LAST = torch.channels_last
 

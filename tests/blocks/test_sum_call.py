@@ -15,7 +15,7 @@ from test_norm_call import CHANNELS_LAST, gradients, image, misaligned, norm
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
-from tconv_swap.cuda import launch
+from tconv_swap.runtime import launch
 
 
 @pytest.fixture

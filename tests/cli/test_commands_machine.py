@@ -14,8 +14,8 @@ import torch
 from cli_cases import REPOSITORY, run
 
 from tconv_swap.cli import diagnosis
-from tconv_swap.cuda import cache as cache_module
-from tconv_swap.cuda.cache import cache_directory
+from tconv_swap.runtime import cache as cache_module
+from tconv_swap.runtime.cache import cache_directory
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ class TestUnusableCache:
 
     def test_what_takes_its_place_goes_with_the_process(self, blocked: Path, tmp_path: Path) -> None:
         code = (
-            "import os; from tconv_swap.cuda.cache import cache_directory as c; (c() / 'kernels').mkdir()\n"
+            "import os; from tconv_swap.runtime.cache import cache_directory as c; (c() / 'kernels').mkdir()\n"
             "if os.fork() == 0: raise SystemExit\n"
             "os.wait(); assert (c() / 'kernels').is_dir(); print(c())"
         )

@@ -214,7 +214,7 @@ def test_layouts_of_input_weight_and_gradient(layout_x: str, layout_w: str) -> N
 @pytest.mark.parametrize(
     "g",
     [Geometry(3, 5, 1, 1, 4, (4, 3)), Geometry(3, 16, 24, 20, 2, (2, 2), (2, 2))],
-    ids=["one pixel", "few channels"],
+    ids=["gemm", "few channels"],
 )
 def test_gradients_by_matrix_products_lie_as_pytorchs(g: Geometry, channels_last: bool) -> None:
     leaves = operands(g, torch.float32)

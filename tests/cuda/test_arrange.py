@@ -10,10 +10,12 @@ import torch
 from cuda_cases import conv_transpose2d
 
 from tconv_swap.checks import check_forward
-from tconv_swap.cuda import plan
-from tconv_swap.cuda.plans import plan_arrange, plan_general
-from tconv_swap.cuda.plans.arrangement import Matrices, add_up_sums, arrange, block_for, sums_bytes
-from tconv_swap.cuda.program import (
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, add_up_sums, arrange, block_for, sums_bytes
+from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
+from tconv_swap.runtime.program import (
     Argument,
     ArgumentKind,
     Launch,
@@ -24,7 +26,6 @@ from tconv_swap.cuda.program import (
     with_operands,
     workspace,
 )
-from tconv_swap.geometry import Geometry
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 WIDE = Geometry(8, 512, 32, 32, 256, (4, 4), (2, 2), (1, 1))
@@ -50,23 +51,23 @@ def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_li
     """Strides of 10 are too long for the boxes of grad_output, and nothing else wants a copy."""
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5)))
     mask = (True, False, False)
-    assert plan_arrange.pays(posed, mask, H200)
-    assert plan_arrange.arranged_grad_input(posed, H200) is None
-    assert plan_arrange.plan_backward(posed, mask, H200) is None
-    assert plan.plan_backward(posed, mask, H200).family == "halo tile"
+    assert gradients_nchw_to_nhwc.pays(posed, mask, H200)
+    assert gradients_nchw_to_nhwc.arranged_grad_input(posed, H200) is None
+    assert gradients_nchw_to_nhwc.plan_backward(posed, mask, H200) is None
+    assert plan.plan_backward(posed, mask, H200).family == "implicit_gemm"
 
 
 def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = True) -> Plan:
     pieces = []
     if mask[0] and arranges_grad_input:
-        pieces.append(plan_arrange.arranged_grad_input(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.arranged_grad_input(problem(), H200))
     elif mask[0]:
-        pieces.append(plan_arrange.direct_grad_input(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.direct_grad_input(problem(), H200))
     if mask[1]:
-        pieces.append(plan_arrange.arranged_grad_weight(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.arranged_grad_weight(problem(), H200))
     made = [piece for piece in pieces if piece is not None]
     assert len(made) == len(pieces)
-    return plan_arrange.assembled(problem(), made, mask[2], H200)
+    return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
 
 
 def arranging(made: Plan, source: ArgumentKind) -> list[Launch]:
@@ -110,7 +111,7 @@ def test_arranged_tensors_and_the_parts_workspace_lie_apart() -> None:
         assert begin + size <= made.workspace_bytes
     back = arranging(made, ArgumentKind.WORKSPACE)
     assert all(one.arguments[1].kind == ArgumentKind.OUTPUT and not one.overlaps_previous for one in back)
-    most = sum(sizes) + sizes[2] * len(back) + plan_general.WORKSPACE_LIMIT_BYTES + (1 << 20)
+    most = sum(sizes) + sizes[2] * len(back) + general.WORKSPACE_LIMIT_BYTES + (1 << 20)
     assert max(places) <= made.workspace_bytes <= most
 
 
@@ -119,33 +120,33 @@ def test_arranged_tensors_and_the_parts_workspace_lie_apart() -> None:
 )
 def test_not_every_problem_pays(geometry: Geometry) -> None:
     """An empty batch, tensors of more than 1 GiB, no stride."""
-    assert not plan_arrange.pays(problem(geometry), (True, True, True), H200)
-    assert not plan_arrange.pays(replace(problem(), channels_last=True), (True, True, True), H200)
+    assert not gradients_nchw_to_nhwc.pays(problem(geometry), (True, True, True), H200)
+    assert not gradients_nchw_to_nhwc.pays(replace(problem(), channels_last=True), (True, True, True), H200)
 
 
 @pytest.mark.parametrize(
     ("geometry", "families"),
     [
-        (WIDE, "arranged, box tile, weight boxes"),
-        (replace(WIDE, kernel=(2, 2), padding=(0, 0)), "arranged, unfolded tile, weight boxes"),
+        (WIDE, "nchw_to_nhwc, implicit_gemm_tma, implicit_gemm_tma"),
+        (replace(WIDE, kernel=(2, 2), padding=(0, 0)), "nchw_to_nhwc, im2col, implicit_gemm_tma"),
         (
             replace(WIDE, in_channels=128, out_channels=128, kernel=(2, 2), padding=(0, 0)),
-            "halo tile, weight tile",
+            "implicit_gemm, implicit_gemm",
         ),
-        (replace(WIDE, out_channels=64), "halo tile, weight tile"),
+        (replace(WIDE, out_channels=64), "implicit_gemm, implicit_gemm"),
     ],
     ids=str,
 )
 def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families: str) -> None:
     assert plan.plan_backward(problem(geometry), (True, True, True), H200).family == families
     direct = plan.plan_backward(problem(geometry), (True, False, False), H200)
-    assert "arranged" not in direct.family
+    assert "nchw_to_nhwc" not in direct.family
     ampere = plan.Device("sm_80", 108, 163 << 10)
-    assert "arranged" not in plan.plan_backward(problem(geometry), (True, True, True), ampere).family
+    assert "nchw_to_nhwc" not in plan.plan_backward(problem(geometry), (True, True, True), ampere).family
 
 
 @pytest.mark.parametrize(
-    ("geometry", "arranged"),
+    ("geometry", "nchw_to_nhwc"),
     [
         (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
         (Geometry(8, 512, 16, 16, 512, (4, 4), (2, 2), (1, 1)), False),  # the unfolded tile has it
@@ -155,8 +156,8 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
 )
 def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, arranged: bool) -> None:
     made = plan.plan_backward(problem(geometry), (True, False, False), H200)
-    assert (made.family == "arranged, box tile") == arranged
-    assert ("arranged" in made.family) == arranged
+    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == arranged
+    assert ("nchw_to_nhwc" in made.family) == arranged
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -166,7 +167,7 @@ def test_the_cases_below_go_by_way_of_channels_last(case: dict) -> None:
     stride, padding, output_padding, dilation = (v if isinstance(v, tuple) else (v, v) for v in pairs)
     arguments = (stride, padding, output_padding, case.get("groups", 1), dilation)
     geometry = check_forward(x, w, None, arguments)
-    assert "arranged" in plan.plan_backward(problem(geometry), (True, True, True), H200).family
+    assert "nchw_to_nhwc" in plan.plan_backward(problem(geometry), (True, True, True), H200).family
 
 
 def test_a_block_has_few_columns_where_blocks_are_few() -> None:
@@ -196,7 +197,7 @@ def test_a_block_has_few_columns_where_blocks_are_few() -> None:
 def test_matrices_are_transposed_and_their_rows_added_up(
     batch: int, rows: int, columns: int, dtype: torch.dtype
 ) -> None:
-    from tconv_swap.cuda import launch
+    from tconv_swap.runtime import launch
 
     of = Matrices(batch, rows, columns, dtype)
     with_sums = rows % of.piece == 0
@@ -209,7 +210,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
         return output(0) if argument == workspace(0) else argument
 
     made = Plan(
-        "arranged",
+        "nchw_to_nhwc",
         "",
         (Output((batch, columns, rows)), Output((rows,))),
         tuple(with_operands(one, placed) for one in launches),

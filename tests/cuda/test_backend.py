@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 import tconv_swap
 from tconv_swap import op
-from tconv_swap.cuda import call, choice, plan
+from tconv_swap.cuda import call, choice
 from tconv_swap.cuda.choice import NATIVE, WHY_NOT_GENERAL, Step, choose_backward, choose_forward
-from tconv_swap.cuda.plans import plan_general
-from tconv_swap.cuda.program import Part
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 TURING = plan.Device("sm_75", 30, 64 << 10)
@@ -39,15 +40,15 @@ def fast_grad_input(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda problem, device: Part(of, f"{of} kernels", ())
 
     monkeypatch.setattr(plan, "_grad_input", part("fast"))
-    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))
+    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
 
 
 @pytest.fixture
 def general_alone(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No family but the general kernels claims a gradient."""
-    monkeypatch.setattr(plan, "_grad_input", lambda p, d: plan_general.plan_grad_input(p))
-    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: plan_general.plan_grad_weight(p, d))
+    monkeypatch.setattr(plan, "_grad_input", lambda p, d: general.plan_grad_input(p))
+    monkeypatch.setattr(plan, "_grad_weight", lambda p, d: general.plan_grad_weight(p, d))
     monkeypatch.setattr(plan, "_grad_weight_and_bias", lambda p, d: None)
 
 
@@ -57,7 +58,7 @@ def general_alone(plans_anew: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ours_where_a_fast_family_claims_it() -> None:
     step = choose_forward(problem(), True, H200, "auto")
     assert step.plan == plan.plan_forward(problem(), True, H200)
-    assert step.family == "halo tile"
+    assert step.family == "implicit_gemm"
     assert step.why == step.plan.why
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tconv_swap.cuda import cache
+from tconv_swap.runtime import cache
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tconv_swap.cuda import jit
-from tconv_swap.cuda.program import Kernel
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Kernel
 
-KERNEL = Kernel("reduce_slices.cu", "reduce_slices", (("Element", "float"), ("THREADS", 32), ("LANES", 1)))
+KERNEL = Kernel(
+    "common/split_k_reduce.cu", "split_k_reduce", (("Element", "float"), ("THREADS", 32), ("LANES", 1))
+)
 CUBIN, LOG = b"\x7fELF" + bytes(range(256)) * 40, "ptxas info: 32 registers\nand µ more"
 
 

@@ -24,8 +24,10 @@ from pretended_gpu import (
 )
 from torch import Tensor
 
-from tconv_swap.cuda import call, choice, host, launch, measured, plan
+from tconv_swap.cuda import call, choice
+from tconv_swap.kernels import measured, plan
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime import host, launch
 
 MASKS = [list(mask) for mask in product([False, True], repeat=3) if any(mask)]
 ALL = [True, True, True]

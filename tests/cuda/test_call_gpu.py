@@ -12,8 +12,10 @@ from torch import Tensor
 
 import tconv_swap
 from tconv_swap import conv_transpose2d
-from tconv_swap.cuda import call, launch, measured
+from tconv_swap.cuda import call
+from tconv_swap.kernels import measured
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime import launch
 
 pytestmark = pytest.mark.gpu
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tconv_swap.cuda import call
-from tconv_swap.cuda.plans.plan_cast import DTYPES, plan_cast
-from tconv_swap.cuda.program import Output
+from tconv_swap.kernels.common.cast import DTYPES, plan_cast
+from tconv_swap.runtime.program import Output
 
 PAIRS = list(permutations(DTYPES, 2))
 

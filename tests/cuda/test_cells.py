@@ -1,4 +1,5 @@
-"""The stacked narrow kernel (csrc/kernels/forward_cells.cu), forced on random geometries, and what its plans say."""
+"""The stacked narrow kernel (csrc/kernels/forward/narrow_mma.cu), forced on random geometries, and what its plans
+say."""
 
 from __future__ import annotations
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import cells_choice, plan_cells
-from tconv_swap.cuda.plans.cells_tile import product, shared_bytes
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry, phase_taps
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
+from tconv_swap.kernels.forward.narrow_mma_tile import product, shared_bytes
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 RGB = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
@@ -36,7 +39,7 @@ def problem(
 def test_narrow_layers_in_16_bits_go_to_tensor_cores(geometry: Geometry, channels_last: bool) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
-        assert made.family == ("narrow fold" if geometry == RGB else "narrow tensor")
+        assert made.family == ("col2im" if geometry == RGB else "narrow_mma")
     turing = plan.Device("sm_75", 30, 64 << 10)
     assert (
         plan.plan_forward(problem(geometry, torch.float16, channels_last), True, turing).family != made.family
@@ -46,18 +49,18 @@ def test_narrow_layers_in_16_bits_go_to_tensor_cores(geometry: Geometry, channel
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_packed_weights_can_be_kept(dtype: torch.dtype) -> None:
     made = plan.plan_forward(problem(GAPS, dtype), True, H200)
-    assert made.family == "narrow tensor"
+    assert made.family == "narrow_mma"
     packing, going_on = made.without_packing(dtype.itemsize)
     assert [one.kernel.entry for one in packing.launches + going_on.launches] == [
-        "pack_cells",
-        "forward_cells",
+        "forward_narrow_mma_pack",
+        "forward_narrow_mma",
     ]
     assert going_on.workspace_bytes == 0
 
 
 def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
     for channels_last in (False, True):
-        for geometry, family in ((GAPS, "narrow tensor"), (WIDE_RGB, "narrow")):
+        for geometry, family in ((GAPS, "narrow_mma"), (WIDE_RGB, "narrow_mma")):
             for precision in ("tf32", "ieee"):
                 posed = replace(problem(geometry, torch.float32, channels_last), precision=precision)
                 assert plan.plan_forward(posed, True, H200).family == family
@@ -65,7 +68,7 @@ def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
 
 def test_depthwise_stays_with_ffma() -> None:
     depthwise = Geometry(2, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1), groups=64)
-    assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow"
+    assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow_mma"
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
@@ -88,7 +91,7 @@ def test_the_product_has_room_for_every_tap(geometry: Geometry) -> None:
 def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: bool) -> None:
     for dtype in (torch.float16, torch.float32):
         posed = problem(geometry, dtype, channels_last)
-        tiles = list(cells_choice.candidates(posed, H200))
+        tiles = list(forward_narrow_mma_choice.candidates(posed, H200))
         assert tiles or dtype == torch.float32
         for tile in tiles:
             shared = shared_bytes(geometry, tile, dtype.itemsize, channels_last)
@@ -97,9 +100,9 @@ def test_every_tile_fits_a_multiprocessor(geometry: Geometry, channels_last: boo
 
 
 def test_offsets_past_32_bits_are_not_claimed() -> None:
-    assert plan_cells.claims(problem(RGB), H200)
-    assert not plan_cells.claims(problem(replace(RGB, height=8192, width=4096)), H200)
-    assert plan_cells.claims(problem(RGB.with_batch(10**6)), H200)
+    assert forward_narrow_mma.claims(problem(RGB), H200)
+    assert not forward_narrow_mma.claims(problem(replace(RGB, height=8192, width=4096)), H200)
+    assert forward_narrow_mma.claims(problem(RGB.with_batch(10**6)), H200)
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -141,7 +144,7 @@ def test_float32_is_two_parts_where_tf32_is_allowed_and_cudnn_takes_it() -> None
     ):
         for last in (False, True):
             posed = plan.Problem(geometry, torch.float32, precision, last, last)
-            assert {tile.parts for tile in cells_choice.candidates(posed, H200)} == {parts}
+            assert {tile.parts for tile in forward_narrow_mma_choice.candidates(posed, H200)} == {parts}
 
 
 def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
@@ -153,7 +156,7 @@ def test_outputs_leave_from_registers_where_a_tile_of_m_is_a_run() -> None:
         (replace(LARGE_CELLS, kernel=(16, 16), stride=(8, 8), padding=(4, 4)), False, False),  # runs of 8
         (GAPS, False, False),
     ):
-        tiles = list(cells_choice.candidates(problem(geometry, channels_last=last), H200))
+        tiles = list(forward_narrow_mma_choice.candidates(problem(geometry, channels_last=last), H200))
         assert tiles
         assert {tile.direct for tile in tiles if not tile.stacked} == {direct}
 
@@ -183,11 +186,11 @@ def test_direct_stores_and_two_parts_on_random_geometries(seed: int) -> None:
             (rows // 2, columns // 2),
         )
         posed = plan.Problem(geometry, dtype, precision, rng.random() < 0.5, rng.random() < 0.5)
-        tiles = [tile for tile in cells_choice.candidates(posed, facts) if tile.direct == direct]
-        if plan_cells.claims(posed, facts) and tiles:
+        tiles = [tile for tile in forward_narrow_mma_choice.candidates(posed, facts) if tile.direct == direct]
+        if forward_narrow_mma.claims(posed, facts) and tiles:
             break
     with_bias = rng.random() < 0.5
-    made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    made = forward_narrow_mma.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, geometry, dtype, layouts, tolerance, with_bias=with_bias)
 
@@ -203,10 +206,10 @@ def test_forced_on_random_geometries(seed: int) -> None:
     while True:
         geometry = random_geometry(rng)
         posed = plan.Problem(geometry, dtype, "ieee", rng.random() < 0.5, rng.random() < 0.5)
-        tiles = list(cells_choice.candidates(posed, facts))
-        if plan_cells.claims(posed, facts) and tiles:
+        tiles = list(forward_narrow_mma_choice.candidates(posed, facts))
+        if forward_narrow_mma.claims(posed, facts) and tiles:
             break
     with_bias = rng.random() < 0.5
-    made = plan_cells.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    made = forward_narrow_mma.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=with_bias)

@@ -21,9 +21,10 @@ from cuda_cases import (
 from oracle import conv_transpose2d_reference
 from torch import Tensor
 
-from tconv_swap.cuda import call, host, launch
+from tconv_swap.cuda import call
 from tconv_swap.geometry import as_list
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime import host, launch
 
 pytestmark = pytest.mark.gpu
 

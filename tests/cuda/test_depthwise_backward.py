@@ -1,4 +1,4 @@
-"""The gradients of depthwise layers from one pass (csrc/kernels/depthwise_backward.cu): what its plans say, and the
+"""The gradients of depthwise layers from one pass (csrc/kernels/gradients/depthwise.cu): what its plans say, and the
 kernel forced on random geometries."""
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_depthwise_backward
-from tconv_swap.cuda.plans.plan_depthwise_backward import Walk, lags, meets_all, walk_of
-from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
+from tconv_swap.kernels.gradients.depthwise import Walk, lags, meets_all, walk_of
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 TURING = plan.Device("sm_75", 30, 64 << 10)
@@ -41,7 +42,7 @@ def test_every_gradient_comes_from_one_pass(geometry: Geometry, channels_last: b
         assert made.family == "depthwise"
         entries = [step.kernel.entry for step in made.launches]
         # Grad_weight and grad_bias are added up in a fixed order.
-        assert entries == ["depthwise_backward", "reduce_slices", "reduce_slices"]
+        assert entries == ["gradients_depthwise", "split_k_reduce", "split_k_reduce"]
         assert [output.shape for output in made.outputs] == [
             geometry.input_shape,
             geometry.weight_shape,
@@ -78,7 +79,7 @@ def test_the_bias_has_a_pass_of_its_own_where_the_taps_do_not_meet_all_of_grad_o
 def test_partial_sums_are_bounded_whatever_the_batch(geometry: Geometry, batch: int) -> None:
     for channels_last in (False, True):
         posed = problem(geometry.with_batch(batch), channels_last=channels_last)
-        part = plan_depthwise_backward.plan_gradients(posed, ALL, H200)
+        part = gradients_depthwise.plan_gradients(posed, ALL, H200)
         assert part is not None
         assert part.workspace_bytes <= WORKSPACE_LIMIT_BYTES
         walk = walk_of(posed, ALL, H200)
@@ -136,8 +137,8 @@ def test_forced_on_random_geometries(seed: int) -> None:
         g, dtype, channels_last = random_geometry(rng), rng.choice(DTYPES), rng.random() < 0.5
         mask = (rng.random() < 0.8, rng.random() < 0.8, rng.random() < 0.5 and meets_all(g))
         posed = problem(g, dtype, channels_last)
-        if plan_depthwise_backward.plan_gradients(posed, mask, facts) is not None:
+        if gradients_depthwise.plan_gradients(posed, mask, facts) is not None:
             walk = random_walk(rng, posed, mask)
-    part = plan_depthwise_backward.plan_with_walk(posed, walk, mask, facts)
+    part = gradients_depthwise.plan_with_walk(posed, walk, mask, facts)
     layouts = (channels_last, channels_last)
     assert_kernel_matches(part, g, dtype, layouts, TOLERANCE[dtype], mask)

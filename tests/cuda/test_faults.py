@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tconv_swap.cuda import cache
+from tconv_swap.runtime import cache
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = (
     "import torch, tconv_swap\n"
     "from tconv_swap.cuda import host, jit\n"
-    "from tconv_swap.cuda.program import Kernel\n"
+    "from tconv_swap.runtime.program import Kernel\n"
     "def compiled(lanes):\n"
     "    constants = (('Element', 'float'), ('THREADS', 32), ('LANES', lanes))\n"
-    "    return jit.compile_kernel(Kernel('reduce_slices.cu', 'reduce_slices', constants), 'sm_80')\n"
+    "    return jit.compile_kernel(Kernel('common/split_k_reduce.cu', 'split_k_reduce', constants), 'sm_80')\n"
     "def on_the_cpu():\n"
     "    theirs = torch.nn.ConvTranspose2d(4, 6, 4, 2, 1)\n"
     "    ours = tconv_swap.swap_layers(theirs, inplace=False)\n"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap import swap_layers
-from tconv_swap.cuda import call, host, launch
+from tconv_swap.cuda import call
+from tconv_swap.runtime import host, launch
 
 pytestmark = pytest.mark.gpu
 

@@ -21,11 +21,13 @@ from tuned_cases import pretended_machine
 import tconv_swap
 from tconv_swap import tuning
 from tconv_swap.cli import diagnosis
-from tconv_swap.cuda import call, first_use, launch, plan, tuned
+from tconv_swap.cuda import call, first_use, tuned
 from tconv_swap.cuda.choice import FORWARD, choose_backward, choose_forward
 from tconv_swap.cuda.first_use import Timed
 from tconv_swap.cuda.tuned import Winner, problem_key
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.runtime import launch
 
 A100 = plan.Device("sm_80", 108, 163 << 10)
 H200 = plan.Device("sm_90a", 132, 227 << 10)

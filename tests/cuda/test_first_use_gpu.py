@@ -19,8 +19,8 @@ from torch import nn
 
 import tconv_swap
 from tconv_swap.cuda import call, first_use, tuned
-from tconv_swap.cuda.cache import cache_directory
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime.cache import cache_directory
 
 pytestmark = pytest.mark.gpu
 

@@ -1,4 +1,4 @@
-"""The folded kernel (csrc/kernels/forward_fold.cu), forced on random geometries, and what its plans say."""
+"""The folded kernel (csrc/kernels/forward/col2im.cu), forced on random geometries, and what its plans say."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_fold
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import col2im as forward_col2im
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
@@ -36,13 +37,13 @@ def test_every_tile_fits_a_multiprocessor(
     geometry: Geometry, channels_last: bool, dtype: torch.dtype
 ) -> None:
     posed = problem(geometry, dtype, channels_last)
-    tiles = list(plan_fold.candidates(posed, H200))
+    tiles = list(forward_col2im.candidates(posed, H200))
     assert tiles
     for tile in tiles:
-        shared = plan_fold.shared_bytes(posed, tile)
+        shared = forward_col2im.shared_bytes(posed, tile)
         assert tile.blocks_per_multiprocessor * (shared + 1024) <= 228 << 10
         assert shared <= H200.shared_memory_per_block
-        assert plan_fold.warps(tile) <= 16
+        assert forward_col2im.warps(tile) <= 16
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -52,7 +53,7 @@ def test_rgb_heads_are_folded_where_there_is_little_to_fold(channels_last: bool,
     gathered = channels_last and dtype.itemsize == 2
     for geometry, folded in ((DCGAN, True), (PIX2PIX, True), (FSRCNN, not gathered), (wide, False)):
         made = plan.plan_forward(problem(geometry, dtype, channels_last), True, H200)
-        assert (made.family == "narrow fold") == folded
+        assert (made.family == "col2im") == folded
 
 
 def test_a_kernel_serves_many_batches() -> None:
@@ -68,10 +69,10 @@ def test_strips_fill_the_gpu() -> None:
     for geometry in LAYERS:
         for batch in (1, 3, 16, 128, 1000):
             posed = problem(geometry.with_batch(batch))
-            for tile in plan_fold.rank(posed, H200)[:3]:
-                strips = plan_fold.strips_of(posed, tile, H200)
-                assert 1 <= strips <= plan_fold.MOST_STRIPS
-                assert plan_fold.plan_with_tile(posed, True, tile, H200).launches[0].grid <= (
+            for tile in forward_col2im.rank(posed, H200)[:3]:
+                strips = forward_col2im.strips_of(posed, tile, H200)
+                assert 1 <= strips <= forward_col2im.MOST_STRIPS
+                assert forward_col2im.plan_with_tile(posed, True, tile, H200).launches[0].grid <= (
                     132 * tile.blocks_per_multiprocessor
                 )
 
@@ -81,8 +82,8 @@ def test_boxes_are_what_the_copy_engine_takes() -> None:
         for dtype in DTYPES:
             for channels_last in (False, True):
                 posed = problem(geometry, dtype, channels_last)
-                for tile in plan_fold.candidates(posed, H200):
-                    (map_,) = plan_fold.plan_with_tile(posed, True, tile, H200).launches[0].tensor_maps
+                for tile in forward_col2im.candidates(posed, H200):
+                    (map_,) = forward_col2im.plan_with_tile(posed, True, tile, H200).launches[0].tensor_maps
                     assert all(stride % 16 == 0 for stride in map_.strides)
                     assert all(1 <= size <= 256 for size in map_.box)
                     assert map_.box[0] * dtype.itemsize == map_.swizzle_bytes
@@ -100,9 +101,9 @@ def test_boxes_are_what_the_copy_engine_takes() -> None:
     ids=str,
 )
 def test_what_is_not_claimed(other: Geometry) -> None:
-    assert plan_fold.claims(problem(DCGAN), H200)
-    assert not plan_fold.claims(problem(other), H200)
-    assert not plan_fold.claims(problem(DCGAN), plan.Device("sm_80", 108, 163 << 10))
+    assert forward_col2im.claims(problem(DCGAN), H200)
+    assert not forward_col2im.claims(problem(other), H200)
+    assert not forward_col2im.claims(problem(DCGAN), plan.Device("sm_80", 108, 163 << 10))
 
 
 def random_geometry(rng: random.Random, item: int, channels_last: bool) -> Geometry:
@@ -144,10 +145,10 @@ def test_forced_on_random_geometries(seed: int) -> None:
         channels_last = rng.random() < 0.5
         geometry = random_geometry(rng, dtype.itemsize, channels_last)
         posed = plan.Problem(geometry, dtype, "ieee", channels_last, rng.random() < 0.5)
-        tiles = list(plan_fold.candidates(posed, facts)) if plan_fold.claims(posed, facts) else []
+        tiles = list(forward_col2im.candidates(posed, facts)) if forward_col2im.claims(posed, facts) else []
         if tiles:
             break
     with_bias = rng.random() < 0.5
-    made = plan_fold.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
+    made = forward_col2im.plan_with_tile(posed, with_bias, rng.choice(tiles), facts)
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=with_bias)

@@ -1,5 +1,5 @@
-"""The forward kernel that the copy engine fills (csrc/kernels/forward_boxes.cu), forced on random geometries, and
-what its plans say."""
+"""The forward kernel that the copy engine fills (csrc/kernels/forward/implicit_gemm_tma.cu), forced on random
+geometries, and what its plans say."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, jit, plan
-from tconv_swap.cuda.plans import nchw_boxes, plan_tile, tile_choice, tile_layout, tile_memory, tile_stagger
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem
-from tconv_swap.cuda.program import ArgumentKind
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_layout as forward_layout
+from tconv_swap.kernels.forward import implicit_gemm_memory as forward_memory
+from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
+from tconv_swap.kernels.forward import implicit_gemm_stagger as forward_stagger
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import ArgumentKind
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -60,7 +67,7 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
 def random_case(rng: random.Random, dtype: torch.dtype, arranged: bool = False) -> tuple[TileProblem, Tile]:
     """With ``arranged`` from NCHW to NCHW, by way of a copy of the input in channels_last."""
     while True:
-        posed = tile_layout.make_problem(
+        posed = forward_layout.make_problem(
             random_geometry(rng, dtype.itemsize),
             dtype,
             "tf32",
@@ -70,8 +77,8 @@ def random_case(rng: random.Random, dtype: torch.dtype, arranged: bool = False) 
         )
         if arranged:
             posed = replace(posed, output_channels_last=False, arranged=True)
-        if plan_tile.claims(posed, H200):
-            found = [entry for entry in tile_choice.candidates(posed, H200) if entry[1].boxes]
+        if forward_implicit_gemm.claims(posed, H200):
+            found = [entry for entry in forward_choice.candidates(posed, H200) if entry[1].boxes]
             if found:
                 return rng.choice(found)
 
@@ -80,15 +87,15 @@ def vary(rng: random.Random, posed: TileProblem, tile: Tile) -> Tile:
     """What the rule would not choose for this problem, and the kernel can do all the same."""
     if rng.random() < 0.3:
         tile = replace(tile, stages=2)
-    boxed = rng.random() < 0.5 and tile_layout.weights_come_by_boxes(posed)
+    boxed = rng.random() < 0.5 and forward_layout.weights_come_by_boxes(posed)
     other = replace(tile, weight_boxes=boxed, whole_lines=boxed)
     blocks_of_weights = -(-posed.geometry.out_channels_per_group // posed.block_channels(tile)) * tile.splits
-    if blocks_of_weights * posed.geometry.groups * len(tile_layout.group_taps(posed)) == 1:
+    if blocks_of_weights * posed.geometry.groups * len(forward_layout.group_taps(posed)) == 1:
         other = replace(other, weights_stay=rng.random() < 0.5)
-    if tile_stagger.can_stagger(posed, other):
-        taps = tile_stagger.products(posed, other)
+    if forward_stagger.can_stagger(posed, other):
+        taps = forward_stagger.products(posed, other)
         other = replace(other, stagger=rng.choice((0, 1, taps, rng.randint(1, 2 * taps - 1))))
-    fits = tile_memory.shared_bytes(posed, other) <= H200.shared_memory_per_block
+    fits = forward_memory.shared_bytes(posed, other) <= H200.shared_memory_per_block
     return other if fits and tile.blocks_per_multiprocessor == 1 else tile
 
 
@@ -97,8 +104,8 @@ def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
     rng = random.Random(1)
     for _ in range(60):
         posed, tile = random_case(rng, dtype)
-        made = plan_tile.plan_with_tile(posed, tile, H200)
-        forward = next(one for one in made.launches if one.kernel.entry == "forward_boxes")
+        made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
+        forward = next(one for one in made.launches if one.kernel.entry == "forward_implicit_gemm_tma")
         assert tile.blocks_per_multiprocessor * (forward.shared_bytes + 1024) <= 228 << 10
         for box in forward.tensor_maps:
             assert len(box.sizes) == len(box.box) == len(box.strides) + 1
@@ -111,10 +118,14 @@ def test_every_tile_fits_and_its_boxes_are_legal(dtype: torch.dtype) -> None:
 def test_channels_last_is_filled_by_boxes_and_nchw_is_not() -> None:
     geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
     for dtype, precision, of_nchw in (
-        (torch.float16, "ieee", "forward_turned"),  # brought by boxes, but not as the multiplier takes them
-        (torch.float32, "tf32", "forward_wgmma"),
+        (
+            torch.float16,
+            "ieee",
+            "forward_implicit_gemm_tma_nchw",
+        ),  # brought by boxes, but not as the multiplier takes them
+        (torch.float32, "tf32", "forward_implicit_gemm_wgmma"),
     ):
-        for channels_last, entry in ((True, "forward_boxes"), (False, of_nchw)):
+        for channels_last, entry in ((True, "forward_implicit_gemm_tma"), (False, of_nchw)):
             made = plan.plan_forward(
                 plan.Problem(geometry, dtype, precision, channels_last, channels_last), True, H200
             )
@@ -125,7 +136,7 @@ def test_a_group_of_channels_that_16_bytes_do_not_divide_has_no_boxes() -> None:
     for channels, boxed in ((72, True), (68, False)):
         geometry = Geometry(8, channels * 2, 64, 64, 128, (3, 3), (2, 2), (1, 1), groups=2)
         made = plan.plan_forward(plan.Problem(geometry, torch.float16, "ieee", True, True), True, H200)
-        assert (made.launches[-1].kernel.entry == "forward_boxes") == boxed
+        assert (made.launches[-1].kernel.entry == "forward_implicit_gemm_tma") == boxed
 
 
 def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
@@ -141,7 +152,9 @@ def test_many_16_bit_weights_in_channels_last_are_not_packed() -> None:
         made = plan.plan_forward(
             plan.Problem(geometry, dtype, precision, True, weight_channels_last), True, H200
         )
-        assert [one.kernel.entry for one in made.launches] == ["pack_weights"] * packs + ["forward_boxes"]
+        assert [one.kernel.entry for one in made.launches] == ["forward_implicit_gemm_pack"] * packs + [
+            "forward_implicit_gemm_tma"
+        ]
         assert (made.without_packing(dtype.itemsize) is not None) == packs
         # Whatever ran before a call's first launch may still write what that one reads.
         assert not made.launches[0].overlaps_previous
@@ -183,24 +196,49 @@ FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "launched", "pixels"),
     [
-        (CROP, torch.float16, ["pack_weights", "arrange", "forward_boxes"], False),
-        (DECODER, torch.float32, ["pack_weights", "arrange", "forward_boxes"], False),
-        (replace(DECODER, width=63), torch.bfloat16, ["pack_weights", "arrange", "forward_boxes"], False),
-        (replace(CROP, height=16, width=16), torch.float16, ["pack_weights", "forward_boxes"], True),
+        (CROP, torch.float16, ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"], False),
+        (
+            DECODER,
+            torch.float32,
+            ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"],
+            False,
+        ),
+        (
+            replace(DECODER, width=63),
+            torch.bfloat16,
+            ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"],
+            False,
+        ),
+        (
+            replace(CROP, height=16, width=16),
+            torch.float16,
+            ["forward_implicit_gemm_pack", "forward_implicit_gemm_tma"],
+            True,
+        ),
         (
             replace(CROP, height=16, width=16),
             torch.float32,
-            ["pack_weights", "arrange", "forward_boxes"],
+            ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"],
             False,
         ),
-        (FEW, torch.float32, ["pack_weights", "forward_wgmma"], False),  # each input is read once anyhow
+        (
+            FEW,
+            torch.float32,
+            ["forward_implicit_gemm_pack", "forward_implicit_gemm_wgmma"],
+            False,
+        ),  # each input is read once anyhow
         (
             replace(DECODER, stride=(1, 1), output_padding=(0, 0)),
             torch.float32,
-            ["pack_weights", "forward_wgmma"],
+            ["forward_implicit_gemm_pack", "forward_implicit_gemm_wgmma"],
             False,
         ),
-        (DECODER.with_batch(1024), torch.float32, ["pack_weights", "forward_wgmma"], False),  # 4 GiB
+        (
+            DECODER.with_batch(1024),
+            torch.float32,
+            ["forward_implicit_gemm_pack", "forward_implicit_gemm_wgmma"],
+            False,
+        ),  # 4 GiB
     ],
     ids=str,
 )
@@ -232,7 +270,7 @@ def test_the_copy_of_the_input_lies_behind_the_weights() -> None:
 def test_ieee_has_no_boxes() -> None:
     geometry = Geometry(8, 128, 64, 64, 64, (3, 3), (2, 2), (1, 1), (1, 1))
     made = plan.plan_forward(plan.Problem(geometry, torch.float32, "ieee", True, True), True, H200)
-    assert all(one.kernel.entry != "forward_boxes" for one in made.launches)
+    assert all(one.kernel.entry != "forward_implicit_gemm_tma" for one in made.launches)
 
 
 def late_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]:
@@ -250,16 +288,16 @@ def late_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile
             (rng.randint(0, 1), rng.randint(0, 2)),
             groups=groups,
         )
-        posed = tile_layout.make_problem(
+        posed = forward_layout.make_problem(
             geometry, dtype, "tf32", True, rng.random() < 0.5, rng.random() < 0.5
         )
-        found = [(p, t) for p, t in tile_choice.candidates(posed, H200) if t.boxes]
+        found = [(p, t) for p, t in forward_choice.candidates(posed, H200) if t.boxes]
         p, tile = rng.choice(found[:3])
         tile = replace(tile, stages=rng.choice((2, 3)), stagger=0)
-        if tile_stagger.can_stagger(p, tile):
-            taps = tile_stagger.products(p, tile)
+        if forward_stagger.can_stagger(p, tile):
+            taps = forward_stagger.products(p, tile)
             late = replace(tile, stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
-            if tile_choice.fits_device(p, late, H200):
+            if forward_choice.fits_device(p, late, H200):
                 return p, late
 
 
@@ -280,9 +318,9 @@ def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]
             (0, 0) if kernel == 2 else (rng.randint(0, 1), rng.randint(0, 1)),
             groups=groups,
         )
-        posed = tile_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
         posed = replace(posed, input_channels_last=True, arranged=True)
-        found = [entry for entry in tile_choice.box_tiles(posed, H200) if entry[1].by_rows]
+        found = [entry for entry in forward_choice.box_tiles(posed, H200) if entry[1].by_rows]
         if found:
             return rng.choice(found)
 
@@ -300,15 +338,15 @@ def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
             kernel,
             groups=groups,
         )
-        posed = tile_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
-        posed = replace(posed, aligned=tile_layout.can_be_aligned(posed))
-        found = [entry for entry in nchw_boxes.candidates(posed, H200) if entry[1].pixel_boxes]
+        posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
+        posed = replace(posed, aligned=forward_layout.can_be_aligned(posed))
+        found = [entry for entry in forward_nchw.candidates(posed, H200) if entry[1].pixel_boxes]
         if found:
             return rng.choice(found)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("arranged", [False, True])
+@pytest.mark.parametrize("nchw_to_nhwc", [False, True])
 @pytest.mark.parametrize("seed", range(24))
 def test_forced_on_random_geometries(seed: int, arranged: bool) -> None:
     """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again,
@@ -322,7 +360,7 @@ def test_forced_on_random_geometries(seed: int, arranged: bool) -> None:
     posed, tile = random_case(rng, dtype, arranged)
     tile = vary(rng, posed, tile)
     geometry = posed.geometry
-    made = plan_tile.plan_with_tile(posed, tile, H200)
+    made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
     layouts = (not arranged, posed.weight_channels_last)
     run = assert_kernel_matches(made, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=posed.has_bias)
     if geometry.groups > 1:
@@ -341,7 +379,7 @@ def test_a_late_warpgroup_on_random_geometries(seed: int) -> None:
         pytest.skip("the kernel is for sm_90a")
     dtype = (torch.float16, torch.bfloat16, torch.float32)[seed % 3]
     posed, tile = late_case(random.Random(seed), dtype)
-    made = plan_tile.plan_with_tile(posed, tile, H200)
+    made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
     layouts = (True, posed.weight_channels_last)
     assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=posed.has_bias)
 
@@ -363,7 +401,7 @@ def test_ways_from_nchw_on_random_geometries(
     )
     dtype = dtypes[seed % len(dtypes)]
     posed, tile = case(random.Random(seed), dtype)
-    made = plan_tile.plan_with_tile(posed, tile, H200)
+    made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
     assert_kernel_matches(
         made, posed.geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=posed.has_bias
     )

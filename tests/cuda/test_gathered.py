@@ -1,5 +1,5 @@
-"""All gradients of layers with few output channels in one pass (csrc/kernels/gradients_gathered.cu), forced on random
-geometries, and what its plans say."""
+"""All gradients of layers with few output channels in one pass (csrc/kernels/gradients/narrow_joint.cu), forced on
+random geometries, and what its plans say."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans.plan_gathered import build, claims, counts_the_output, shared_bytes, tiles
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.gradients.narrow_joint import build, claims, counts_the_output, shared_bytes, tiles
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN = Geometry(128, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1))
@@ -38,15 +39,15 @@ def test_rgb_heads_take_one_pass_for_all_gradients(
     for mask in ((True, True, True), (True, True, False)):
         made = plan.plan_backward(posed, mask, H200)
         entries = [one.kernel.entry for one in made.launches]
-        assert entries == ["gradients_gathered"] + ["reduce_slices"] * (2 if mask[2] else 1)
+        assert entries == ["gradients_narrow_joint"] + ["split_k_reduce"] * (2 if mask[2] else 1)
         assert len(made.outputs) == sum(mask)
         assert made.workspace_bytes <= 64 << 20
         main = made.launches[0]
         assert all(size <= 256 for one in main.tensor_maps for size in one.box)
         assert all(stride % 16 == 0 for one in main.tensor_maps for stride in one.strides)
-    assert plan.plan_backward(posed, (True, False, False), H200).family == "narrow"
+    assert plan.plan_backward(posed, (True, False, False), H200).family == "narrow_mma"
     assert plan.plan_backward(posed, (True, True, False), plan.Device("sm_90", 132, 227 << 10)).family != (
-        "gathered"
+        "narrow_joint"
     )
 
 
@@ -58,8 +59,8 @@ def test_a_bias_whose_pixels_the_patches_do_not_hold_has_a_pass_of_its_own() -> 
         one.kernel.entry
         for one in plan.plan_backward(problem(gaps, torch.float32), (True,) * 3, H200).launches
     ]
-    assert entries[0] == "gradients_gathered"
-    assert "general_grad_bias" in entries
+    assert entries[0] == "gradients_narrow_joint"
+    assert "grad_bias_general" in entries
 
 
 @pytest.mark.parametrize(

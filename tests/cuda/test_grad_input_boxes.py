@@ -11,12 +11,15 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import plan
-from tconv_swap.cuda.plans import boxes_choice, boxes_tile, plan_grad_input, plan_grad_input_boxes
-from tconv_swap.cuda.plans.boxes_tile import BoxTile
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, as_convolution
-from tconv_swap.cuda.program import Output, Part, Plan, input_, workspace
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import BoxTile
+from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"))
@@ -67,9 +70,9 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         if rng.random() < 0.3:
             posed = replace(posed, output_channels_last=False)
         kinds: dict[tuple[object, ...], list[BoxTile]] = {}
-        if posed.step != (1, 1) and plan_grad_input_boxes.claims(posed, H200):
-            for tile in boxes_tile.tiles(posed, H200):
-                if not boxes_tile.legal(posed, tile):
+        if posed.step != (1, 1) and grad_input_tma.claims(posed, H200):
+            for tile in grad_input_tma_tile.tiles(posed, H200):
+                if not grad_input_tma_tile.legal(posed, tile):
                     continue
                 kind = (
                     tile.groups_along,
@@ -86,20 +89,20 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             tile = replace(tile, slices_first=rng.random() < 0.5)
             if tile.splits > 1:
                 splits = rng.choice((2, 3, 4))
-                tile = replace(tile, splits=splits if splits <= boxes_tile.chunks(posed) else 2)
-            if boxes_tile.may_be_phased(posed, tile) and rng.random() < 0.7:
+                tile = replace(tile, splits=splits if splits <= grad_input_tma_tile.chunks(posed) else 2)
+            if grad_input_tma_tile.may_be_phased(posed, tile) and rng.random() < 0.7:
                 tile = replace(tile, phased=True)
             yield problem, posed, tile
 
 
 def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarray, np.ndarray]:
-    """What grad_input_boxes.cu's places make of one channel, and what the definition does."""
+    """What grad_input/implicit_gemm_tma.cu's places make of one channel, and what the definition does."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step
     (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
     padding_h, padding_w = geometry.padding
     constants = {k: v for k, v in part.launches[0].kernel.constants if not isinstance(v, str)}
-    _, tiles_h, tiles_w = boxes_tile.tile_counts(posed, tile)
+    _, tiles_h, tiles_w = grad_input_tma_tile.tile_counts(posed, tile)
     source, _ = part.launches[0].tensor_maps
     (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
     box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
@@ -118,7 +121,7 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             start = (row % step_h, col if tile.narrow else col % step_w)
             pixel = row // step_h * box_w + (0 if tile.narrow else col // step_w)
             slices.setdefault(start, []).append((weight[kh, kw], pixel))
-    assert len(slices) == boxes_tile.slice_count(posed, tile)
+    assert len(slices) == grad_input_tma_tile.slice_count(posed, tile)
 
     rows, cols = posed.cells
     grad_input = np.full(geometry.batch * rows * cols, np.nan)
@@ -128,7 +131,7 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
     places = m * constants["MULTIPLY_PLACES"] + group * constants["GROUP_PLACES"] + eight
     assert sorted(places.ravel()) == list(range(tile.m_tiles * 64)), "a place for each cell"
     blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
-    for index in range(boxes_tile.work_count(posed, tile) // blocks):
+    for index in range(grad_input_tma_tile.work_count(posed, tile) // blocks):
         if tile.dense:
             (row, skipped), col, image = divmod(index * tile.cells, cols), 0, 0
         else:
@@ -151,7 +154,7 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             stage = np.where(
                 inside, pictures[n.clip(0, sizes_n - 1), h.clip(0, sizes_h - 1), w.clip(0, sizes_w - 1)], 0
             ).ravel()
-            assert stage.size * boxes_tile.ROW_BYTES <= constants["INPUT_BYTES"]
+            assert stage.size * grad_input_tma_tile.ROW_BYTES <= constants["INPUT_BYTES"]
             stage = np.concatenate([stage, np.full(4096, np.nan)])
             for warpgroup in range(tile.warpgroups):
                 down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
@@ -191,7 +194,7 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
 def test_every_cell_is_stored_once_and_made_of_its_pixels(seed: int) -> None:
     for _, posed, tile in cases(seed, 10):
         channels_last = replace(posed, output_channels_last=True)
-        part = plan_grad_input_boxes.part_with_tile(channels_last, tile)
+        part = grad_input_tma.part_with_tile(channels_last, tile)
         found, wanted = emulated(channels_last, part, tile)
         np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
 
@@ -199,16 +202,16 @@ def test_every_cell_is_stored_once_and_made_of_its_pixels(seed: int) -> None:
 def test_boxes_come_first_where_they_are_claimed() -> None:
     geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
     problem = plan.Problem(geometry, torch.float16, "ieee", True, True)
-    parts = plan_grad_input.part_candidates(problem, H200, 8)
-    assert [part.family for part in parts[:2]] == [plan_grad_input_boxes.FAMILY] * 2
-    assert parts[-1].family == plan_grad_input.FAMILY
+    parts = grad_input_implicit_gemm.part_candidates(problem, H200, 8)
+    assert [part.family for part in parts[:2]] == [grad_input_tma.FAMILY] * 2
+    assert parts[-1].family == grad_input_implicit_gemm.FAMILY
     for other in (
         replace(problem, channels_last=False, weight_channels_last=False),
         replace(problem, geometry=replace(geometry, out_channels=63)),
         replace(problem, dtype=torch.float32),
     ):
-        families = {part.family for part in plan_grad_input.part_candidates(other, H200, 8)}
-        assert plan_grad_input_boxes.FAMILY not in families
+        families = {part.family for part in grad_input_implicit_gemm.part_candidates(other, H200, 8)}
+        assert grad_input_tma.FAMILY not in families
 
 
 #: 64 channels of the output, whose kernel meets 9 of 25 pixels; one row, whose strides of 8 let a box span 32 columns.
@@ -231,26 +234,26 @@ def test_memory_brings_what_is_read_at_once(
     geometry: Geometry, mode: tuple[torch.dtype, str], fetched: int, slices_first: bool
 ) -> None:
     posed = as_convolution(plan.Problem(geometry, *mode, True, True))
-    (part,) = plan_grad_input_boxes.part_candidates(posed, H200, 1)
+    (part,) = grad_input_tma.part_candidates(posed, H200, 1)
     assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
     assert dict(part.launches[0].kernel.constants)["SLICES_FIRST"] == slices_first
 
 
 def test_rows_wider_than_a_step_lets_a_box_span_come_by_phases() -> None:
     for mode in MODES:
-        (best,) = boxes_choice.choose(as_convolution(plan.Problem(ONE_ROW, *mode, True, True)), H200)
+        (best,) = grad_input_tma_choice.choose(as_convolution(plan.Problem(ONE_ROW, *mode, True, True)), H200)
         assert best.phased
         assert best.images <= ONE_ROW.batch
         ragged = replace(ONE_ROW, output_padding=(0, 1))
         posed = as_convolution(plan.Problem(ragged, *mode, True, True))
-        assert not any(tile.phased for tile in boxes_choice.choose(posed, H200, 1000))
+        assert not any(tile.phased for tile in grad_input_tma_choice.choose(posed, H200, 1000))
 
 
 def test_two_teams_share_no_tile_that_is_larger_than_the_map() -> None:
     """Half of such a tile is nothing, so there seem to be works enough for both teams."""
     geometry = Geometry(8, 256, 1, 1000, 128, (1, 8), (1, 4), (0, 2))
     posed = as_convolution(plan.Problem(geometry, *MODES[1], True, True))
-    first, *others = boxes_choice.choose(posed, H200, 1000)
+    first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
     assert first.teams == 1 or first.rows == 1
     assert any(tile.teams > 1 and tile.rows > 1 for tile in others)
 
@@ -261,21 +264,27 @@ def test_a_chunk_half_empty_is_the_halo_tiles() -> None:
         plan.plan_backward(plan.Problem(geometry, *mode, True, True), (True, False, False), H200).family
         for mode in MODES
     ]
-    assert families == [plan_grad_input.FAMILY, plan_grad_input_boxes.FAMILY, plan_grad_input.FAMILY]
+    assert families == [
+        grad_input_implicit_gemm.FAMILY,
+        grad_input_tma.FAMILY,
+        grad_input_implicit_gemm.FAMILY,
+    ]
 
 
 def test_a_block_has_192_channels_where_there_are_as_many() -> None:
     geometry = Geometry(16, 192, 56, 56, 96, (2, 2), (2, 2))
     for mode in MODES:
-        (best,) = boxes_choice.choose(as_convolution(plan.Problem(geometry, *mode, True, True)), H200)
+        (best,) = grad_input_tma_choice.choose(
+            as_convolution(plan.Problem(geometry, *mode, True, True)), H200
+        )
         assert (best.cells, best.channels) == (128, 192)
 
 
 def test_operands_may_lie_in_a_workspace() -> None:
     geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
     posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
-    tile = next(boxes_tile.tiles(posed, H200))
-    part = plan_grad_input_boxes.part_with_tile(posed, tile, 132, workspace(512), input_(2))
+    tile = next(grad_input_tma_tile.tiles(posed, H200))
+    part = grad_input_tma.part_with_tile(posed, tile, 132, workspace(512), input_(2))
     assert [one.base for one in part.launches[0].tensor_maps[:2]] == [workspace(512), input_(2)]
 
 
@@ -287,7 +296,7 @@ def test_operands_may_lie_in_a_workspace() -> None:
 def test_every_tile_against_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for problem, posed, tile in cases(100 + seed, 6):
-        made = plan_grad_input_boxes.part_with_tile(posed, tile)
+        made = grad_input_tma.part_with_tile(posed, tile)
         channels_last = posed.output_channels_last
         whole = Plan(
             made.family,

@@ -12,11 +12,12 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import plan
-from tconv_swap.cuda.plans import plan_grad_input_unfolded, unfolded_tile
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, as_convolution
-from tconv_swap.cuda.plans.unfolded_tile import UnfoldedTile
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
+from tconv_swap.kernels.grad_input.im2col_tile import UnfoldedTile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
@@ -52,14 +53,14 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         problem = plan.Problem(geometry, dtype, precision, False, False)
         posed = as_convolution(problem)
         kinds: dict[tuple[object, ...], list[UnfoldedTile]] = {}
-        if posed.step != (1, 1) and plan_grad_input_unfolded.claims(posed, H200):
+        if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
             every = [
                 one
-                for tile in unfolded_tile.tiles(posed, H200)
+                for tile in grad_input_im2col_tile.tiles(posed, H200)
                 for one in (tile, replace(tile, paired=False))
             ]
             for tile in every:
-                if not unfolded_tile.legal(posed, tile):
+                if not grad_input_im2col_tile.legal(posed, tile):
                     continue
                 kind = (
                     tile.warpgroups,
@@ -76,24 +77,24 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
 
 
 def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.ndarray]:
-    """What grad_input_unfolded.cu's places make of the first group and one channel of the input, and what the
+    """What grad_input/im2col.cu's places make of the first group and one channel of the input, and what the
     definition does."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step
-    launches = plan_grad_input_unfolded.part_with_tile(posed, tile).launches
-    main = next(one for one in launches if one.kernel.entry == "grad_input_unfolded")
+    launches = grad_input_im2col.part_with_tile(posed, tile).launches
+    main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
     box_w, box_h, lead = constants["BOX_W"], constants["BOX_H"], constants["LEAD"]
-    channels, word = geometry.in_channels_per_group, unfolded_tile.word(posed)
+    channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
     (height, width), (rows, cols) = (geometry.height, geometry.width), posed.cells
     grad_output = rng.standard_normal((geometry.batch, channels, height, width))
     weight = rng.standard_normal((channels, *geometry.kernel))
-    steps = unfolded_tile.steps(posed, tile)
-    stages = unfolded_tile.rounds(posed, tile) * unfolded_tile.round_stages(steps)
+    steps = grad_input_im2col_tile.steps(posed, tile)
+    stages = grad_input_im2col_tile.rounds(posed, tile) * grad_input_im2col_tile.round_stages(steps)
     along = np.zeros(stages * steps * 8 * word)
     along[: weight.size] = weight.ravel()
 
-    places = np.array([unfolded_tile.place(posed, tile, k) for k in range(steps * 8 * word)])
+    places = np.array([grad_input_im2col_tile.place(posed, tile, k) for k in range(steps * 8 * word)])
     cell = np.arange(tile.images * tile.rows * tile.cols)
     at_col, at_row, at_image = (
         cell % tile.cols,
@@ -107,13 +108,13 @@ def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.
         assert (elements[:, ::2] % 2 == 0).all(), "words"
 
     grad_input = np.full((geometry.batch, rows, cols), np.nan)
-    counts = unfolded_tile.tile_counts(posed, tile)
+    counts = grad_input_im2col_tile.tile_counts(posed, tile)
     for index in np.ndindex(*counts):
         image, row, col = (
             n * size for n, size in zip(index, (tile.images, tile.rows, tile.cols), strict=True)
         )
         start = col * step_w - geometry.padding[1] - lead
-        assert start % unfolded_tile.alignment(posed, box_w > unfolded_tile.MOST_BOX) == 0
+        assert start % grad_input_im2col_tile.alignment(posed, box_w > grad_input_im2col_tile.MOST_BOX) == 0
         n, c, h, w = np.ogrid[
             image : image + tile.images,
             : stages * tile.stage_channels,
@@ -158,11 +159,15 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "entries"),
     [
-        (UNET1, torch.float32, ["grad_input_unfolded"]),
-        (STYLEGAN2, torch.float32, ["pad_rows", "grad_input_unfolded"]),
-        (STYLEGAN2, torch.float16, ["arrange", "arrange", "grad_input_boxes"]),
-        (KB81, torch.float32, ["pack_weights", "grad_input_tile"]),
-        (replace(UNET1, in_channels=16), torch.float32, ["pack_weights", "grad_input_tile"]),
+        (UNET1, torch.float32, ["grad_input_im2col"]),
+        (STYLEGAN2, torch.float32, ["pad_rows", "grad_input_im2col"]),
+        (STYLEGAN2, torch.float16, ["arrange", "arrange", "grad_input_implicit_gemm_tma"]),
+        (KB81, torch.float32, ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"]),
+        (
+            replace(UNET1, in_channels=16),
+            torch.float32,
+            ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"],
+        ),
     ],
     ids=str,
 )
@@ -172,13 +177,13 @@ def test_where_it_is_planned(geometry: Geometry, dtype: torch.dtype, entries: li
     made = plan.plan_backward(problem, (True, False, False), H200)
     assert [one.kernel.entry for one in made.launches][: len(entries)] == entries
     ampere = plan.plan_backward(problem, (True, False, False), plan.Device("sm_80", 108, 163 << 10))
-    assert ampere.family != plan_grad_input_unfolded.FAMILY
+    assert ampere.family != grad_input_im2col.FAMILY
 
 
 def test_padded_rows_lie_past_the_partial_sums() -> None:
     posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
-    tile = next(tile for tile in unfolded_tile.tiles(posed, H200) if tile.splits == 2)
-    part = plan_grad_input_unfolded.part_with_tile(posed, tile)
+    tile = next(tile for tile in grad_input_im2col_tile.tiles(posed, H200) if tile.splits == 2)
+    part = grad_input_im2col.part_with_tile(posed, tile)
     pad, main, _ = part.launches
     place = main.tensor_maps[0].base.value
     assert pad.arguments[1] == main.tensor_maps[0].base
@@ -194,6 +199,6 @@ def test_padded_rows_lie_past_the_partial_sums() -> None:
 def test_every_tile_against_float64(seed: int) -> None:
     torch.manual_seed(seed)
     for problem, posed, tile in cases(100 + seed, 6):
-        part, tolerance = plan_grad_input_unfolded.part_with_tile(posed, tile), TOLERANCE[problem.dtype]
+        part, tolerance = grad_input_im2col.part_with_tile(posed, tile), TOLERANCE[problem.dtype]
         mask = (True, False, False)
         assert_kernel_matches(part, problem.geometry, problem.dtype, (False, False), tolerance, mask)

@@ -1,5 +1,5 @@
-"""The gradient of the weight by boxes (csrc/kernels/grad_weight_boxes.cu), forced on random geometries, and what its
-plans say."""
+"""The gradient of the weight by boxes (csrc/kernels/grad_weight/implicit_gemm_tma.cu), forced on random geometries,
+and what its plans say."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 from harness import assert_kernel_matches
 from oracle import conv_transpose2d_reference
 
-from tconv_swap.cuda import call, launch, plan
-from tconv_swap.cuda.plans.grad_weight_boxes import Boxes, candidates, shared_bytes
-from tconv_swap.cuda.plans.grad_weight_boxes_classes import schedule_of, slice_choices, work_of
-from tconv_swap.cuda.plans.grad_weight_classes import pixel_tiles
-from tconv_swap.cuda.plans.plan_grad_weight import reads_all_of_grad_output
-from tconv_swap.cuda.plans.plan_grad_weight_boxes import claims, plan_with_boxes
-from tconv_swap.cuda.program import ArgumentKind, Output, Plan
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_weight.implicit_gemm import reads_all_of_grad_output
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma import claims, plan_with_boxes
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import schedule_of, slice_choices, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tma_tile import Boxes, candidates, shared_bytes
+from tconv_swap.runtime import launch
+from tconv_swap.runtime.program import ArgumentKind, Output, Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 DCGAN2 = Geometry(128, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1))
@@ -44,10 +46,10 @@ def test_wide_layers_in_16_bits_and_channels_last_come_by_boxes(geometry: Geomet
     def family(posed: plan.Problem, device: plan.Device = H200) -> str:
         return plan.plan_backward(posed, (False, True, False), device).family
 
-    assert family(problem(geometry)) == family(problem(geometry, torch.bfloat16)) == "weight boxes"
-    assert family(problem(geometry, channels_last=False)) != "weight boxes"
-    assert family(problem(geometry, torch.float32)) != "weight boxes"
-    assert family(problem(geometry), plan.Device("sm_100", 132, 227 << 10)) != "weight boxes"
+    assert family(problem(geometry)) == family(problem(geometry, torch.bfloat16)) == "implicit_gemm_tma"
+    assert family(problem(geometry, channels_last=False)) != "implicit_gemm_tma"
+    assert family(problem(geometry, torch.float32)) != "implicit_gemm_tma"
+    assert family(problem(geometry), plan.Device("sm_100", 132, 227 << 10)) != "implicit_gemm_tma"
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_what_the_copy_engine_cannot_bring_is_not_claimed(change: dict) -> None:
 def test_few_channels_come_by_boxes_where_the_kernel_leaves_gaps() -> None:
     gaps = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     part = plan.plan_backward(problem(gaps), (False, True, False), H200)
-    assert part.family == "weight boxes"
+    assert part.family == "implicit_gemm_tma"
     # Three taps beside each other, not two and one to spare.
     constants = dict(part.launches[0].kernel.constants)
     assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))

@@ -10,15 +10,15 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import (
-    plan_grad_weight_direct,
-    plan_grad_weight_in_place,
-    plan_grad_weight_rows,
-)
-from tconv_swap.cuda.plans.grad_weight_direct_tile import columns_of, pixels_of
-from tconv_swap.cuda.plans.grad_weight_in_place_tile import rows_follow, stages_of
-from tconv_swap.cuda.plans.grad_weight_rows_tile import (
+from tconv_swap.cuda import call
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
+from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
+from tconv_swap.kernels.grad_weight.im2col_nchw_tile import columns_of, pixels_of
+from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import rows_follow, stages_of
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     MOST_STAGES,
     PARTIAL_LIMIT_BYTES,
     candidates,
@@ -26,8 +26,7 @@ from tconv_swap.cuda.plans.grad_weight_rows_tile import (
     lines_of,
     weight_bytes,
 )
-from tconv_swap.cuda.program import Part
-from tconv_swap.geometry import Geometry
+from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 UNET = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
@@ -67,7 +66,7 @@ def test_slices_are_short_and_their_sums_bounded(geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_boxes_are_what_the_copy_engine_takes(geometry: Geometry) -> None:
-    (made,) = plan_grad_weight_rows.part_candidates(problem(geometry), H200, False, 1)
+    (made,) = grad_weight_pixel_rows.part_candidates(problem(geometry), H200, False, 1)
     maps = [one for step in made.launches for one in step.tensor_maps]
     assert len(maps) == 2
     for one in maps:
@@ -90,11 +89,11 @@ def test_boxes_begin_at_multiples_of_16_bytes_and_never_before_a_line(geometry: 
 def test_boxes_of_grad_output_as_it_lies(geometry: Geometry) -> None:
     """Every tile: what the copy engine takes, and that a box holds what the taps of a stage's pixels reach."""
     g, posed = geometry, problem(geometry)
-    tiles = plan_grad_weight_direct.tiles_for(posed, H200, with_bias=False)
+    tiles = grad_weight_im2col_nchw.tiles_for(posed, H200, with_bias=False)
     assert tiles
     for tile in tiles:
-        made = plan_grad_weight_direct.plan_with_tile(posed, tile, H200, with_bias=False)
-        step = next(step for step in made.launches if step.kernel.entry == "grad_weight_direct")
+        made = grad_weight_im2col_nchw.plan_with_tile(posed, tile, H200, with_bias=False)
+        step = next(step for step in made.launches if step.kernel.entry == "grad_weight_im2col_nchw")
         assert step.shared_bytes <= H200.shared_memory_per_block
         for one in step.tensor_maps:
             assert all(stride % 16 == 0 for stride in one.strides)
@@ -131,10 +130,10 @@ def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometr
 def test_boxes_that_are_turned_in_place(geometry: Geometry) -> None:
     """Every tile: what the copy engine takes, that boxes hold what the taps reach, and which sums there are."""
     g, posed = geometry, problem(geometry, channels_last=True)
-    tiles = plan_grad_weight_in_place.tiles_for(posed, H200, with_bias=False)
+    tiles = grad_weight_im2col_nhwc.tiles_for(posed, H200, with_bias=False)
     assert tiles
     for tile in tiles:
-        made = plan_grad_weight_in_place.plan_with_tile(posed, tile, H200, with_bias=False)
+        made = grad_weight_im2col_nhwc.plan_with_tile(posed, tile, H200, with_bias=False)
         step = made.launches[0]
         assert step.shared_bytes <= H200.shared_memory_per_block
         assert step.grid % tile.together == 0
@@ -167,8 +166,8 @@ def test_images_whose_rows_follow_one_another() -> None:
 
 def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
     def parted(geometry: Geometry) -> int:
-        (made,) = plan_grad_weight_rows.part_candidates(problem(geometry), H200, False, 1)
-        return sum(step.kernel.entry == "part_phases" for step in made.launches)
+        (made,) = grad_weight_pixel_rows.part_candidates(problem(geometry), H200, False, 1)
+        return sum(step.kernel.entry == "space_to_depth" for step in made.launches)
 
     assert parted(UNET) == 1
     assert parted(ODD) == 2
@@ -176,21 +175,21 @@ def test_the_input_is_copied_only_where_it_does_not_lie_as_lines() -> None:
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)
 def test_each_layout_has_its_kernel(geometry: Geometry) -> None:
-    for channels_last, entry in ((False, "grad_weight_direct"), (True, "grad_weight_in_place")):
+    for channels_last, entry in ((False, "grad_weight_im2col_nchw"), (True, "grad_weight_im2col_nhwc")):
         made = plan.plan_backward(problem(geometry, channels_last), (False, True, False), H200)
         if geometry == GROUPED and not channels_last:
-            entry = "grad_weight_rows"  # rows of 129 columns are no multiple of 16 bytes
+            entry = "grad_weight_pixel_rows"  # rows of 129 columns are no multiple of 16 bytes
         assert entry in [step.kernel.entry for step in made.launches]
-        assert made.family == "weight rows"
+        assert made.family == "im2col_nhwc"
     ieee = replace(problem(geometry), precision="ieee")
-    assert plan.plan_backward(ieee, (False, True, False), H200).family != "weight rows"
+    assert plan.plan_backward(ieee, (False, True, False), H200).family != "im2col_nhwc"
 
 
 def test_channels_that_are_no_multiple_of_16_bytes_go_to_the_weight_tiles() -> None:
     posed = problem(replace(UNET, in_channels=1022), channels_last=True)
     for with_bias in (False, True):
         made = plan.plan_backward(posed, (False, True, with_bias), H200)
-        assert made.family == "weight tile"
+        assert made.family == "implicit_gemm"
 
 
 @pytest.mark.parametrize(
@@ -199,27 +198,27 @@ def test_channels_that_are_no_multiple_of_16_bytes_go_to_the_weight_tiles() -> N
 def test_many_channels_go_along_pixels_in_nchw(geometry: Geometry) -> None:
     for with_bias in (False, True):
         posed = plan.Problem(geometry, torch.float32, "tf32", False, False)
-        assert plan.plan_backward(posed, (False, True, with_bias), H200).family == "weight rows"
+        assert plan.plan_backward(posed, (False, True, with_bias), H200).family == "im2col_nhwc"
 
 
 def test_what_is_not_claimed() -> None:
     posed = problem(UNET)
-    assert plan_grad_weight_rows.claims(posed, H200)
+    assert grad_weight_pixel_rows.claims(posed, H200)
     channels_last = problem(UNET, channels_last=True)
-    assert plan_grad_weight_in_place.claims(channels_last, H200)
-    assert not plan_grad_weight_in_place.claims(problem(replace(UNET, in_channels=1022), True), H200)
-    assert not plan_grad_weight_in_place.claims(problem(replace(UNET, stride=(9, 9)), True), H200)
-    families = ((plan_grad_weight_rows, posed), (plan_grad_weight_in_place, channels_last))
+    assert grad_weight_im2col_nhwc.claims(channels_last, H200)
+    assert not grad_weight_im2col_nhwc.claims(problem(replace(UNET, in_channels=1022), True), H200)
+    assert not grad_weight_im2col_nhwc.claims(problem(replace(UNET, stride=(9, 9)), True), H200)
+    families = ((grad_weight_pixel_rows, posed), (grad_weight_im2col_nhwc, channels_last))
     for family, one in families:
         assert not family.claims(replace(one, precision="ieee"), H200)
         assert not family.claims(replace(one, dtype=torch.float16), H200)
         assert not family.claims(replace(one, channels_last=not one.channels_last), H200)
         assert not family.claims(one, replace(H200, architecture="sm_100"))
-    assert not plan_grad_weight_rows.claims(problem(replace(WIDE, height=4096, width=4096)), H200)
+    assert not grad_weight_pixel_rows.claims(problem(replace(WIDE, height=4096, width=4096)), H200)
     # Kernel 2, stride 3: no tap reads a third of grad_output, so the bias is somebody else's.
     gaps = replace(UNET, stride=(3, 3))
-    assert plan_grad_weight_rows.part_candidates(problem(gaps), H200, False, 1)
-    assert not plan_grad_weight_rows.part_candidates(problem(gaps), H200, True, 1)
+    assert grad_weight_pixel_rows.part_candidates(problem(gaps), H200, False, 1)
+    assert not grad_weight_pixel_rows.part_candidates(problem(gaps), H200, True, 1)
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -253,21 +252,19 @@ def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tup
     while True:
         geometry = random_geometry(rng)
         posed = plan.Problem(geometry, torch.float32, "tf32", rng.random() < 0.5, rng.random() < 0.5)
-        if rng.random() < 0.6 and plan_grad_weight_direct.tiles_for(posed, device, with_bias):
-            tile = rng.choice(plan_grad_weight_direct.tiles_for(posed, device, with_bias))
-            return posed, plan_grad_weight_direct.plan_with_tile(posed, tile, device, with_bias)
-        tiles = plan_grad_weight_in_place.tiles_for(posed, device, with_bias)
+        if rng.random() < 0.6 and grad_weight_im2col_nchw.tiles_for(posed, device, with_bias):
+            tile = rng.choice(grad_weight_im2col_nchw.tiles_for(posed, device, with_bias))
+            return posed, grad_weight_im2col_nchw.plan_with_tile(posed, tile, device, with_bias)
+        tiles = grad_weight_im2col_nhwc.tiles_for(posed, device, with_bias)
         if tiles:
-            return posed, plan_grad_weight_in_place.plan_with_tile(
-                posed, rng.choice(tiles), device, with_bias
-            )
-        if not plan_grad_weight_rows.part_candidates(posed, device, with_bias, 1):
+            return posed, grad_weight_im2col_nhwc.plan_with_tile(posed, rng.choice(tiles), device, with_bias)
+        if not grad_weight_pixel_rows.part_candidates(posed, device, with_bias, 1):
             continue
         lines = lines_of(geometry)
         tile = rng.choice(list(candidates(geometry)))
         cut = in_slices(geometry, lines.stages(geometry.batch), tile, device, 0)
         if cut is not None:
-            return posed, plan_grad_weight_rows.plan_with_tile(posed, lines, cut, device, with_bias)
+            return posed, grad_weight_pixel_rows.plan_with_tile(posed, lines, cut, device, with_bias)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight_strips.cu), forced on random geometries, and what
+"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight/stride1.cu), forced on random geometries, and what
 its plans say."""
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import grad_weight_strips_tile as tiles
-from tconv_swap.cuda.plans import plan_grad_weight_strips as strips
-from tconv_swap.cuda.plans.grad_weight_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
-from tconv_swap.cuda.program import Part
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_weight import stride1 as strips
+from tconv_swap.kernels.grad_weight import stride1_tile as tiles
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 1024, 1024, 64, (3, 3))
@@ -70,18 +71,15 @@ def test_large_layers_of_stride_1_are_planned_in_strips() -> None:
             problem(geometry, torch.float16),
             problem(geometry, channels_last=True),
         ):
-            assert family(posed) == "weight strips"
+            assert family(posed) == "stride1"
             # The bias would need a pass of its own.
-            assert family(posed, with_bias=True) != "weight strips"
-        assert family(problem(geometry, torch.float16, channels_last=True)) != "weight strips"
-        assert family(replace(problem(geometry), precision="ieee")) != "weight strips"
+            assert family(posed, with_bias=True) != "stride1"
+        assert family(problem(geometry, torch.float16, channels_last=True)) != "stride1"
+        assert family(replace(problem(geometry), precision="ieee")) != "stride1"
     # Of 16 bits not where its best tile holds half of the input channels.
-    assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "weight strips"
-    assert (
-        family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16))
-        != "weight strips"
-    )
-    assert family(problem(replace(SQUARE, height=16, width=16))) != "weight strips"
+    assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "stride1"
+    assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16)) != "stride1"
+    assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
 
 
 def test_what_is_not_claimed() -> None:

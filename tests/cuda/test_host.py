@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tconv_swap.cuda import cache, compiler, host
-from tconv_swap.cuda.compiler import BuildError
+from tconv_swap.runtime import cache, compiler, host
+from tconv_swap.runtime.compiler import BuildError
 
 
 @pytest.fixture

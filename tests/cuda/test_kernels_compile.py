@@ -9,11 +9,12 @@ from itertools import permutations
 import pytest
 import torch
 
-from tconv_swap.cuda import jit, plan
-from tconv_swap.cuda.cache import csrc_directory
-from tconv_swap.cuda.plans.plan_cast import DTYPES, plan_cast
-from tconv_swap.cuda.program import Kernel, Output
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.cast import DTYPES, plan_cast
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.cache import csrc_directory
+from tconv_swap.runtime.program import Kernel, Output
 
 #: Bytes that one block may ask for (CUDA C++ programming guide, table of compute capabilities).
 SHARED_BYTES = {
@@ -47,7 +48,7 @@ GEOMETRIES = {
     "odd channels": Geometry(32, 130, 64, 64, 66, (3, 3), (2, 2), (1, 1), (1, 1)),
     "deep": Geometry(8, 256, 64, 64, 128, (3, 3), (2, 2), (1, 1), (1, 1)),
     "square": Geometry(2, 64, 64, 64, 64, (3, 3)),
-    "arranged": Geometry(8, 256, 16, 16, 128, (4, 4), (2, 2), (1, 1)),
+    "nchw_to_nhwc": Geometry(8, 256, 16, 16, 128, (4, 4), (2, 2), (1, 1)),
     "rgb": Geometry(2, 64, 32, 32, 3, (4, 4), (2, 2), (1, 1)),
     "large rgb": Geometry(2, 48, 40, 50, 3, (9, 9), (1, 1), (4, 4)),
     "depthwise": Geometry(2, 21, 20, 19, 21, (8, 8), (4, 4), (2, 2), groups=21),
@@ -134,8 +135,8 @@ def test_one_of_each_kernel_holds_every_variant_and_the_most_demanding() -> None
 
 @pytest.mark.parametrize("chip", ["sm_80", WHOLE])
 def test_a_kernel_of_many_taps_compiles(chip: str, request: pytest.FixtureRequest) -> None:
-    """More taps than a compiler allows templates inside each other: forward_tile.cu and forward_wgmma.cu in float16,
-    forward_tile.cu again in float32."""
+    """More taps than a compiler allows templates inside each other: forward/implicit_gemm_mma.cu and
+    forward/implicit_gemm_wgmma.cu in float16, forward/implicit_gemm_mma.cu again in float32."""
     every = request.config.getoption("all_architectures")
     geometry = Geometry(1, 64, 9, 7, 40, (16, 16), (8, 8), (4, 4))
     device = plan.Device(chip, 132, SHARED_BYTES[chip])
@@ -149,14 +150,17 @@ def test_a_kernel_of_many_taps_compiles(chip: str, request: pytest.FixtureReques
 def test_every_source_is_planned_somewhere() -> None:
     """A kernel file that no plan above uses would be compiled by nobody."""
     used = {kernel.source for kernel in planned(WHOLE)}
-    sources = {path.name for path in (csrc_directory() / "kernels").glob("*.cu")}
-    assert sources == used
+    directory = csrc_directory() / "kernels"
+    sources = {path.relative_to(directory).as_posix() for path in directory.rglob("*.cu")}
+    assert {source for source in sources if not source.startswith("norm/")} == used
 
 
 def test_a_compile_error_names_the_log_and_the_source(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
     broken = Kernel(
-        "reduce_slices.cu", "reduce_slices", (("Element", "NoSuchType"), ("THREADS", 32), ("LANES", 1))
+        "common/split_k_reduce.cu",
+        "split_k_reduce",
+        (("Element", "NoSuchType"), ("THREADS", 32), ("LANES", 1)),
     )
     with pytest.raises(RuntimeError, match="NoSuchType") as caught:
         jit.compile_kernel(broken, "sm_80")
@@ -167,7 +171,7 @@ def test_a_compile_error_names_the_log_and_the_source(monkeypatch: pytest.Monkey
 def test_the_second_compilation_comes_from_disk(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     monkeypatch.setattr(jit, "cache_directory", lambda: tmp_path)
     kernel = Kernel(
-        "reduce_slices.cu", "reduce_slices", (("Element", "float"), ("THREADS", 32), ("LANES", 1))
+        "common/split_k_reduce.cu", "split_k_reduce", (("Element", "float"), ("THREADS", 32), ("LANES", 1))
     )
     first = jit.compile_kernel(kernel, "sm_80")
     monkeypatch.setattr(jit.nvrtc, "compile_cubin", None)

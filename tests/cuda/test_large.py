@@ -1,5 +1,5 @@
-"""Gradients of input and weight in one pass where the kernel is large (csrc/kernels/gradients_large.cu), forced on
-random geometries, and what its plans say."""
+"""Gradients of input and weight in one pass where the kernel is large (csrc/kernels/gradients/large_kernel.cu),
+forced on random geometries, and what its plans say."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans.plan_large import Shape, build, claims, shape_of, shared_bytes
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.gradients.large_kernel import Shape, build, claims, shape_of, shared_bytes
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 FCN32S = Geometry(2, 21, 16, 16, 21, (64, 64), (32, 32), (16, 16))
@@ -42,9 +43,9 @@ def test_fcn_heads_take_one_pass(geometry: Geometry, dtype: torch.dtype, channel
     made = plan.plan_backward(posed, (True, True, True), H200)
     entries = [one.kernel.entry for one in made.launches]
     pays = dtype != torch.float32 or (channels_last and geometry is FCN32S)
-    assert (entries[0] == "gradients_large") == pays
-    assert ("general_grad_bias" in entries) == pays
-    assert plan.plan_backward(posed, (True, False, False), H200).family == "narrow"
+    assert (entries[0] == "gradients_large_kernel") == pays
+    assert ("grad_bias_general" in entries) == pays
+    assert plan.plan_backward(posed, (True, False, False), H200).family == "narrow_mma"
 
 
 @pytest.mark.parametrize(

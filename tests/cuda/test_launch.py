@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tconv_swap.cuda import launch, plan, program
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.runtime import launch, program
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from tconv_swap import conv_transpose2d
 from tconv_swap.cuda.choice import choose_backward, choose_forward
-from tconv_swap.cuda.problem import Device, Problem
 from tconv_swap.geometry import check_geometry
+from tconv_swap.kernels.problem import Device, Problem
 
 GIVEN = ((2, 4, 5, 6), (4, 0, 3, 3), None, (2, 2), (1, 1), (0, 0), 1, (1, 1))
 

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tconv_swap.cuda import call, nvrtc
+from tconv_swap.cuda import call
+from tconv_swap.runtime import nvrtc
 
 #: What NVRTC 12.8 and 13.0 say.
 OLD = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 89, 90, 100, 101, 120)

@@ -8,10 +8,10 @@ from cuda_cases import TF32_TOLERANCE, TOLERANCE
 from harness import assert_kernel_matches
 from test_kernels_compile import planned
 
-from tconv_swap.cuda import plan
 from tconv_swap.cuda.choice import FORWARD, Mask
-from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.runtime.program import Plan
 
 DEVICES = (plan.Device("sm_75", 40, 64 << 10), plan.Device("sm_80", 108, 163 << 10))
 GEOMETRIES = {

@@ -1,4 +1,4 @@
-"""Maps of one pixel (csrc/kernels/forward_pixel.cu), forced on random geometries, and what the plans say."""
+"""Maps of one pixel (csrc/kernels/forward/gemm.cu), forced on random geometries, and what the plans say."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_pixel
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import gemm as forward_gemm
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 A10 = plan.Device("sm_86", 72, 99 << 10)
@@ -38,14 +39,14 @@ def test_one_launch_computes_the_first_layer_of_a_generator(
     for device in (H200, A10):
         for last in (False, True):
             made = plan.plan_forward(problem(DCGAN.with_batch(batch), *mode[:2], last), True, device)
-            assert made.family == "pixel product"
+            assert made.family == "gemm"
             assert len(made.launches) == 1
             assert made.launches[0].shared_bytes <= device.shared_memory_per_block
 
 
 def test_many_images_are_left_to_the_larger_tiles() -> None:
     made = plan.plan_forward(problem(DCGAN.with_batch(1000)), True, H200)
-    assert made.family == "halo tile"
+    assert made.family == "implicit_gemm"
 
 
 @pytest.mark.parametrize(
@@ -62,15 +63,15 @@ def test_many_images_are_left_to_the_larger_tiles() -> None:
     ids=str,
 )
 def test_what_is_not_claimed(other: Geometry) -> None:
-    assert plan_pixel.claims(problem(DCGAN), H200)
-    assert not plan_pixel.claims(problem(other), H200)
+    assert forward_gemm.claims(problem(DCGAN), H200)
+    assert not forward_gemm.claims(problem(other), H200)
 
 
 def test_layouts_that_differ_are_not_claimed() -> None:
     for last, weight_last in ((False, True), (True, False)):
         mixed = plan.Problem(DCGAN, torch.float16, "ieee", last, weight_last)
-        assert not plan_pixel.claims(mixed, H200)
-        assert plan_pixel.claims(replace(mixed, geometry=replace(DCGAN, kernel=(1, 1))), H200)
+        assert not forward_gemm.claims(mixed, H200)
+        assert forward_gemm.claims(replace(mixed, geometry=replace(DCGAN, kernel=(1, 1))), H200)
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -97,10 +98,10 @@ def test_forced_on_random_geometries(seed: int) -> None:
         pytest.skip("the kernel is made for sm_80 and later")
     while True:
         posed = problem(random_geometry(rng), dtype, precision, rng.random() < 0.5)
-        tiles = list(plan_pixel.candidates(posed, facts)) if plan_pixel.claims(posed, facts) else []
+        tiles = list(forward_gemm.candidates(posed, facts)) if forward_gemm.claims(posed, facts) else []
         if tiles:
             break
     with_bias = rng.random() < 0.5
-    made = plan_pixel.plan_with_tile(posed, with_bias, rng.choice(tiles))
+    made = forward_gemm.plan_with_tile(posed, with_bias, rng.choice(tiles))
     layouts = (posed.channels_last, posed.weight_channels_last)
     assert_kernel_matches(made, posed.geometry, dtype, layouts, tolerance, with_bias=with_bias)

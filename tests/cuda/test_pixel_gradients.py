@@ -1,4 +1,4 @@
-"""All gradients of a layer whose input is one pixel (csrc/kernels/pixel_gradients.cu), and what its plans say."""
+"""All gradients of a layer whose input is one pixel (csrc/kernels/gradients/gemm.cu), and what its plans say."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_pixel_gradients
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.gradients import gemm as gradients_gemm
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
@@ -33,7 +34,7 @@ def test_one_launch_makes_all_gradients(dtype: torch.dtype, channels_last: bool)
     posed = problem(dtype=dtype, channels_last=channels_last)
     for mask in MASKS:
         made = plan.plan_backward(posed, mask, H200)
-        assert made.family == "one pixel"
+        assert made.family == "gemm"
         assert len(made.outputs) == sum(mask)
         # The sums of grad_input, and those of the bias, are added up in launches of their own.
         assert len(made.launches) == 1 + mask[0] + mask[2]
@@ -55,15 +56,15 @@ def test_one_launch_makes_all_gradients(dtype: torch.dtype, channels_last: bool)
     ids=str,
 )
 def test_what_is_not_claimed(change: dict) -> None:
-    assert plan_pixel_gradients.claims(problem(), H200)
-    assert not plan_pixel_gradients.claims(problem(replace(LATENT, **change)), H200)
+    assert gradients_gemm.claims(problem(), H200)
+    assert not gradients_gemm.claims(problem(replace(LATENT, **change)), H200)
 
 
 def test_only_what_tensor_cores_of_hopper_multiply() -> None:
-    assert not plan_pixel_gradients.claims(replace(problem(), precision="ieee"), H200)
-    assert not plan_pixel_gradients.claims(replace(problem(), weight_channels_last=True), H200)
-    assert not plan_pixel_gradients.claims(problem(), replace(H200, architecture="sm_80"))
-    assert plan_pixel_gradients.plan_backward(problem(), (False, False, True), H200) is None
+    assert not gradients_gemm.claims(replace(problem(), precision="ieee"), H200)
+    assert not gradients_gemm.claims(replace(problem(), weight_channels_last=True), H200)
+    assert not gradients_gemm.claims(problem(), replace(H200, architecture="sm_80"))
+    assert gradients_gemm.plan_backward(problem(), (False, False, True), H200) is None
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -83,7 +84,7 @@ def test_forced_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     posed = problem(random_geometry(rng), list(TOLERANCE)[seed % 3], rng.random() < 0.5)
     mask = rng.choice(MASKS)
-    made = plan_pixel_gradients.plan_backward(posed, mask, facts)
+    made = gradients_gemm.plan_backward(posed, mask, facts)
     assert made is not None
     layouts, (product, bias) = (posed.channels_last,) * 2, TOLERANCE[posed.dtype]
     assert_kernel_matches(made, posed.geometry, posed.dtype, layouts, product, mask, bias_tolerance=bias)

@@ -10,10 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tconv_swap.cuda import plan
-from tconv_swap.cuda.plans import grad_input_choice, plan_general, plan_grad_input
-from tconv_swap.cuda.program import ArgumentKind, Plan
 from tconv_swap.geometry import Geometry, phase_taps
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
+from tconv_swap.runtime.program import ArgumentKind, Plan
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -49,14 +51,14 @@ def constants(made: Plan) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("geometry", "dtype", "device", "family"),
     [
-        (DCGAN, torch.float32, H200, "halo tile"),
-        (DCGAN, torch.bfloat16, H200, "halo tile"),
+        (DCGAN, torch.float32, H200, "implicit_gemm"),
+        (DCGAN, torch.bfloat16, H200, "implicit_gemm"),
         (DCGAN, torch.float64, H200, "general"),
         (DCGAN, torch.float32, TURING, "general"),
-        (DEPTHWISE, torch.float16, H200, "narrow"),
-        (DEPTHWISE, torch.float32, TURING, "narrow"),
-        (RGB, torch.float32, H200, "narrow fold"),
-        (RGB, torch.float32, TURING, "narrow"),
+        (DEPTHWISE, torch.float16, H200, "narrow_mma"),
+        (DEPTHWISE, torch.float32, TURING, "narrow_mma"),
+        (RGB, torch.float32, H200, "col2im"),
+        (RGB, torch.float32, TURING, "narrow_mma"),
     ],
     ids=str,
 )
@@ -74,12 +76,12 @@ def test_the_family_chosen(
 @pytest.mark.parametrize(
     ("geometry", "dtype", "device", "family"),
     [
-        (DCGAN, torch.float32, H200, "weight tile"),
-        (DCGAN, torch.bfloat16, AMPERE, "weight tile"),
+        (DCGAN, torch.float32, H200, "implicit_gemm"),
+        (DCGAN, torch.bfloat16, AMPERE, "implicit_gemm"),
         (DCGAN, torch.float64, H200, "general"),
         (DCGAN, torch.float32, TURING, "general"),
         (DCGAN.with_batch(0), torch.float32, H200, "general"),
-        (KB75, torch.float16, H200, "weight tile"),
+        (KB75, torch.float16, H200, "implicit_gemm"),
     ],
     ids=str,
 )
@@ -93,8 +95,8 @@ def test_the_family_chosen_for_the_weight(
 @pytest.mark.parametrize(
     ("geometry", "families"),
     [
-        (DCGAN, "weight rows"),  # the bias's gradient out of the same pass
-        (KB75, "weight tile, general"),  # rows of grad_output that no tap reads
+        (DCGAN, "im2col_nhwc"),  # the bias's gradient out of the same pass
+        (KB75, "implicit_gemm, general"),  # rows of grad_output that no tap reads
     ],
     ids=str,
 )
@@ -114,14 +116,14 @@ LATENT = Geometry(128, 100, 1, 1, 512, (4, 4))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "device", "entry"),
     [
-        (STRIDE_1, torch.float16, H200, "forward_tile"),
-        (DCGAN, torch.float32, H200, "grad_input_unfolded"),
-        (DCGAN, torch.bfloat16, H200, "grad_input_wgmma"),
-        (DCGAN, torch.bfloat16, AMPERE, "grad_input_tile"),
-        (GROUPED, torch.float32, H200, "grad_input_tile"),
-        (LATENT, torch.float16, AMPERE, "grad_input_tile"),
-        (DCGAN, torch.float64, H200, "general_grad_input"),
-        (STRIDE_1, torch.float32, TURING, "general_grad_input"),
+        (STRIDE_1, torch.float16, H200, "forward_implicit_gemm_mma"),
+        (DCGAN, torch.float32, H200, "grad_input_im2col"),
+        (DCGAN, torch.bfloat16, H200, "grad_input_implicit_gemm_wgmma"),
+        (DCGAN, torch.bfloat16, AMPERE, "grad_input_implicit_gemm_mma"),
+        (GROUPED, torch.float32, H200, "grad_input_implicit_gemm_mma"),
+        (LATENT, torch.float16, AMPERE, "grad_input_implicit_gemm_mma"),
+        (DCGAN, torch.float64, H200, "grad_input_general"),
+        (STRIDE_1, torch.float32, TURING, "grad_input_general"),
         (DCGAN.with_batch(0), torch.float32, H200, None),
     ],
     ids=str,
@@ -131,11 +133,11 @@ def test_the_kernel_chosen_for_grad_input(
 ) -> None:
     problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
     made = plan.plan_backward(problem, (True, False, False), device)
-    if channels_last and entry in ("grad_input_unfolded", "grad_input_wgmma"):
-        entry = "grad_input_boxes"
-    families = {"grad_input_boxes": "box tile", "grad_input_unfolded": "unfolded tile"}
-    general = entry in (None, "general_grad_input")
-    assert made.family == families.get(str(entry), "general" if general else "halo tile")
+    if channels_last and entry in ("grad_input_im2col", "grad_input_implicit_gemm_wgmma"):
+        entry = "grad_input_implicit_gemm_tma"
+    families = {"grad_input_implicit_gemm_tma": "implicit_gemm_tma", "grad_input_im2col": "im2col"}
+    general = entry in (None, "grad_input_general")
+    assert made.family == families.get(str(entry), "general" if general else "implicit_gemm")
     assert made.why
     assert [output.shape for output in made.outputs] == [geometry.input_shape]
     entries = [one.kernel.entry for one in made.launches]
@@ -148,7 +150,7 @@ def test_offsets_within_a_tile_of_grad_input_fit_32_bits() -> None:
     """Images of 16 MiB of one cell each: a tile may have few of them."""
     geometry = Geometry(4096, 96, 1, 1, 65536, (8, 8))
     problem = plan.Problem(geometry, torch.float32, "tf32", False, False)
-    made = plan_grad_input.plan_grad_input(problem, H200)
+    made = grad_input_implicit_gemm.plan_grad_input(problem, H200)
     assert made is not None
     names = dict(made.launches[1].kernel.constants)
     assert names["FLAT"]
@@ -159,20 +161,23 @@ def test_offsets_within_a_tile_of_grad_input_fit_32_bits() -> None:
 def test_ieee_float32_gradients_of_the_input_are_not_computed_by_tf32_alone() -> None:
     problem = plan.Problem(DCGAN, torch.float32, "ieee", False, False)
     made = plan.plan_backward(problem, (True, False, False), H200)
-    assert [one.kernel.entry for one in made.launches] == ["pack_weights", "grad_input_wgmma"]
+    assert [one.kernel.entry for one in made.launches] == [
+        "forward_implicit_gemm_pack",
+        "grad_input_implicit_gemm_wgmma",
+    ]
     assert all(dict(one.kernel.constants)["PRECISION"] == 3 for one in made.launches)
 
 
 def test_offsets_past_32_bits_are_counted_in_64() -> None:
     def index(geometry: Geometry) -> object:
-        made = plan_general.plan_forward(general_problem(geometry), True)
+        made = general.plan_forward(general_problem(geometry), True)
         return constants(made)["Index"]
 
     assert index(HUGE.with_batch(1)) == "long long"
     assert index(Geometry(1, 2, 1024, 1024, 2, (2, 2), (2, 2))) == "int"
     # A tile's last cells may lie beyond the last one of the map.
-    most = 2**31 - 1 - plan_general.MOST_TILE_PIXELS
-    assert max(made.m for made in map(plan_general._tile, (1, 8, 64))) <= plan_general.MOST_TILE_PIXELS
+    most = 2**31 - 1 - general.MOST_TILE_PIXELS
+    assert max(made.m for made in map(general._tile, (1, 8, 64))) <= general.MOST_TILE_PIXELS
     just_below = Geometry(1, 1, 1, most - 1, 1, (1, 2))
     assert math.prod(just_below.output_shape) == most
     assert index(just_below) == "int"
@@ -195,14 +200,14 @@ def test_a_new_batch_size_needs_no_new_kernel_in_the_general_family() -> None:
         for batch in (1, 3, 64)
         for problem in (general_problem(DCGAN.with_batch(batch)),)
         for made in (
-            plan_general.plan_forward(problem, True),
-            plan_general.plan_grad_input(problem),
-            plan_general.plan_grad_weight(problem, H200),
-            plan_general.plan_grad_bias(problem, H200),
+            general.plan_forward(problem, True),
+            general.plan_grad_input(problem),
+            general.plan_grad_weight(problem, H200),
+            general.plan_grad_bias(problem, H200),
         )
         for launch in made.launches
     }
-    # forward, grad_input, grad_weight, grad_bias, reduce_slices of many results and of few
+    # forward, grad_input, grad_weight, grad_bias, split_k_reduce of many results and of few
     assert len(kernels) == 6
 
 
@@ -228,7 +233,7 @@ def test_the_workspace_of_the_backward_pass_is_bounded(geometry: Geometry) -> No
     made = plan.plan_backward(general_problem(geometry), (True,) * 3, H200)
     # A gradient of the weight has one copy at least; the tensor cores read an IEEE float32 weight in two parts.
     two_copies = 8 * max(math.prod(geometry.weight_shape), geometry.out_channels)
-    assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES + two_copies
+    assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES + two_copies
     for launch in made.launches:
         for argument in launch.arguments:
             if argument.kind == ArgumentKind.WORKSPACE:
@@ -261,8 +266,8 @@ def test_the_narrow_gradients_take_what_is_narrow(
 ) -> None:
     for mask in ((True, False, False), (False, True, False)):
         made = backward(geometry, dtype, channels_last=channels_last, mask=mask)
-        assert made.family == "narrow"
-        assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES
+        assert made.family == "narrow_mma"
+        assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES
         assert all(one.grid < 2**31 and one.shared_bytes <= 227 << 10 for one in made.launches)
     assert backward(geometry, torch.float64).family == "general"
     assert backward(geometry, torch.float32, TURING).family == "general"
@@ -270,9 +275,9 @@ def test_the_narrow_gradients_take_what_is_narrow(
 
 def test_the_gradient_of_the_bias_comes_with_the_weights_where_the_tiles_hold_all_of_the_output() -> None:
     entries = [one.kernel.entry for one in backward(RGB, mask=(False, True, True)).launches]
-    assert entries.count("grad_weight_narrow") == 1
-    assert "general_grad_bias" not in entries
-    assert "general_grad_bias" in [one.kernel.entry for one in backward(GAPS).launches]
+    assert entries.count("grad_weight_narrow_mma") == 1
+    assert "grad_bias_general" not in entries
+    assert "grad_bias_general" in [one.kernel.entry for one in backward(GAPS).launches]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -290,10 +295,10 @@ def test_the_workspace_of_the_narrow_gradients_is_bounded(geometry: Geometry, dt
     for channels_last in (False, True):
         made = backward(geometry, dtype, channels_last=channels_last)
         one_copy = 4 * math.prod(geometry.weight_shape)
-        assert made.workspace_bytes <= plan_general.WORKSPACE_LIMIT_BYTES + one_copy
+        assert made.workspace_bytes <= general.WORKSPACE_LIMIT_BYTES + one_copy
         if geometry.batch == 64:
             # No sum is so long that its rounding errors show: pixels of a block, by steps of 16 and warp.
-            weight = next(one for one in made.launches if one.kernel.entry == "grad_weight_narrow")
+            weight = next(one for one in made.launches if one.kernel.entry == "grad_weight_narrow_mma")
             c = dict(weight.kernel.constants)
             units = c["TILE_H"] * c["TILE_W"] // 16 // c["WARPS_K"]
             repeat = weight.structs[0][6]
@@ -303,18 +308,18 @@ def test_the_workspace_of_the_narrow_gradients_is_bounded(geometry: Geometry, dt
 def test_narrow_gradients_have_few_kernels_for_all_batch_sizes() -> None:
     for mask in ((True, False, False), (False, True, True)):
         plans = [backward(RGB.with_batch(batch), mask=mask) for batch in range(1, 70)]
-        kernels = {one.kernel for made in plans for one in made.launches if "narrow" in one.kernel.entry}
+        kernels = {one.kernel for made in plans for one in made.launches if "narrow_mma" in one.kernel.entry}
         assert 1 <= len(kernels) <= 3
 
 
 def test_an_empty_batch_launches_nothing_forward_and_writes_zero_weight_gradients() -> None:
     empty = DCGAN.with_batch(0)
-    assert not plan_general.plan_forward(general_problem(empty), True).launches
+    assert not general.plan_forward(general_problem(empty), True).launches
     assert forward(empty).launches == ()
     backward = plan.plan_backward(general_problem(empty), (True,) * 3, H200)
     entries = [launch.kernel.entry for launch in backward.launches]
-    assert "general_grad_input" not in entries
-    assert entries.count("reduce_slices") == 2
+    assert "grad_input_general" not in entries
+    assert entries.count("split_k_reduce") == 2
 
 
 def test_phases_share_out_the_taps() -> None:
@@ -359,6 +364,8 @@ def test_any_stride_and_kernel_is_planned(seed: int) -> None:
     ids=["one row", "gaps"],
 )
 def test_three_products_in_nchw_take_tiles_that_do_not_spill(geometry: Geometry) -> None:
-    posed = plan_grad_input.as_convolution(plan.Problem(geometry, torch.float32, "ieee", False, False))
+    posed = grad_input_implicit_gemm.as_convolution(
+        plan.Problem(geometry, torch.float32, "ieee", False, False)
+    )
     (posed, best), *_ = grad_input_choice.choose(posed, H200)
     assert grad_input_choice.tile_registers(posed, best) <= grad_input_choice.MOST_IEEE_REGISTERS

@@ -13,14 +13,18 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, jit, plan
-from tconv_swap.cuda.plans import plan_tile, sizes, tile_classes
-from tconv_swap.cuda.plans.arrangement import Matrices, arrange
-from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, block_count, make_problem
-from tconv_swap.cuda.program import Kernel, Plan, input_, output
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import sizes
+from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, arrange
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
 from tconv_swap.measurement.suite import load_suite
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Kernel, Plan, input_, output
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -52,7 +56,7 @@ def computing(made: Plan) -> Kernel:
     (found,) = (
         one.kernel
         for one in made.launches
-        if one.kernel.entry not in ("pack_weights", "arrange", "forward_tile_reduce")
+        if one.kernel.entry not in ("forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_split_k")
     )
     return found
 
@@ -62,7 +66,7 @@ def test_no_size_is_compiled_in() -> None:
     for layer in LAYERS:
         for channels_last in (False, True):
             problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
-            made = plan_tile.plan_forward(problem, layer.bias, H200)
+            made = forward_implicit_gemm.plan_forward(problem, layer.bias, H200)
             for one in () if made is None else made.launches:
                 assert not names & dict(one.kernel.constants).keys()
 
@@ -75,8 +79,8 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
             posed = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
-            for schedule, _ in tile_classes.schedules(tile_classes.of_any_size(posed), H200):
-                made = plan_tile.plan_with_tile(schedule.problem, schedule.tile, H200)
+            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200):
+                made = forward_implicit_gemm.plan_with_tile(schedule.problem, schedule.tile, H200)
                 _, log = jit.compile_with_log(computing(made), "sm_90a")
                 spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
                 assert spills
@@ -89,7 +93,7 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
 
 
 def quotient(words: sizes.Words, n: int) -> int:
-    """``Divisor::quotient`` of sizes.cuh, in 32 bits."""
+    """``Divisor::quotient`` of common/sizes.cuh, in 32 bits."""
     _, magic, shift = words
     return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
 
@@ -112,7 +116,7 @@ def test_division_by_numbers_known_at_the_launch() -> None:
 
 
 class Told:
-    """``Sizes`` of sizes.cuh, by name."""
+    """``Sizes`` of common/sizes.cuh, by name."""
 
     def __init__(self, words: sizes.Words) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
@@ -124,7 +128,8 @@ class Told:
 
 
 def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator[tuple[int, int, int]]:
-    """Image, row and column of the cells that a tile has, as tile_origin and cell_at of tile_shape.cuh find them."""
+    """Image, row and column of the cells that a tile has, as tile_origin and cell_at of common/tile_shape.cuh find
+    them."""
     if posed.flat:
         for w in range(tile.cols):
             cell = index * tile.cols + w
@@ -152,9 +157,9 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
     dtype, precision = rng.choice(MODES)
     channels_last = rng.random() < 0.5
     posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
-    if not plan_tile.claims(posed, H200):
+    if not forward_implicit_gemm.claims(posed, H200):
         return chosen(rng, most, batch)
-    (found,) = tile_classes.choose(posed, H200)
+    (found,) = forward_classes.choose(posed, H200)
     return found
 
 
@@ -204,7 +209,8 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> None:
-    """arrange.cu: each column of each matrix is in one block, and no block has more pieces than its threads bring."""
+    """common/nchw_to_nhwc.cu: each column of each matrix is in one block, and no block has more pieces than its
+    threads bring."""
     rng = random.Random(3)
     for _ in range(300):
         piece = 16 // dtype.itemsize
@@ -264,9 +270,11 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
             posed = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
-            if plan_tile.claims(posed, H200):
-                one = rng.choice(tile_classes.choose(posed, H200, 4))
-                by_kernel.setdefault(computing(plan_tile.plan_with_tile(*one, H200)), []).append(one)
+            if forward_implicit_gemm.claims(posed, H200):
+                one = rng.choice(forward_classes.choose(posed, H200, 4))
+                by_kernel.setdefault(computing(forward_implicit_gemm.plan_with_tile(*one, H200)), []).append(
+                    one
+                )
         several = [found for found in by_kernel.values() if len(found) >= 3]
         if several:
             return dtype, channels_last, bias, rng.choice(several)[:3]
@@ -287,6 +295,6 @@ def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
         pytest.skip("the tiles are chosen for sm_90a")
     dtype, channels_last, bias, found = sizes_of_one_kernel(random.Random(seed))
     for posed, tile in (*found, found[0]):
-        made = plan_tile.plan_with_tile(posed, tile, H200)
+        made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
         layouts = (channels_last, channels_last)
         assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)

@@ -13,30 +13,35 @@ import torch
 from harness import assert_kernel_matches
 from test_sizes import AMPERE, H200, MODES, quotient, random_sizes
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import (
-    cells_choice,
-    narrow_choice,
-    plan_cells,
-    plan_fold,
-    plan_general,
-    plan_narrow,
-    plan_pixel,
-    plan_strips,
-)
-from tconv_swap.cuda.plans.layer_sizes import of_any_size, out_row_multiple
-from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
-from tconv_swap.cuda.plans.sizes import Words
-from tconv_swap.cuda.program import Kernel, Plan
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
+from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.sizes import Words
+from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import gemm as forward_gemm
+from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward import narrow_ffma_choice as forward_narrow_ffma_choice
+from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
+from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.runtime.program import Kernel, Plan
 
 TURING = plan.Device("sm_75", 40, 64 << 10)
 LAYERS = load_suite().layers
 #: Kernels that prepare what others compute from, or add up what they computed.
-AUXILIARY = ("pack_weights", "pack_cells", "pack_strips", "arrange", "forward_tile_reduce")
+AUXILIARY = (
+    "forward_implicit_gemm_pack",
+    "forward_narrow_mma_pack",
+    "forward_stride1_pack",
+    "arrange",
+    "forward_implicit_gemm_split_k",
+)
 #: Which is told the layer, too: one for each dtype, whatever layers there are.
-OF_NO_LAYER = "tiny_forward"
+OF_NO_LAYER = "forward_tiny"
 #: Of an image, in float32.
 MOST_IMAGE_BYTES = 256 << 20
 #: Constants that follow from the sizes of images.
@@ -93,8 +98,8 @@ def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(
                     kernels.setdefault(entry, set()).add(one.kernel)
             assert all(len(found) <= 4 for found in kernels.values()), kernels
             assert len(kernels.get("arrange", ())) <= 2  # rows that begin between two pieces, and others
-            assert len(kernels.get("forward_tile_reduce", ())) <= 1
-            assert len(kernels.get("pack_strips", ())) <= 1
+            assert len(kernels.get("forward_implicit_gemm_split_k", ())) <= 1
+            assert len(kernels.get("forward_stride1_pack", ())) <= 1
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
@@ -164,8 +169,8 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
 def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(seed, channels_last):
         for made, tile in zip(
-            plan_narrow.plan_candidates(problem, False, H200, 1),
-            narrow_choice.choose(problem, H200, 4, 1),
+            forward_narrow_ffma.plan_candidates(problem, False, H200, 1),
+            forward_narrow_ffma_choice.choose(problem, H200, 4, 1),
             strict=False,
         ):
             (words,) = made.launches[0].structs
@@ -199,7 +204,7 @@ def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_las
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_of_cells_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(100 + seed, channels_last):
-        for tile in cells_choice.choose(problem, H200, 4, 1):
+        for tile in forward_narrow_mma_choice.choose(problem, H200, 4, 1):
             assert channels_last or geometry.width % tile.row_multiple == 0
             assert geometry.out_width % tile.out_row_multiple == 0
             assert not tile.direct or geometry.out_width % geometry.stride[1] == 0
@@ -212,7 +217,7 @@ def test_strips_of_a_fold_are_the_images(seed: int) -> None:
     channels_last = rng.random() < 0.5
     problem = fold_problem(rng, channels_last)
     geometry = problem.geometry
-    (made,) = plan_fold.plan_candidates(problem, False, H200, 1)
+    (made,) = forward_col2im.plan_candidates(problem, False, H200, 1)
     constants, (words,) = dict(made.launches[0].kernel.constants), made.launches[0].structs
     height, out_height, out_width, tiles, cell_rows, groups, whole = words[:7]
     column_tiles, strips = words[7:10], words[10:13]
@@ -254,9 +259,9 @@ def fold_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
         )
         dtype, precision = rng.choice(MODES)
         problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-        if min(geometry.out_height, geometry.out_width) <= 0 or not plan_fold.claims(problem, H200):
+        if min(geometry.out_height, geometry.out_width) <= 0 or not forward_col2im.claims(problem, H200):
             continue
-        if plan_fold.plan_candidates(problem, False, H200, 1):
+        if forward_col2im.plan_candidates(problem, False, H200, 1):
             return problem
 
 
@@ -265,7 +270,7 @@ def test_strips_are_told_where_rows_lie() -> None:
     for size in ((8, 512, 512), (3, 700, 1000), (1, 1024, 2048)):
         geometry = replace(layer, batch=size[0], height=size[1], width=size[2])
         problem = plan.Problem(geometry, torch.float16, "ieee", False, False)
-        made = plan_strips.plan_candidates(problem, False, H200, 1)[0]
+        made = forward_stride1.plan_candidates(problem, False, H200, 1)[0]
         words: Words = made.launches[1].structs[0]
         height, width, out_height, out_width, segment, columns = words[:6]
         assert (height, width, out_height, out_width) == (*size[1:], geometry.out_height, geometry.out_width)
@@ -308,16 +313,16 @@ Found = list[tuple[plan.Problem, Plan]]
 Candidates = Callable[[plan.Problem, bool, plan.Device, int], list[Plan]]
 #: Plans of one kernel, layers that it computes, sizes of them.
 FAMILIES: dict[str, tuple[Candidates, Callable[[random.Random], Geometry], Callable[..., Geometry]]] = {
-    "cells": (plan_cells.plan_candidates, random_layer, small_sizes),
-    "fold": (plan_fold.plan_candidates, rgb_layer, small_sizes),
+    "cells": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
+    "fold": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
     "general": (
-        lambda problem, bias, *_: [plan_general.plan_forward(problem, bias)],
+        lambda problem, bias, *_: [general.plan_forward(problem, bias)],
         random_layer,
         small_sizes,
     ),
-    "narrow": (plan_narrow.plan_candidates, random_layer, small_sizes),
-    "pixel": (plan_pixel.plan_candidates, generator_layer, of_pixels),
-    "strips": (plan_strips.plan_candidates, stride_1_layer, small_sizes),
+    "narrow_ffma": (forward_narrow_ffma.plan_candidates, random_layer, small_sizes),
+    "pixel": (forward_gemm.plan_candidates, generator_layer, of_pixels),
+    "stride1": (forward_stride1.plan_candidates, stride_1_layer, small_sizes),
 }
 
 
@@ -327,7 +332,7 @@ def sizes_of_one_kernel(family: str, rng: random.Random, device: plan.Device) ->
     while True:
         layer = layer_of(rng)
         dtype, precision = rng.choice(list(TOLERANCE))
-        channels_last, weight_last = family != "strips" and rng.random() < 0.5, rng.random() < 0.5
+        channels_last, weight_last = family != "stride1" and rng.random() < 0.5, rng.random() < 0.5
         if family == "pixel":
             weight_last = channels_last
         bias = rng.random() < 0.5
@@ -365,6 +370,6 @@ def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
         layouts = (problem.channels_last, problem.weight_channels_last)
         dtype = problem.dtype
         # Of these kernels, only strips, pixel products and cells round as TF32 does.
-        precision = problem.precision if family in ("strips", "pixel", "cells") else "ieee"
+        precision = problem.precision if family in ("stride1", "pixel", "cells") else "ieee"
         tolerance = TOLERANCE[dtype, precision]
         assert_kernel_matches(made, problem.geometry, dtype, layouts, tolerance, with_bias=bias)

@@ -15,21 +15,21 @@ import torch
 from harness import assert_kernel_matches
 from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
 
-from tconv_swap.cuda import call, jit, plan
-from tconv_swap.cuda.plans import (
-    boxes_choice,
-    boxes_tile,
-    grad_input_choice,
-    plan_grad_input,
-    plan_grad_input_boxes,
-    plan_grad_input_unfolded,
-    unfolded_choice,
-    unfolded_tile,
-)
-from tconv_swap.cuda.plans.grad_input_layout import StridedProblem, as_convolution, of_any_size
-from tconv_swap.cuda.program import Kernel, Part
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
+from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
 from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Kernel, Part
 
 LAYERS = [
     layer
@@ -37,7 +37,12 @@ LAYERS = [
     if max(layer.geometry.stride) > 1 and layer.geometry.out_channels_per_group >= 8
 ]
 #: What multiplies, of the families that this file is about.
-ENTRIES = ("grad_input_boxes", "grad_input_unfolded", "grad_input_wgmma", "grad_input_tile")
+ENTRIES = (
+    "grad_input_implicit_gemm_tma",
+    "grad_input_im2col",
+    "grad_input_implicit_gemm_wgmma",
+    "grad_input_implicit_gemm_mma",
+)
 SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "TILES_H", "TILES_W", "OUT_PIXELS"}
 
 
@@ -89,20 +94,21 @@ def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> I
     posed = as_convolution(problem)
     if posed.step == (1, 1):
         return
-    if plan_grad_input_boxes.claims(posed, device):
-        tiles = boxes_choice.choose(posed, device, count)
-        yield from (plan_grad_input_boxes.part_with_tile(posed, tile) for tile in tiles)
-    if plan_grad_input_unfolded.claims(posed, device):
+    if grad_input_tma.claims(posed, device):
+        tiles = grad_input_tma_choice.choose(posed, device, count)
+        yield from (grad_input_tma.part_with_tile(posed, tile) for tile in tiles)
+    if grad_input_im2col.claims(posed, device):
         # Those too that are not expected to pay.
         found = [
             tile
-            for one, _ in unfolded_choice.schedules(of_any_size(posed), device)
-            for tile in unfolded_choice.for_size(one, posed)
+            for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), device)
+            for tile in grad_input_im2col_choice.for_size(one, posed)
         ]
-        yield from (plan_grad_input_unfolded.part_with_tile(posed, tile) for tile in found[:count])
-    if plan_grad_input.claims(posed, device):
+        yield from (grad_input_im2col.part_with_tile(posed, tile) for tile in found[:count])
+    if grad_input_implicit_gemm.claims(posed, device):
         yield from (
-            plan_grad_input.part_with_tile(*tile) for tile in grad_input_choice.choose(posed, device, count)
+            grad_input_implicit_gemm.part_with_tile(*tile)
+            for tile in grad_input_choice.choose(posed, device, count)
         )
 
 
@@ -110,15 +116,15 @@ def every_schedule(problem: plan.Problem) -> Iterator[Part]:
     """Every kernel that the problem's layer has for any size, but the maps of one pixel."""
     posed = as_convolution(problem)
     layer = of_any_size(posed)
-    if plan_grad_input_boxes.claims(posed, H200):
-        for tile in boxes_choice.schedules(layer, H200):
-            yield plan_grad_input_boxes.part_with_tile(posed, tile)
-    if plan_grad_input_unfolded.claims(posed, H200):
-        for unfolded, _ in unfolded_choice.schedules(layer, H200):
-            yield plan_grad_input_unfolded.part_with_tile(posed, unfolded)
-    if plan_grad_input.claims(posed, H200):
+    if grad_input_tma.claims(posed, H200):
+        for tile in grad_input_tma_choice.schedules(layer, H200):
+            yield grad_input_tma.part_with_tile(posed, tile)
+    if grad_input_im2col.claims(posed, H200):
+        for unfolded, _ in grad_input_im2col_choice.schedules(layer, H200):
+            yield grad_input_im2col.part_with_tile(posed, unfolded)
+    if grad_input_implicit_gemm.claims(posed, H200):
         for one in grad_input_choice.schedules(layer, H200):
-            yield plan_grad_input.part_with_tile(one.problem, one.tile)
+            yield grad_input_implicit_gemm.part_with_tile(one.problem, one.tile)
 
 
 def test_the_kernels_of_all_schedules_compile() -> None:
@@ -137,7 +143,7 @@ def test_the_kernels_of_all_schedules_compile() -> None:
             assert spills
             assert kernel.spills or not any(spills), f"{kernel} {log}"
             done[kernel.entry] = done.get(kernel.entry, 0) + 1
-    assert min(done[entry] for entry in ENTRIES if entry != "grad_input_tile") >= 4, done
+    assert min(done[entry] for entry in ENTRIES if entry != "grad_input_implicit_gemm_mma") >= 4, done
 
 
 def any_problem(rng: random.Random) -> StridedProblem:
@@ -154,7 +160,7 @@ def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
     """What a halo tile's kernel takes for granted holds of every size that takes it."""
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
-        if not plan_grad_input.claims(posed, H200):
+        if not grad_input_implicit_gemm.claims(posed, H200):
             continue
         (rows, cols), step, width = posed.cells, posed.step, posed.geometry.width
         image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
@@ -179,11 +185,11 @@ def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
 def test_boxes_bring_what_a_kernel_expects_of_its_sizes(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
-        if not plan_grad_input_boxes.claims(posed, H200):
+        if not grad_input_tma.claims(posed, H200):
             continue
-        for one in boxes_choice.schedules(of_any_size(posed), H200):
-            for tile in boxes_choice.for_size(one, posed):
-                (main, *_) = plan_grad_input_boxes.part_with_tile(posed, tile).launches
+        for one in grad_input_tma_choice.schedules(of_any_size(posed), H200):
+            for tile in grad_input_tma_choice.for_size(one, posed):
+                (main, *_) = grad_input_tma.part_with_tile(posed, tile).launches
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
                 brought = posed.item * math.prod(
@@ -195,24 +201,24 @@ def test_boxes_bring_what_a_kernel_expects_of_its_sizes(seed: int) -> None:
                     assert posed.geometry.height == posed.cells[0] * posed.step[0]
                 if tile.phased:
                     assert posed.geometry.width % posed.step[1] == 0
-                assert 1 <= tile.splits <= boxes_tile.chunks(posed)
+                assert 1 <= tile.splits <= grad_input_tma_tile.chunks(posed)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
     rng = random.Random(seed)
     for posed in (any_problem(rng) for _ in range(10)):
-        if not plan_grad_input_unfolded.claims(posed, H200):
+        if not grad_input_im2col.claims(posed, H200):
             continue
-        for one, _ in unfolded_choice.schedules(of_any_size(posed), H200):
-            for tile in unfolded_choice.for_size(one, posed):
-                launches = plan_grad_input_unfolded.part_with_tile(posed, tile).launches
-                main = next(one for one in launches if one.kernel.entry == "grad_input_unfolded")
+        for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), H200):
+            for tile in grad_input_im2col_choice.for_size(one, posed):
+                launches = grad_input_im2col.part_with_tile(posed, tile).launches
+                main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
                 assert all(stride % 16 == 0 for stride in source.strides)
                 assert posed.geometry.width % constants["FOLD_W"] == 0
-                tiles = unfolded_tile.tile_counts(posed, tile)[2]
+                tiles = grad_input_im2col_tile.tile_counts(posed, tile)[2]
                 align = max(constants["FOLD_W"], 16 // posed.item)
                 first = posed.geometry.padding[1] + constants["LEAD"]
                 starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
@@ -222,9 +228,9 @@ def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
 def test_small_maps_have_a_tile_in_nchw() -> None:
     (layer,) = (layer for layer in LAYERS if layer.name == "dcgan2")  # 4 x 4
     problem = plan.Problem(layer.geometry, torch.float32, "tf32", False, False)
-    part = plan_grad_input.plan_grad_input(problem, H200)
+    part = grad_input_implicit_gemm.plan_grad_input(problem, H200)
     assert part is not None
-    assert part.family == plan_grad_input_unfolded.FAMILY
+    assert part.family == grad_input_im2col.FAMILY
 
 
 @pytest.mark.parametrize(("kernel", "stride", "multiple"), [(5, 5, 2), (4, 2, 4), (3, 2, 4)])
@@ -246,11 +252,11 @@ def test_sizes_are_near_the_best_of_all_tiles() -> None:
         for _ in range(6):
             geometry = random_sizes(rng, layer.geometry, 128)
             posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
-            if posed.step == (1, 1) or not plan_grad_input_boxes.claims(posed, H200):
+            if posed.step == (1, 1) or not grad_input_tma.claims(posed, H200):
                 continue
-            first, *others = boxes_choice.choose(posed, H200, 1000)
-            best = min(boxes_choice.expected(posed, tile, H200) for tile in (first, *others))
-            ratios.append(boxes_choice.expected(posed, first, H200) / best)
+            first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
+            best = min(grad_input_tma_choice.expected(posed, tile, H200) for tile in (first, *others))
+            ratios.append(grad_input_tma_choice.expected(posed, first, H200) / best)
     assert len(ratios) > 50
     assert statistics.median(ratios) == 1
     assert statistics.fmean(ratios) < 1.2

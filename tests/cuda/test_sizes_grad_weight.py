@@ -13,21 +13,21 @@ import torch
 from harness import assert_kernel_matches
 from test_sizes import AMPERE, H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
-from tconv_swap.cuda import call, jit, plan
-from tconv_swap.cuda.plans import (
-    grad_weight_boxes,
-    grad_weight_boxes_classes,
-    grad_weight_candidates,
-    grad_weight_in_place_classes,
-    plan_arrange,
-    plan_grad_weight,
-    plan_grad_weight_boxes,
-    plan_grad_weight_in_place,
-)
-from tconv_swap.cuda.plans.grad_weight_classes import of_any_size, select
-from tconv_swap.cuda.program import Kernel, Launch, Output, Part, Plan
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
+from tconv_swap.kernels.grad_weight import im2col_nhwc_classes as grad_weight_im2col_nhwc_classes
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.kernels.grad_weight import implicit_gemm_candidates as grad_weight_candidates
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma_classes as grad_weight_tma_classes
+from tconv_swap.kernels.grad_weight import implicit_gemm_tma_tile as grad_weight_tma_tile
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, select
+from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
 from tconv_swap.measurement.suite import Layer
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Kernel, Launch, Output, Part, Plan
 
 MASK = (False, True, False)
 
@@ -35,12 +35,12 @@ MASK = (False, True, False)
 def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list[Part]:
     """What these kernels compute of a problem, by way of channels_last where that is the way; where two kernels may,
     both."""
-    if plan_arrange.pays(problem, MASK, device):
-        piece = plan_arrange.arranged_grad_weight(problem, device)
+    if gradients_nchw_to_nhwc.pays(problem, MASK, device):
+        piece = gradients_nchw_to_nhwc.arranged_grad_weight(problem, device)
         if piece is not None:
             return [piece.part]
-    in_place = plan_grad_weight_in_place.part_candidates(problem, device, with_bias, 1)
-    return in_place + plan_grad_weight.across_pixels(problem, device, with_bias, 1)
+    in_place = grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, 1)
+    return in_place + grad_weight_implicit_gemm.across_pixels(problem, device, with_bias, 1)
 
 
 @pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
@@ -55,7 +55,7 @@ def test_a_layer_has_four_kernels_at_most(layer: Layer, device: plan.Device) -> 
                 geometry = random_sizes(rng, layer.geometry)
                 problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
                 parts = planned(problem, device, False)
-                assert parts or not plan_grad_weight.claims(problem, device)
+                assert parts or not grad_weight_implicit_gemm.claims(problem, device)
                 for part in parts:
                     computing.add(part.launches[0].kernel)
                     for one in part.launches[1:]:
@@ -113,14 +113,14 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
         for dtype, channels_last in itertools.product((torch.float16, torch.float32), (False, True)):
             posed = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
             layer, parts = of_any_size(posed), []
-            if plan_grad_weight_boxes.claims(posed, H200):
-                for boxes in grad_weight_boxes_classes.schedules(layer, H200, 4):
-                    parts.append(plan_grad_weight_boxes.plan_with_boxes(boxes.problem, boxes, 1, False))
-            if plan_grad_weight_in_place.claims(posed, H200):
-                for one in grad_weight_in_place_classes.schedules(layer, H200):
-                    parts.append(plan_grad_weight_in_place.plan_with_tile(posed, one.tile, H200, False))
+            if grad_weight_tma.claims(posed, H200):
+                for boxes in grad_weight_tma_classes.schedules(layer, H200, 4):
+                    parts.append(grad_weight_tma.plan_with_boxes(boxes.problem, boxes, 1, False))
+            if grad_weight_im2col_nhwc.claims(posed, H200):
+                for one in grad_weight_im2col_nhwc_classes.schedules(layer, H200):
+                    parts.append(grad_weight_im2col_nhwc.plan_with_tile(posed, one.tile, H200, False))
             for tile in grad_weight_candidates.schedules(layer, H200, 4):
-                parts.append(plan_grad_weight.plan_with_schedule(tile.problem, tile, H200, False))
+                parts.append(grad_weight_implicit_gemm.plan_with_schedule(tile.problem, tile, H200, False))
             for part in parts:
                 kernel = part.launches[0].kernel
                 _, log = jit.compile_with_log(kernel, "sm_90a")
@@ -161,7 +161,7 @@ def test_sizes_that_none_computes_count_by_their_weight() -> None:
 def test_a_map_of_few_columns_is_tiled_in_place() -> None:
     (layer,) = (layer for layer in LAYERS if layer.name == "simplebaseline")  # 8 x 6
     problem = plan.Problem(layer.geometry, torch.float32, "tf32", True, True)
-    part = plan_grad_weight.plan_grad_weight(problem, H200)
+    part = grad_weight_implicit_gemm.plan_grad_weight(problem, H200)
     assert part is not None
     assert "turned in place" in part.why
 
@@ -170,7 +170,7 @@ def test_a_map_of_few_columns_is_tiled_in_place() -> None:
 
 
 class Told:
-    """``PixelSizes`` of sizes.cuh, by name."""
+    """``PixelSizes`` of common/sizes.cuh, by name."""
 
     def __init__(self, words: tuple[int, ...]) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
@@ -299,13 +299,13 @@ def test_zeros_beyond_the_input_are_counted_right() -> None:
         if geometry.out_width <= 0:
             continue
         cut = rng.choice((4, 6, 8, 14, 16, 32, 64))
-        fits = -geometry.width % cut <= grad_weight_boxes.most_beyond(geometry, 1)
+        fits = -geometry.width % cut <= grad_weight_tma_tile.most_beyond(geometry, 1)
         assert fits == (not unreached_by_definition(geometry, cut)), geometry
         forbidden += not fits
         offsets = [k * dilation - geometry.padding[1] for k in range(kernel)]
         real = [q * stride + o for o in offsets for q in range(geometry.width)]
         last = max((at for at in real if 0 <= at < geometry.out_width), default=0)
-        assert grad_weight_boxes.last_reached(geometry, 1) == last
+        assert grad_weight_tma_tile.last_reached(geometry, 1) == last
     assert forbidden > 100
 
 
@@ -335,7 +335,7 @@ def sizes_of_one_kernel(rng: random.Random, device: plan.Device) -> list[tuple[p
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 5))
             posed = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
-            if plan_arrange.pays(posed, MASK, device):
+            if gradients_nchw_to_nhwc.pays(posed, MASK, device):
                 continue  # reads copies
             for part in planned(posed, device, bias) or planned(posed, device, False):
                 kernel_of = part.launches[0].kernel

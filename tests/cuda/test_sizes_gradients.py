@@ -12,38 +12,37 @@ import torch
 from harness import assert_kernel_matches
 from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
 
-from tconv_swap.cuda import call, plan
+from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import Mask
-from tconv_swap.cuda.plans import (
-    plan_depthwise_backward,
-    plan_gathered,
-    plan_general,
-    plan_grad_weight_direct,
-    plan_grad_weight_rows,
-    plan_grad_weight_strips,
-    plan_large,
-    plan_narrow_grad_input,
-    plan_narrow_grad_weight,
-)
-from tconv_swap.cuda.plans.plan_depthwise_backward import meets_all
-from tconv_swap.cuda.program import Kernel, Part
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
+from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
+from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
+from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
+from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
+from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
+from tconv_swap.kernels.gradients.depthwise import meets_all
 from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.runtime.program import Kernel, Part
 
 TURING = plan.Device("sm_75", 30, 64 << 10)
 #: What prepares copies, or adds up what others leave.
 AUXILIARY = {
     "arrange",
-    "forward_tile_reduce",
-    "general_grad_bias",
-    "grad_weight_reduce",
-    "grad_weight_rows_reduce",
-    "pack_cells",
-    "pack_strips",
-    "pack_weights",
+    "forward_implicit_gemm_split_k",
+    "grad_bias_general",
+    "grad_weight_split_k_reduce",
+    "grad_weight_pixel_rows_reduce",
+    "forward_narrow_mma_pack",
+    "forward_stride1_pack",
+    "forward_implicit_gemm_pack",
     "pad_rows",
-    "part_phases",
-    "reduce_slices",
+    "space_to_depth",
+    "split_k_reduce",
 }
 SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SLICES", "REPEAT", "ROW_COUNT"}
 MOST_KERNELS = 4
@@ -77,7 +76,7 @@ def test_a_layer_has_four_kernels_of_all_families_at_most(layer: Layer, device: 
                         any_size(rng, layer.geometry), dtype, precision, channels_last, channels_last
                     )
                     for launch in plan.plan_backward(posed, mask, device).launches:
-                        if launch.kernel.entry == "forward_strips":
+                        if launch.kernel.entry == "forward_stride1":
                             continue  # test_sizes.py is about the forward pass's kernels
                         assert not SIZES & dict(launch.kernel.constants).keys(), launch.kernel
                         if launch.kernel.entry in AUXILIARY:
@@ -109,19 +108,19 @@ Made = tuple[Part, Mask]
 
 def computing(part: Part) -> Kernel:
     """The kernel that multiplies."""
-    return next(one.kernel for one in part.launches if one.kernel.entry not in {"part_phases"})
+    return next(one.kernel for one in part.launches if one.kernel.entry not in {"space_to_depth"})
 
 
 def _general(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    yield plan_general.plan_grad_input(posed), (True, False, False)
-    yield plan_general.plan_grad_weight(posed, device), (False, True, False)
-    yield plan_general.plan_grad_bias(posed, device), (False, False, True)
+    yield general.plan_grad_input(posed), (True, False, False)
+    yield general.plan_grad_weight(posed, device), (False, True, False)
+    yield general.plan_grad_bias(posed, device), (False, False, True)
 
 
 def _narrow(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for part in plan_narrow_grad_input.part_candidates(posed, device, 4):
+    for part in grad_input_narrow_mma.part_candidates(posed, device, 4):
         yield part, (True, False, False)
-    for part in plan_narrow_grad_weight.part_candidates(posed, device, bias, 4):
+    for part in grad_weight_narrow_mma.part_candidates(posed, device, bias, 4):
         yield part, (False, True, bias)
 
 
@@ -131,36 +130,40 @@ def _depthwise(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator
         (True, False, False),
         (False, True, False),
     ):
-        part = plan_depthwise_backward.plan_gradients(posed, mask, device)
+        part = gradients_depthwise.plan_gradients(posed, mask, device)
         if part is not None:
             yield part, mask
 
 
 def _gathered(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    if plan_gathered.claims(posed, device):
-        with_bias = bias and plan_gathered.counts_the_output(posed.geometry)
-        for tile in plan_gathered.rank(posed, device)[:2]:
-            yield plan_gathered.build(posed, tile, device, with_bias), (True, True, with_bias)
+    if gradients_narrow_joint.claims(posed, device):
+        with_bias = bias and gradients_narrow_joint.counts_the_output(posed.geometry)
+        for tile in gradients_narrow_joint.rank(posed, device)[:2]:
+            yield gradients_narrow_joint.build(posed, tile, device, with_bias), (True, True, with_bias)
 
 
 def _large(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    shape = plan_large.shape_of(posed, device) if plan_large.claims(posed, device) else None
+    shape = (
+        gradients_large_kernel.shape_of(posed, device)
+        if gradients_large_kernel.claims(posed, device)
+        else None
+    )
     if shape is not None:
-        yield plan_large.build(posed, shape, device), (True, True, False)
+        yield gradients_large_kernel.build(posed, shape, device), (True, True, False)
 
 
 def _rows(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for one in plan_grad_weight_rows.part_candidates(posed, device, False, 2):
+    for one in grad_weight_pixel_rows.part_candidates(posed, device, False, 2):
         yield one, (False, True, False)
 
 
 def _direct(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for one in plan_grad_weight_direct.part_candidates(posed, device, False, 2):
+    for one in grad_weight_im2col_nchw.part_candidates(posed, device, False, 2):
         yield one, (False, True, False)
 
 
 def _strips(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
-    for one in plan_grad_weight_strips.part_candidates(posed, device, 2):
+    for one in grad_weight_stride1.part_candidates(posed, device, 2):
         yield one, (False, True, False)
 
 
@@ -216,13 +219,13 @@ def _layer(rng: random.Random, into: int, out: int, kernel: int, groups: int) ->
 Planner = Callable[[plan.Problem, plan.Device, bool], Iterator[Made]]
 FAMILIES: dict[str, tuple[Planner, Callable[[random.Random], Geometry], bool]] = {
     "general": (_general, _few_channels, False),
-    "narrow": (_narrow, _few_channels, False),
+    "narrow_mma": (_narrow, _few_channels, False),
     "depthwise": (_depthwise, _of_groups, False),
-    "gathered": (_gathered, _rgb, True),
+    "narrow_joint": (_gathered, _rgb, True),
     "large": (_large, _of_many_taps, False),
     "rows": (_rows, _wide, True),
     "direct": (_direct, _wide, True),
-    "strips": (_strips, _of_stride_one, True),
+    "stride1": (_strips, _of_stride_one, True),
 }
 
 
@@ -239,12 +242,12 @@ def sizes_of_one_kernel(
         channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
         if family in ("rows", "direct"):
             dtype, precision, channels_last = torch.float32, "tf32", False
-        elif family == "strips":
+        elif family == "stride1":
             precision = "tf32"
         by_kernel: dict[tuple[Kernel, Mask], list[tuple[plan.Problem, Part, Mask]]] = {}
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, rng.choice((9, 70))), batch=rng.randint(1, 5))
-            if family in ("direct", "strips"):
+            if family in ("direct", "stride1"):
                 geometry = replace(geometry, width=8 * -(-geometry.width // 8))
             most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
             padded = replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))

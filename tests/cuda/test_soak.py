@@ -22,8 +22,9 @@ from soak import (
 from torch import Tensor
 
 from tconv_swap import conv_transpose2d
-from tconv_swap.cuda import call, jit
+from tconv_swap.cuda import call
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime import jit
 
 #: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
 MOST_GROWTH = 64 << 20

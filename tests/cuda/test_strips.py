@@ -1,4 +1,4 @@
-"""Stride 1 in NCHW, down strips (csrc/kernels/forward_strips.cu): outputs and gradients of inputs, forced on
+"""Stride 1 in NCHW, down strips (csrc/kernels/forward/stride1.cu): outputs and gradients of inputs, forced on
 random geometries, and what the plans say."""
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_grad_input, plan_strips
-from tconv_swap.cuda.plans.tile_layout import TileProblem, make_problem
-from tconv_swap.cuda.program import Part
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, make_problem
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.runtime.program import Part
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 1024, 1024, 64, (3, 3))
@@ -35,25 +37,25 @@ def as_output(geometry: Geometry, dtype: torch.dtype = torch.float32) -> TilePro
 
 @pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
 def test_large_images_are_planned_in_strips(geometry: Geometry) -> None:
-    assert plan.plan_forward(problem(geometry), True, H200).family == "strips"
+    assert plan.plan_forward(problem(geometry), True, H200).family == "stride1"
     backward = plan.plan_backward(problem(geometry), (True, False, False), H200)
-    assert backward.family == "strips"
+    assert backward.family == "stride1"
     small = replace(geometry, height=32, width=32)
-    assert plan.plan_forward(problem(small), True, H200).family != "strips"
+    assert plan.plan_forward(problem(small), True, H200).family != "stride1"
     ieee = replace(problem(geometry), precision="ieee")
-    assert plan.plan_forward(ieee, True, H200).family != "strips"
+    assert plan.plan_forward(ieee, True, H200).family != "stride1"
 
 
 @DTYPES
 @pytest.mark.parametrize("geometry", [SQUARE, FEW, PADDED], ids=str)
 def test_tiles_keep_what_was_promised(geometry: Geometry, dtype: torch.dtype) -> None:
-    for posed in (as_output(geometry, dtype), plan_grad_input.as_forward(problem(geometry, dtype))):
-        found = list(plan_strips.candidates(posed, H200))
+    for posed in (as_output(geometry, dtype), grad_input_implicit_gemm.as_forward(problem(geometry, dtype))):
+        found = list(forward_stride1.candidates(posed, H200))
         assert found
         for tile in found:
-            assert plan_strips.shared_bytes(posed, tile) <= H200.shared_memory_per_block
-            pack, main = plan_strips.plan_with_tile(posed, tile).launches
-            assert pack.grid * pack.block * 16 >= plan_strips.plan_with_tile(posed, tile).workspace_bytes
+            assert forward_stride1.shared_bytes(posed, tile) <= H200.shared_memory_per_block
+            pack, main = forward_stride1.plan_with_tile(posed, tile).launches
+            assert pack.grid * pack.block * 16 >= forward_stride1.plan_with_tile(posed, tile).workspace_bytes
             for one in main.tensor_maps:
                 assert all(stride % 16 == 0 for stride in one.strides)
                 assert all(1 <= size <= 256 for size in one.box)
@@ -61,20 +63,20 @@ def test_tiles_keep_what_was_promised(geometry: Geometry, dtype: torch.dtype) ->
 
 
 def test_what_is_not_claimed() -> None:
-    assert plan_strips.claims(as_output(FEW), H200)
-    assert not plan_strips.claims(as_output(FEW), replace(H200, architecture="sm_100"))
+    assert forward_stride1.claims(as_output(FEW), H200)
+    assert not forward_stride1.claims(as_output(FEW), replace(H200, architecture="sm_100"))
     for other in ({"stride": (2, 2)}, {"dilation": (1, 2)}, {"groups": 2}, {"in_channels": 288}):
-        assert not plan_strips.claims(as_output(replace(FEW, **other)), H200)
+        assert not forward_stride1.claims(as_output(replace(FEW, **other)), H200)
     # Rows that are no multiples of 16 bytes: only where no tap reads beyond their ends.
     uneven = replace(FEW, width=1026)
-    assert not plan_strips.claims(as_output(uneven), H200)
-    assert plan_strips.claims(as_output(replace(uneven, padding=(0, 2))), H200)
+    assert not forward_stride1.claims(as_output(uneven), H200)
+    assert forward_stride1.claims(as_output(replace(uneven, padding=(0, 2))), H200)
     # Every second channel lies at a multiple of 16 bytes as the first does, or only every fourth.
-    assert plan_strips.claims(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
+    assert forward_stride1.claims(as_output(replace(uneven, height=511, padding=(0, 2))), H200)
     fourth = replace(uneven, width=1025, height=511, padding=(0, 2))
-    assert not plan_strips.claims(as_output(fourth), H200)
+    assert not forward_stride1.claims(as_output(fourth), H200)
     # All weights of some channels have to lie in shared memory.
-    assert not list(plan_strips.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
+    assert not list(forward_stride1.candidates(as_output(replace(SQUARE, kernel=(3, 7))), H200))
 
 
 def random_geometry(rng: random.Random) -> Geometry:
@@ -102,15 +104,17 @@ def random_part(
         posed = replace(posed, weight_channels_last=rng.random() < 0.5)
         has_bias = not of_grad_input and rng.random() < 0.5
         weight_last = posed.weight_channels_last
-        tiled = plan_grad_input.as_forward(posed)
+        tiled = grad_input_implicit_gemm.as_forward(posed)
         if not of_grad_input:
             tiled = make_problem(posed.geometry, posed.dtype, posed.precision, False, weight_last, has_bias)
         small = replace(device, multiprocessors=rng.choice((2, 40, device.multiprocessors)))
-        found = list(plan_strips.candidates(tiled, small)) if plan_strips.claims(tiled, device) else []
+        found = (
+            list(forward_stride1.candidates(tiled, small)) if forward_stride1.claims(tiled, device) else []
+        )
         if found:
             tile = rng.choice(found)
             tile = replace(tile, slots=rng.randint(2, tile.slots))
-            return posed, has_bias, plan_strips.plan_with_tile(tiled, tile)
+            return posed, has_bias, forward_stride1.plan_with_tile(tiled, tile)
 
 
 @pytest.mark.gpu
@@ -133,6 +137,6 @@ def test_forced_gradients_of_the_input(seed: int) -> None:
         pytest.skip("needs a GPU with wgmma")
     torch.manual_seed(seed)
     posed, _, part = random_part(random.Random(seed), True, facts)
-    part = replace(part, launches=plan_grad_input.reading_backward(part.launches))
+    part = replace(part, launches=grad_input_implicit_gemm.reading_backward(part.launches))
     layouts, tolerance = (False, posed.weight_channels_last), TOLERANCES[posed.dtype]
     assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, (True, False, False))

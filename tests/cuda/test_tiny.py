@@ -16,11 +16,12 @@ from oracle import conv_transpose2d_reference
 from pretended_gpu import GPU, pretended_gpu
 from torch import Tensor
 
-from tconv_swap.cuda import call, choice, plan
-from tconv_swap.cuda.plans import plan_tiny
-from tconv_swap.cuda.program import ArgumentKind
+from tconv_swap.cuda import call, choice
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import tiny as tiny_family
 from tconv_swap.measurement.modes import MODES
+from tconv_swap.runtime.program import ArgumentKind
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 TURING = plan.Device("sm_75", 30, 64 << 10)
@@ -55,8 +56,8 @@ def test_one_launch_does_all(channels_last: bool) -> None:
 
 def test_what_one_launch_of_another_family_does_is_left_to_it() -> None:
     """It is the faster: the same launches, and kernels made for the problem."""
-    assert plan_tiny.claims(problem())
-    assert plan.plan_forward(problem(), True, TURING).family == "narrow"
+    assert tiny_family.claims(problem())
+    assert plan.plan_forward(problem(), True, TURING).family == "narrow_mma"
     assert plan.plan_backward(problem(), (True, False, False), TURING).family == "general"
     assert plan.plan_backward(problem(), (True, True, True), TURING).family == "tiny"
 
@@ -64,7 +65,7 @@ def test_what_one_launch_of_another_family_does_is_left_to_it() -> None:
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 def test_each_gradient_has_the_threads_that_it_needs(mask: tuple[bool, ...]) -> None:
     """Threads for each element of the input's, warps for the others; none for what nobody asks for."""
-    made = plan_tiny.plan_backward(problem(), mask)
+    made = tiny_family.plan_backward(problem(), mask)
     assert made is not None
     (launch,) = made.launches
     counts, ends = launch.structs[0][20:23], launch.structs[0][23:25]
@@ -92,8 +93,8 @@ def test_each_gradient_has_the_threads_that_it_needs(mask: tuple[bool, ...]) -> 
 )
 def test_what_is_larger_is_not_claimed(change: dict) -> None:
     larger = problem(replace(SMALL, **change))
-    assert plan_tiny.claims(problem())
-    assert not plan_tiny.claims(larger)
+    assert tiny_family.claims(problem())
+    assert not tiny_family.claims(larger)
     assert plan.plan_forward(larger, True, H200).family != "tiny"
     assert plan.plan_backward(larger, (True, True, True), H200).family != "tiny"
 
@@ -101,27 +102,27 @@ def test_what_is_larger_is_not_claimed(change: dict) -> None:
 def test_an_output_that_is_mostly_bias_is_not_claimed() -> None:
     """Few products, many outputs."""
     sparse = Geometry(1, 4096, 1, 1, 4096, (1, 1), (16, 16), output_padding=(15, 15), groups=4096)
-    assert sparse.macs < plan_tiny.MOST_MACS
-    assert not plan_tiny.claims(problem(sparse))
+    assert sparse.macs < tiny_family.MOST_MACS
+    assert not tiny_family.claims(problem(sparse))
 
 
 def test_float64_is_left_to_others() -> None:
-    assert not plan_tiny.claims(problem(dtype=torch.float64))
+    assert not tiny_family.claims(problem(dtype=torch.float64))
 
 
 def test_one_kernel_serves_every_geometry_and_layout() -> None:
     geometries = SMALL, replace(SMALL, batch=1, kernel=(3, 1)), Geometry(1, 6, 5, 7, 9, (2, 3), groups=3)
     posed = [problem(g, channels_last=last) for g, last in product(geometries, (False, True))]
     plans = [
-        *(plan_tiny.plan_forward(one) for one in posed),
-        *(plan_tiny.plan_backward(one, mask) for one in posed for mask in MASKS),
+        *(tiny_family.plan_forward(one) for one in posed),
+        *(tiny_family.plan_backward(one, mask) for one in posed for mask in MASKS),
     ]
     assert len({one.launches[0].kernel for one in plans if one is not None}) == 2
     assert None not in plans
 
 
 def test_an_input_lies_as_a_plan_is_told() -> None:
-    made = plan_tiny.plan_backward(problem(), (True, True, True))
+    made = tiny_family.plan_backward(problem(), (True, True, True))
     assert made is not None
     assert made.read_as_they_lie == {0, 1, 2}
     told = made.with_strides({0: (0, 0, 0, 0), 2: (1, 2, 3, 4)})
@@ -187,7 +188,7 @@ def test_a_bias_that_has_gaps_is_copied(gpu: GPU) -> None:
 
 
 def test_strides_of_more_than_32_bits_are_not_told() -> None:
-    made = plan_tiny.plan_backward(problem(), (True, True, True))
+    made = tiny_family.plan_backward(problem(), (True, True, True))
     assert made is not None
     far = torch.empty(2, 1, 1, 1, device="meta").as_strided((2, 1, 1, 1), (1 << 31, 1, 1, 1))
     near = far.as_strided((2, 1, 1, 1), ((1 << 31) - 1, 1, 1, 1))
@@ -219,7 +220,7 @@ def random_geometry(rng: random.Random) -> Geometry:
             dilation,
             groups,
         )
-        if min(made.out_height, made.out_width) >= 1 and plan_tiny.claims(problem(made)):
+        if min(made.out_height, made.out_width) >= 1 and tiny_family.claims(problem(made)):
             return made
 
 
@@ -228,14 +229,14 @@ def random_geometry(rng: random.Random) -> Geometry:
 def test_forced_on_random_geometries(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
-    geometry, dtype = random_geometry(rng), plan_tiny.DTYPES[seed % 3]
+    geometry, dtype = random_geometry(rng), tiny_family.DTYPES[seed % 3]
     layouts = rng.random() < 0.5, rng.random() < 0.5
     posed = plan.Problem(geometry, dtype, "ieee", *layouts)
-    forward = plan_tiny.plan_forward(posed)
+    forward = tiny_family.plan_forward(posed)
     assert forward is not None
     assert_kernel_matches(forward, geometry, dtype, layouts, TOLERANCE[dtype], with_bias=seed % 2 == 0)
     mask = rng.choice(MASKS)
-    backward = plan_tiny.plan_backward(posed, mask)
+    backward = tiny_family.plan_backward(posed, mask)
     assert backward is not None
     assert_kernel_matches(backward, geometry, dtype, layouts, TOLERANCE[dtype], mask)
 

@@ -1,5 +1,5 @@
-"""Inputs in NCHW that the copy engine brings and warps turn (csrc/kernels/forward_turned.cu): where they are chosen,
-that the boxes are what the copy engine takes, and on a GPU that forced tiles are right."""
+"""Inputs in NCHW that the copy engine brings and warps turn (csrc/kernels/forward/implicit_gemm_tma_nchw.cu): where
+they are chosen, that the boxes are what the copy engine takes, and on a GPU that forced tiles are right."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ import pytest
 import torch
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_tile, tile_choice
-from tconv_swap.cuda.plans.tile_layout import Tile, TileProblem, can_be_aligned, make_problem
-from tconv_swap.cuda.plans.tile_memory import raw_box, shared_bytes, turns
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, can_be_aligned, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_memory import raw_box, shared_bytes, turns
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 64, 128, 64, (3, 3))
@@ -34,7 +36,7 @@ def aligned(problem: TileProblem) -> TileProblem:
 
 
 def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
-    return next(iter(tile_choice.candidates(problem, H200)))
+    return next(iter(forward_choice.candidates(problem, H200)))
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,8 @@ def first_tile(problem: TileProblem) -> tuple[TileProblem, Tile]:
 def test_what_is_turned(geometry: Geometry, dtype: torch.dtype) -> None:
     problem, tile = first_tile(posed(geometry, dtype))
     assert tile.raw_stages >= 2
-    made = plan_tile.plan_with_tile(problem, tile, H200)
-    assert made.launches[1].kernel.source == "forward_turned.cu"
+    made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+    assert made.launches[1].kernel.source == "forward/implicit_gemm_tma_nchw.cu"
     (map_,) = made.launches[1].tensor_maps
     assert all(stride % 16 == 0 for stride in map_.strides)
     assert all(1 <= size <= 256 for size in map_.box)
@@ -93,11 +95,11 @@ def tiles(problem: TileProblem) -> list[Tile]:
         fragments = 1 << (32 // phases).bit_length() - 1 if phases <= 8 else 0
         if fragments < 4 or chunk_words > max(8, problem.words):
             continue
-        arranged = tile_choice.arrange(problem, fragments, groups_n, most_rows)
+        arranged = forward_choice.arrange(problem, fragments, groups_n, most_rows)
         run = arranged[5] if arranged[4] == 1 else arranged[4]
         if arranged[2] < 8 or run < 4 or run in (5, 6, 7):
             continue
-        for stages, raw_stages in tile_choice.TURNED_STAGES:
+        for stages, raw_stages in forward_choice.TURNED_STAGES:
             tile = Tile(
                 4,
                 1,
@@ -153,7 +155,7 @@ def forced(seed: int) -> tuple[TileProblem, Tile]:
         if geometry.out_height < 1 or geometry.out_width < 1:
             continue
         problem = aligned(make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5))
-        found = tiles(problem) if plan_tile.claims(problem, H200) else []
+        found = tiles(problem) if forward_implicit_gemm.claims(problem, H200) else []
         if found:
             return problem, rng.choice(found)
 
@@ -179,5 +181,5 @@ def test_forced_on_random_geometries(seed: int) -> None:
     torch.manual_seed(seed)
     problem, tile = forced(seed)
     geometry, dtype = problem.geometry, problem.dtype
-    made = plan_tile.plan_with_tile(problem, tile, facts)
+    made = forward_implicit_gemm.plan_with_tile(problem, tile, facts)
     assert_kernel_matches(made, geometry, dtype, (False, False), TOLERANCE[dtype], with_bias=problem.has_bias)

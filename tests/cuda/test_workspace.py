@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
-from tconv_swap.cuda import plan
-from tconv_swap.cuda.plans import plan_grad_weight_direct, plan_grad_weight_rows
-from tconv_swap.cuda.plans.plan_general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.cuda.plans.room import MOST_ARRANGED_BYTES
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 AMPERE = plan.Device("sm_80", 108, 163 << 10)
@@ -59,14 +60,14 @@ def test_no_plan_takes_more_than_the_limit(geometry: Geometry, channels_last: bo
 def test_nor_does_what_tuning_would_measure(geometry: Geometry) -> None:
     for channels_last in (False, True):
         problem = plan.Problem(geometry, torch.float32, "tf32", channels_last, channels_last)
-        for family in (plan_grad_weight_rows, plan_grad_weight_direct):
+        for family in (grad_weight_pixel_rows, grad_weight_im2col_nchw):
             for made in family.part_candidates(problem, H200, False, 64):
                 assert made.workspace_bytes <= limit(geometry), (made.family, made.why)
 
 
 def test_pixels_along_k_still_take_what_fits() -> None:
-    assert not plan_grad_weight_rows.claims(plan.Problem(DECODER, torch.float32, "tf32", False, False), H200)
-    assert plan_grad_weight_rows.claims(
+    assert not grad_weight_pixel_rows.claims(plan.Problem(DECODER, torch.float32, "tf32", False, False), H200)
+    assert grad_weight_pixel_rows.claims(
         plan.Problem(
             Geometry(1, 256, 64, 64, 128, (8, 8), (4, 4), (2, 2)), torch.float32, "tf32", False, False
         ),

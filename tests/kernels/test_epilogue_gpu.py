@@ -7,12 +7,13 @@ import torch
 from cuda_cases import TF32_TOLERANCE, TOLERANCE
 from harness import assert_kernel_matches
 
-from tconv_swap.cuda import call, plan
-from tconv_swap.cuda.plans import plan_general
-from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
-from tconv_swap.cuda.program import Plan
+from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.runtime.program import Plan
 
 pytestmark = pytest.mark.gpu
 
@@ -93,7 +94,7 @@ def test_kernels_that_are_not_the_first_choice(name: str) -> None:
         problem = plan.Problem(GEOMETRIES[name], dtype, precision, channels_last, channels_last)
         candidates = [
             *plan.forward_candidates(problem, True, device, 8),
-            plan_general.plan_forward(problem, True),
+            general.plan_forward(problem, True),
         ]
         for made in {one.launches[-1].kernel.entry: one for one in candidates}.values():
             check(made, problem, ENDS[0], True)
@@ -126,5 +127,5 @@ def test_split_sums_get_it_once() -> None:
         Geometry(2, 512, 4, 4, 256, (4, 4), (2, 2), (1, 1)), torch.float32, "tf32", False, False
     )
     made = plan.plan_forward(problem, True, call.device_facts(0))
-    assert made.launches[-1].kernel.entry == "forward_tile_reduce"
+    assert made.launches[-1].kernel.entry == "forward_implicit_gemm_split_k"
     check(made, problem, ENDS[2], True)

@@ -9,12 +9,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tconv_swap.cuda import jit, plan
-from tconv_swap.cuda.plans import plan_general
-from tconv_swap.cuda.plans.epilogue import Epilogue, with_epilogue
-from tconv_swap.cuda.program import Argument, ArgumentKind, Kernel, Plan, fields, input_, output
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Argument, ArgumentKind, Kernel, Plan, fields, input_, output
 
 SHARED_BYTES = {"sm_75": 64 << 10, "sm_80": 163 << 10, "sm_90a": 227 << 10}
 GEOMETRIES = {
@@ -46,7 +47,7 @@ def plans(architecture: str) -> Iterator[Plan]:
         for problem in problems
         for made in (
             *plan.forward_candidates(problem, True, device, 4),
-            plan_general.plan_forward(problem, True),
+            general.plan_forward(problem, True),
         )
     ]
     seen = set()
@@ -85,9 +86,15 @@ def test_every_family_takes_one_in_its_last_kernel() -> None:
         assert after.arguments == (*before.arguments[:at], *given, *before.arguments[at + 1 :])
         assert len(after.arguments) <= 16
     assert entries == {
-        *("forward_tile", "forward_boxes", "forward_wgmma", "forward_turned", "forward_tile_reduce"),
-        *("forward_cells", "forward_fold", "forward_narrow", "forward_pixel", "forward_strips"),
-        "general_forward",
+        *(
+            "forward_implicit_gemm_mma",
+            "forward_implicit_gemm_tma",
+            "forward_implicit_gemm_wgmma",
+            "forward_implicit_gemm_tma_nchw",
+            "forward_implicit_gemm_split_k",
+        ),
+        *("forward_narrow_mma", "forward_col2im", "forward_narrow_ffma", "forward_gemm", "forward_stride1"),
+        "forward_general",
     }
 
 

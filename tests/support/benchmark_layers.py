@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tconv_swap.cuda import plan
+from tconv_swap.kernels import plan
 from tconv_swap.measurement.roof import Ceilings
 from tconv_swap.measurement.suite import Layer, load_suite
 

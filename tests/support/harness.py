@@ -10,11 +10,12 @@ from oracle import conv_transpose2d_reference
 from torch import Tensor
 
 from tconv_swap.blocks.form import activate
-from tconv_swap.cuda import call, launch
+from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import FORWARD, Mask
-from tconv_swap.cuda.plans.epilogue import Epilogue
-from tconv_swap.cuda.program import Output, Part, Plan
 from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.epilogue import Epilogue
+from tconv_swap.runtime import launch
+from tconv_swap.runtime.program import Output, Part, Plan
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
 

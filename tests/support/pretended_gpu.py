@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tconv_swap.cuda import call, host, launch, plan, program, tuned
+from tconv_swap.cuda import call, tuned
 from tconv_swap.geometry import as_list
+from tconv_swap.kernels import plan
+from tconv_swap.runtime import host, launch, program
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 NCHW, CHANNELS_LAST = torch.contiguous_format, torch.channels_last

@@ -19,13 +19,14 @@ from torch import Tensor
 from tconv_swap.blocks import call, evaluation, kernels
 from tconv_swap.blocks.form import Form, activate, by_pytorch
 from tconv_swap.cuda import call as cuda_call
-from tconv_swap.cuda import host, launch, tuned
+from tconv_swap.cuda import tuned
 from tconv_swap.cuda.call import ALIGNMENT, forget
-from tconv_swap.cuda.plans.epilogue import Epilogue
-from tconv_swap.cuda.program import Plan
 from tconv_swap.geometry import from_list
+from tconv_swap.kernels.common.epilogue import Epilogue
 from tconv_swap.kernels.norm import plan
 from tconv_swap.kernels.norm.shape import Activation, Norm
+from tconv_swap.runtime import host, launch
+from tconv_swap.runtime.program import Plan
 
 _CUDA = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

@@ -23,8 +23,10 @@ from cuda_cases import DTYPES, TOLERANCE, relative_error
 from torch import Tensor
 
 from benchmarks.kernels import compile_ahead
-from tconv_swap.cuda import call, choice, launch, plan, tuned
-from tconv_swap.cuda.program import Plan
+from tconv_swap.cuda import call, choice, tuned
+from tconv_swap.kernels import plan
+from tconv_swap.runtime import launch
+from tconv_swap.runtime.program import Plan
 
 THREADS = 4
 #: How many kinds a thread draws from otherwise.

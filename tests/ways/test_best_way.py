@@ -249,7 +249,7 @@ class TestProfile:
             ("void cudnn::bn_fw_tr_1C11_singleread", "normalisation"),
             ("aten::native_batch_norm", "normalisation"),
             ("sm90_xmma_fprop_implicit_gemm_tf32f32", "convolutions and matrix products"),
-            ("forward_wgmma", "convolutions and matrix products"),
+            ("forward_implicit_gemm_wgmma", "convolutions and matrix products"),
             ("aten::mkldnn_convolution", "convolutions and matrix products"),
             ("void cudnn::ops::nchwToNhwcKernel", "copies between layouts and dtypes"),
             ("Memcpy DtoD (Device -> Device)", "copies between layouts and dtypes"),

@@ -317,8 +317,8 @@ def test_without_compiler_gpu_and_writable_home(tmp_path: Path) -> None:
     sealed.write_text("")
     code = (
         "import torch, tconv_swap\n"
-        "from tconv_swap.cuda.host import BuildError, build\n"
-        "from tconv_swap.cuda.cache import cache_directory\n"
+        "from tconv_swap.runtime.host import BuildError, build\n"
+        "from tconv_swap.runtime.cache import cache_directory\n"
         "model = tconv_swap.swap_layers(torch.nn.ConvTranspose2d(4, 6, 4, 2, 1))\n"
         "assert not torch.cuda.is_available()\n"
         "model(torch.randn(2, 4, 16, 16, requires_grad=True)).sum().backward()\n"

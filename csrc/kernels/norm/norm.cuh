@@ -10,9 +10,9 @@
 // Constants: Element, Parameter (of weight, bias and running statistics), VALUES, THREADS, CHANNELS_LAST, ACTIVATION,
 // CLUSTER (blocks of a cluster, which share a tile; 1: none), STAGE, ADDS (a tensor is added before the activation).
 #pragma once
-#include "mma.cuh"
-#include "activation.cuh"
-#include "raw.cuh"
+#include "common/mma.cuh"
+#include "common/activation.cuh"
+#include "common/raw.cuh"
 
 #if __CUDA_ARCH__ >= 900
 #define IN_CLUSTERS __cluster_dims__(CLUSTER, 1, 1)

@@ -9,7 +9,7 @@
 //
 // STAGE as there; partial sums are [partials][groups][2]. APPLY without partials: nobody wants the sums.
 // `saved`: [2][groups], means and 1 / sqrt(variance + eps). Gradient: the type of grad_weight and grad_bias, [groups].
-#include "norm_reduce.cuh"
+#include "norm/norm_reduce.cuh"
 
 struct Given {
   Item x, gradient;

@@ -10,7 +10,7 @@
 //                  begin with what the launch before read last and the L2 still has.
 // Statistics are computed in float32: of as many values as a thread has at once by two passes over registers, the rest is
 // merged (norm_reduce.cuh). `saved`, where it is wanted: [2][groups], means and 1 / sqrt(variance + eps).
-#include "norm_reduce.cuh"
+#include "norm/norm_reduce.cuh"
 
 /// The moments of COUNT items of this thread, which had n values of each statistic before.
 template <int COUNT>

@@ -3,7 +3,7 @@
 // A Moments is a mean and the sum of squared distances to it: two of them are put together by Chan, Golub and LeVeque's
 // formula (1979), which loses nothing where the mean is far from zero. A Sums is two plain sums.
 #pragma once
-#include "norm.cuh"
+#include "norm/norm.cuh"
 
 struct Moments {
   float mean = 0.f, squares = 0.f;

@@ -7,8 +7,8 @@ from typing import Annotated
 import typer
 
 from tconv_swap.cli.outcome import ExitCode, Failure, Output, finish, leave
-from tconv_swap.cuda.cache import CacheUse, cache_problem, cache_use, clear_cache
 from tconv_swap.files.fileformat import printable
+from tconv_swap.runtime.cache import CacheUse, cache_problem, cache_use, clear_cache
 
 app = typer.Typer(
     help="Show or clear what is kept between runs: compiled kernels, the launcher, what `tune` found out.",

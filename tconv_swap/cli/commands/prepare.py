@@ -25,10 +25,10 @@ from tconv_swap.cli.outcome import (
 )
 from tconv_swap.cli.places import files_read
 from tconv_swap.cli.request import PrepareRequest
-from tconv_swap.cuda.cache import cache_problem
 from tconv_swap.files.fileformat import printable
 from tconv_swap.preparation import PrepareReport
 from tconv_swap.report import SCHEMA_VERSION
+from tconv_swap.runtime.cache import cache_problem
 
 EPILOG = f"""Exit codes: 0 = prepared; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot
 be loaded or is not trusted; 4 = nothing to swap; 5 = compiled, but it could not be kept or written; 70 = an error in

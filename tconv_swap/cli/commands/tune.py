@@ -25,9 +25,9 @@ from tconv_swap.cli.outcome import (
 )
 from tconv_swap.cli.places import files_read
 from tconv_swap.cli.request import NetworkRequest
-from tconv_swap.cuda.cache import cache_problem
 from tconv_swap.files.fileformat import printable
 from tconv_swap.report import SCHEMA_VERSION
+from tconv_swap.runtime.cache import cache_problem
 from tconv_swap.tuning import TuneReport
 
 EPILOG = f"""Exit codes: 0 = tuned; 2 = wrong usage, or the network does not run on the inputs; 3 = the file cannot

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tconv_swap.cuda.integers import ceil_div, round_up
-from tconv_swap.cuda.problem import Device
-from tconv_swap.cuda.program import (
+from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MOST_ITEMS, Norm, Tiling
+from tconv_swap.kernels.problem import Device
+from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.program import (
     ELEMENT_TYPES,
     Argument,
     Constant,
@@ -26,7 +27,6 @@ from tconv_swap.cuda.program import (
     struct,
     workspace,
 )
-from tconv_swap.kernels.norm.shape import ACCESS_BYTES, FROM_OUTPUT, MOST_ITEMS, Norm, Tiling
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -206,7 +206,7 @@ def _launch(
     stage: int,
 ) -> Launch:
     return Launch(
-        Kernel(f"{entry}.cu", entry, constants),
+        Kernel(f"norm/{entry}.cu", entry, constants),
         blocks,
         threads,
         (*arguments, struct(0)),

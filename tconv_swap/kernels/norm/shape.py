@@ -8,7 +8,7 @@ from enum import IntEnum
 
 import torch
 
-from tconv_swap.cuda.integers import ceil_div, round_up
+from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Bytes of one access.
 ACCESS_BYTES = 16

@@ -1,0 +1,24 @@
+// float32 rows copied to rows of `padded` columns, which the copy engine can read: multiples of 16 bytes. What is added is
+// zeros: tensor maps leave it out, but memory takes whole sectors faster than parts of them.
+#include "common/sizes.cuh"
+
+struct RowSizes {
+  int rows, width;
+  Divisor padded;  // columns of a row there
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    pad_rows(const float* __restrict__ source, float* __restrict__ to, const __grid_constant__ RowSizes sizes) {
+  const int first = static_cast<int>(blockIdx.x * (THREADS * EACH) + threadIdx.x);
+  float values[EACH];
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) {
+    const int i = first + k * THREADS, row = sizes.padded.quotient(i), column = sizes.padded.remainder(i, row);
+    values[k] = row < sizes.rows && column < sizes.width ? __ldg(source + row * static_cast<long long>(sizes.width) + column) : 0.f;
+  }
+#pragma unroll
+  for (int k = 0; k < EACH; ++k) {
+    const int i = first + k * THREADS;
+    if (i < sizes.rows * static_cast<int>(sizes.padded.value)) to[i] = values[k];
+  }
+}

@@ -1,0 +1,29 @@
+// output[i] = sum over slices s of partial[s, i]: the last step of every split sum. LANES threads share an output: each
+// adds up every LANES-th slice in the order of s, and the first of them what they found, in the order of the lanes.
+#include "common/compensated_sum.cuh"
+#include "common/mma.cuh"
+
+constexpr int COLUMNS = THREADS / LANES;
+using Sum = Accumulate<Element>::type;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    split_k_reduce(const Sum* __restrict__ partial, Element* __restrict__ output, long long count,
+                  long long slices) {
+  __shared__ CompensatedSum<Sum> shared[LANES][COLUMNS];
+  const int column = threadIdx.x % COLUMNS, lane = threadIdx.x / COLUMNS;
+  const long long i = (long long)blockIdx.x * COLUMNS + column;
+  CompensatedSum<Sum> sum{};
+  ptx::wait_for_previous_launch();
+  if (i < count) {
+#pragma unroll 8
+    for (long long s = lane; s < slices; s += LANES) sum.add(partial[s * count + i]);
+  }
+  if constexpr (LANES > 1) {
+    shared[lane][column] = sum;
+    __syncthreads();
+    if (lane > 0) return;
+#pragma unroll
+    for (int other = 1; other < LANES; ++other) sum.add(shared[other][column]);
+  }
+  if (i < count) output[i] = store_as<Element>(sum.value());
+}

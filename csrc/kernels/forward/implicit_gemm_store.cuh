@@ -1,0 +1,171 @@
+// Accumulators to output: applies the epilogue, stores the longest vectors that the layout and the shape allow.
+#pragma once
+
+#include "common/epilogue.cuh"
+
+/// Partial sums of a split over k leave in float32; whole sums in the output's type.
+template <bool OF_A_SPLIT>
+struct Stored {
+  using type = Element;
+};
+template <>
+struct Stored<true> {
+  using type = float;
+};
+using Out = Stored<PARTIAL>::type;
+constexpr bool OUT_16_BIT = sizeof(Out) == 2;
+constexpr int STORE_MOST = 16 / sizeof(Out);
+
+/// NCHW outputs leave many short runs far apart: streaming them is up to twice as fast (measured on an H200).
+template <class Words>
+__device__ __forceinline__ void store_words(Words* to, Words words) {
+  if constexpr (OUTPUT_CHANNELS_LAST) {
+    *to = words;
+  } else {
+    __stcs(to, words);
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void store_vector(Out* to, const float* v) {
+  if constexpr (OUT_16_BIT && COUNT == 1) {
+    *to = store_as<Out>(v[0]);
+  } else {
+    constexpr int WORDS = COUNT * sizeof(Out) / 4;
+    u32 words[WORDS];
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) {
+      if constexpr (OUT_16_BIT) {
+        words[i] = ptx::pack_pair<PRECISION>(v[2 * i], v[2 * i + 1]);
+      } else {
+        words[i] = __float_as_uint(v[i]);
+      }
+    }
+    if constexpr (WORDS == 4) {
+      store_words(reinterpret_cast<uint4*>(to), make_uint4(words[0], words[1], words[2], words[3]));
+    } else if constexpr (WORDS == 2) {
+      store_words(reinterpret_cast<uint2*>(to), make_uint2(words[0], words[1]));
+    } else {
+      store_words(reinterpret_cast<u32*>(to), words[0]);
+    }
+  }
+}
+
+/// What one warp holds: by phase, tile of 16 channels, image, column and row of fragments, place in the fragment.
+constexpr int PHASES = PHASE_ROWS * PHASE_COLS;
+struct Sums {
+  float all[PHASES][WARP_M_TILES][WARP_IMAGES * WARP_COLS * WARP_ROWS][4];
+
+  /// Those that one multiply of wgmma adds to lie together: the rows of a column, or with NARROW the images of a row.
+  __device__ __forceinline__ float (&at(int phase, int tile, int image, int col, int row))[4] {
+    return all[phase][tile][NARROW ? row * WARP_IMAGES + image : (image * WARP_COLS + col) * WARP_ROWS + row];
+  }
+  __device__ __forceinline__ const float (&at(int phase, int tile, int image, int col, int row) const)[4] {
+    return const_cast<Sums*>(this)->at(phase, tile, image, col, row);
+  }
+
+  __device__ __forceinline__ void clear() {
+    float* flat = &all[0][0][0][0];
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(all) / sizeof(float)); ++i) flat[i] = 0.f;
+  }
+
+  __device__ __forceinline__ void add(const Sums& other) {
+    float* flat = &all[0][0][0][0];
+    const float* others = &other.all[0][0][0][0];
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(all) / sizeof(float)); ++i) flat[i] += others[i];
+  }
+};
+
+/// Sums of a split are stored as they are: the epilogue is forward/implicit_gemm_split_k.cu's.
+__device__ __forceinline__ float stored(float sum, const Channel& channel, const Epilogue& epilogue) {
+  return PARTIAL ? sum : finished(sum, channel, epilogue);
+}
+
+/// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
+__device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const Epilogue& epilogue, const Origin& origin,
+                                           int group, int first_channel, int n, int h, int w, int phase_row,
+                                           int phase_col, const Sizes& sizes) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  Channel channels[WARP_M_TILES][2];
+#pragma unroll
+  for (int i = 0; i < WARP_M_TILES; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int channel = first_channel + channel_of_row(i, g + half * 8);
+      channels[i][half] = channel_of(epilogue, group * CO_GROUP + channel, !PARTIAL && channel < CO_GROUP);
+    }
+
+  // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
+  constexpr bool PAIR = FRAGMENT_W > 1 && (!FLAT || EVEN_COLUMNS);
+#pragma unroll
+  for (int image = 0; image < WARP_IMAGES; ++image)
+#pragma unroll
+    for (int row = 0; row < WARP_ROWS; ++row)
+#pragma unroll
+      for (int col = 0; col < WARP_COLS; ++col)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const bool pair = PAIR && !OUTPUT_CHANNELS_LAST;
+          if (pair && e == 1) continue;
+          const int position = 2 * t + e;
+          const Cell cell = cell_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
+                                    h + row * FRAGMENT_H + position / FRAGMENT_W % FRAGMENT_H,
+                                    w + col * FRAGMENT_W + position % FRAGMENT_W, sizes);
+#pragma unroll
+          for (int a = 0; a < PHASE_ROWS; ++a) {
+            const int out_row = cell.row * STRIDE_H + phase_row + a;
+            const bool row_inside = cell.inside && out_row < sizes.out_height;
+            if constexpr (OUTPUT_CHANNELS_LAST) {
+              constexpr int RUN = 2 * WARP_M_TILES;
+              constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, STORE_MOST));
+#pragma unroll
+              for (int b = 0; b < PHASE_COLS; ++b) {
+                const int out_col = cell.col * STRIDE_W + phase_col + b;
+                if (!row_inside || out_col >= sizes.out_width) continue;
+                const int channel = first_channel + g * RUN;
+                Out* to = output + ((static_cast<long long>(cell.image) * sizes.out_height + out_row) * sizes.out_width + out_col) * OUT_CHANNELS +
+                          group * CO_GROUP + channel;
+                float run[RUN];
+#pragma unroll
+                for (int i = 0; i < RUN; ++i)
+                  run[i] = stored(sums.at(a * PHASE_COLS + b, i / 2, image, col, row)[i % 2 * 2 + e], channels[i / 2][i % 2], epilogue);
+#pragma unroll
+                for (int i = 0; i < RUN; i += VECTOR)
+                  if (CO_GROUP % RUN == 0 ? channel < CO_GROUP : channel + i < CO_GROUP)
+                    store_vector<VECTOR>(to + i, run + i);
+              }
+            } else {
+              // A cell's phases lie side by side, and so do both cells' when all columns are here.
+              constexpr int CELLS = PAIR && PHASE_COLS == STRIDE_W ? 2 : 1;
+              constexpr int RUN = CELLS * PHASE_COLS;
+              constexpr int VECTOR = power_dividing(
+                  OUT_ROW_MULTIPLE, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
+#pragma unroll
+              for (int i = 0; i < WARP_M_TILES; ++i)
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                  const int channel = first_channel + channel_of_row(i, g + half * 8);
+                  if (!row_inside || channel >= CO_GROUP) continue;
+#pragma unroll
+                  for (int pass = 0; pass < (PAIR && CELLS == 1 ? 2 : 1); ++pass) {
+                    const int out_col = (cell.col + pass) * STRIDE_W + phase_col;
+                    Out* to = output +
+                              ((static_cast<long long>(cell.image) * OUT_CHANNELS + group * CO_GROUP + channel) * sizes.out_height + out_row) *
+                                  sizes.out_width +
+                              out_col;
+                    float run[RUN];
+#pragma unroll
+                    for (int r = 0; r < RUN; ++r)
+                      run[r] = stored(sums.at(a * PHASE_COLS + r % PHASE_COLS, i, image, col, row)[half * 2 + (PAIR ? r / PHASE_COLS + pass : e)],
+                                      channels[i][half], epilogue);
+#pragma unroll
+                    for (int r = 0; r < RUN; r += VECTOR)
+                      if (FLAT || out_col + r < sizes.out_width) store_vector<VECTOR>(to + r, run + r);
+                  }
+                }
+            }
+          }
+        }
+}

@@ -1,0 +1,153 @@
+// The outputs of a tile of forward/narrow_mma.cu: staged in shared memory as elements, then stored in whole lines, or with
+// DIRECT stored as they are, where a tile of M is a run of neighbours in memory.
+#pragma once
+
+#include "common/epilogue.cuh"
+
+constexpr int MOST = 16 / ITEM;  // elements of the widest store
+
+// Lines, which lie in one piece in memory: the tile's pixels of an output row, of one channel (NCHW) or of all.
+constexpr int STAGE_ROWS = TILE_H * PASS_ROWS;
+constexpr int CHANNEL_LINES = CHANNELS_LAST ? 1 : OUT_CHANNELS;
+constexpr int LINES = CHANNEL_LINES * STAGE_ROWS;
+constexpr int CELL = STRIDE_W * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+constexpr int LINE = TILE_W * CELL;
+/// Elements of an output row, of one channel or of all; a multiple of OUT_LINE_MULTIPLE.
+__device__ __forceinline__ int out_line(const Sizes& sizes) { return sizes.out_width * (CHANNELS_LAST ? OUT_CHANNELS : 1); }
+constexpr int OUT_LINE_MULTIPLE = OUT_ROW_MULTIPLE * (CHANNELS_LAST ? OUT_CHANNELS : 1);
+// Four lanes write cells two apart; where those would meet the same banks, 16 bytes separate the cells.
+constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
+constexpr int CELL_PITCH = CELL + CELL_PAD;
+
+/// Elements of one store.
+constexpr int STORE = power_dividing(OUT_LINE_MULTIPLE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
+constexpr int STORES = LINE / STORE;
+
+// Pitches of a line and of a channel; eight lanes write neighbouring channels.
+constexpr int LINE_PITCH = round_up(TILE_W * CELL_PITCH * ITEM, 16) / ITEM;
+constexpr int CHANNEL_PITCH =
+    CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 32, 4) * 4 / ITEM;
+constexpr int STAGE_BYTES = DIRECT ? 0 : CHANNEL_LINES * CHANNEL_PITCH * ITEM;
+
+__device__ constexpr int lanes_of_line() {
+  int lanes = 1;
+  while (lanes < STORES && lanes < (LINES < WARPS ? THREADS : 32)) lanes *= 2;
+  return lanes;
+}
+constexpr int LANES = lanes_of_line();
+
+/// Where an output lies in the staged tile; for the cell (h, w) of the tile, h * ROW_STEP + w * CELL_STEP further.
+__device__ __forceinline__ int staged_at(int row, int column, int channel) {
+  return CHANNELS_LAST ? row * LINE_PITCH + column * OUT_CHANNELS + channel
+                       : channel * CHANNEL_PITCH + row * LINE_PITCH + column;
+}
+constexpr int ROW_STEP = PASS_ROWS * LINE_PITCH;
+constexpr int CELL_STEP = CHANNELS_LAST ? CELL_PITCH : STRIDE_W;
+static_assert(!NEIGHBOURS || CELL_PITCH % 2 == 0);
+
+/// The tile that is computed: its image, first cell, and row of the cell.
+struct OutputTile {
+  int image;
+  int cell_h, cell_w, pass;
+
+  /// Output row of row `row` of the staged tile.
+  __device__ __forceinline__ int out_row(int row) const {
+    return (cell_h + row / PASS_ROWS) * STRIDE_H + pass + row % PASS_ROWS;
+  }
+  /// The first element of a line, counted from the image's.
+  __device__ __forceinline__ int line_begin(const Sizes& sizes, int channel, int out_row) const {
+    return (channel * sizes.out_height + out_row) * out_line(sizes) + cell_w * CELL;
+  }
+};
+
+__device__ __forceinline__ Element element_of(float x) {
+  if constexpr (IS_16_BIT) {
+    return Element{static_cast<unsigned short>(ptx::pack_pair<PRECISION>(x, 0.f))};
+  } else {
+    return store_as<Element>(x);
+  }
+}
+
+static_assert(!DIRECT || (NEIGHBOURS && !STACKED && GROUPS == 1 && ALL_COLUMNS));
+static_assert(!DIRECT || CHANNELS_LAST || STRIDE_W % 16 == 0);
+
+/// With DIRECT, whose output rows are whole cells, where a lane's neighbours m and m + 1 of M go: in the cell, and in the cells after it.
+struct DirectStore {
+  Element* output;  // of the pass's row of the tile's first cell
+  int at, cell_row;  // from a row of cells to the next
+  Channel channels[2];
+  const Epilogue& epilogue;
+
+  __device__ __forceinline__ DirectStore(Element* output, const Epilogue& epilogue, const Sizes& sizes, const OutputTile& tile, int m)
+      : output(output + tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels())),
+        cell_row(STRIDE_H * out_line(sizes)), epilogue(epilogue) {
+    const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
+    this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.cell_w * CELL;
+    at = CHANNELS_LAST ? m : place.channel * sizes.out_pixels() + place.column;
+    channels[0] = channel_of(epilogue, place.channel, m < M), channels[1] = channel_of(epilogue, next.channel, m < M);
+  }
+  __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
+    Element* const to = output + (at + cell_h * cell_row + cell_w * CELL);
+    low = finished(low, channels[0], epilogue), high = finished(high, channels[1], epilogue);
+    if constexpr (IS_16_BIT) {
+      __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
+    } else {
+      __stcs(reinterpret_cast<float2*>(to), make_float2(low, high));
+    }
+  }
+};
+
+template <int COUNT>
+struct alignas(COUNT * sizeof(Element)) Run {
+  Element of[COUNT];
+};
+
+/// The epilogue of no sum, everywhere: no tap overwrites it in pixels without any.
+__device__ __forceinline__ void stage_nothing(Element* staged, const Epilogue& epilogue) {
+  constexpr bool OF_CHANNEL = HAS_BIAS || NORMALIZES;
+  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_dividing(OUT_CHANNELS, MOST);
+  for (int i = threadIdx.x * COUNT; i < CHANNEL_LINES * CHANNEL_PITCH; i += THREADS * COUNT) {
+    const int channel = CHANNELS_LAST ? i % LINE_PITCH % CELL_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
+    Run<COUNT> run;
+#pragma unroll
+    for (int k = 0; k < COUNT; ++k) {
+      const int each = OF_CHANNEL && CHANNELS_LAST ? channel + k : channel;
+      run.of[k] = element_of(finished(0.f, channel_of(epilogue, each), epilogue));
+    }
+    *reinterpret_cast<Run<COUNT>*>(staged + i) = run;
+  }
+}
+
+template <int COUNT>
+__device__ __forceinline__ void store_run(Element* to, const Element* from) {
+  constexpr int BYTES = COUNT * ITEM;
+  if constexpr (BYTES == 16) {
+    __stcs(reinterpret_cast<uint4*>(to), *reinterpret_cast<const uint4*>(from));
+  } else if constexpr (BYTES == 8) {
+    __stcs(reinterpret_cast<uint2*>(to), *reinterpret_cast<const uint2*>(from));
+  } else if constexpr (BYTES == 4) {
+    __stcs(reinterpret_cast<u32*>(to), *reinterpret_cast<const u32*>(from));
+  } else {
+    *to = *from;
+  }
+}
+
+/// The staged tile, by all threads.
+__device__ __forceinline__ void store_tile(const Element* staged, Element* output, const Sizes& sizes, const OutputTile& tile) {
+  output += tile.image * (static_cast<long long>(OUT_CHANNELS) * sizes.out_pixels());
+  const int left = out_line(sizes) - tile.cell_w * CELL, length = left < LINE ? left : LINE;
+  const int lane = threadIdx.x % LANES;
+#pragma unroll 2
+  for (int line = threadIdx.x / LANES; line < LINES; line += THREADS / LANES) {
+    const int row = line % STAGE_ROWS, channel = line / STAGE_ROWS;
+    const int out_row = tile.out_row(row);
+    if (out_row >= sizes.out_height) continue;
+    Element* const to = output + tile.line_begin(sizes, channel, out_row);
+    const Element* const from = staged + channel * CHANNEL_PITCH + row * LINE_PITCH;
+#pragma unroll(ceil_div(STORES, LANES) <= 16 ? ceil_div(STORES, LANES) : 4)
+    for (int pass = 0; pass < ceil_div(STORES, LANES); ++pass) {
+      const int i = (lane + pass * LANES) * STORE;
+      if (i < length) store_run<STORE>(to + i, from + (CELL_PAD ? i + i / CELL * CELL_PAD : i));
+    }
+  }
+}

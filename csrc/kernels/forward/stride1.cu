@@ -1,0 +1,284 @@
+// Transposed convolution of stride 1, NCHW, on Hopper's warpgroup multiply (sm_90a): M = 64 pixels of a row a warpgroup,
+// N = TILE_CHANNELS output channels (STACKED: of every row of taps), K = input channels.
+//
+// In TF32 the multiplier takes from shared memory only what lies along k, and in NCHW channels do not; of 16 bits it takes
+// pixels only from multiples of 16 bytes on. So pixels come from registers, which read them at any shift; what a warp has
+// read it multiplies with the weights of every row of taps, each row's sums being those of another row of the output. A
+// block goes down strips of 64 WARPGROUPS pixels, a segment of rows at a time: each row of the input is brought once a strip, and
+// the weights of all taps stay in shared memory.
+//
+// Row i of a segment's input takes part in the output rows i - a, a = 0 .. KERNEL_H - 1, whose sums lie in slot (i - a) %
+// KERNEL_H; then row i - KERNEL_H + 1 is done. Weights lie as forward/stride1_weights.cuh says, a = KERNEL_H - 1 - kh and b =
+// KERNEL_W - 1 - kw; STACKED: a goes backwards from 0, round and round, 2 KERNEL_H - 1 of them, so that the slots' order
+// begins somewhere. A row of the input lies as [PLANES][channel][PITCH pixels], every PLANES-th channel in a plane, whose
+// distance in memory is a multiple of 16 bytes.
+//
+// Of 16 bits a word is two pixels of a channel, and the multiplier wants two channels of a pixel: rows g and g + 8 of a warp
+// are pixels 2 g and 2 g + 1.
+//
+// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; dilation 1, one group; rows of the input of a
+// multiple of 16 bytes, or (LINES) no tap beyond a row's ends; all weights of TILE_CHANNELS channels in shared memory.
+#include "common/mma.cuh"
+#include "common/epilogue.cuh"
+#include "common/wgmma.cuh"
+#include "common/pipeline.cuh"
+#include "common/tma.cuh"
+#include "common/stages.cuh"
+#include "common/repeat.cuh"
+#include "forward/stride1_weights.cuh"
+#include "common/sizes.cuh"
+
+using ptx::u32;
+
+constexpr int STRIP = 64 * WARPGROUPS;
+/// From an output row and column to the first that a tap reads.
+constexpr int FIRST_ROW = PADDING_H - (KERNEL_H - 1), FIRST_COL = PADDING_W - (KERNEL_W - 1);
+
+/// Elements of 16 bytes, at whose multiples a box begins.
+constexpr int ALIGNMENT = 16 / ITEM;
+constexpr int PITCH_BYTES = PITCH * ITEM, PLANE_COPIED = K_CHANNELS / PLANES * PITCH_BYTES, PLANE_BYTES = round_up(PLANE_COPIED, 128);
+constexpr int ROW_COPIED = PLANES * PLANE_COPIED, ROW_BYTES = PLANES * PLANE_BYTES;
+constexpr int ROWS_AT = WEIGHT_BYTES, BARRIERS = ROWS_AT + SLOTS * ROW_BYTES, WEIGHT_BARRIER = BARRIERS + SLOTS * 16;
+static_assert(SHARED_BYTES == WEIGHT_BARRIER + 16 + 1024, "the plan and the kernel must agree");
+static_assert(PITCH <= 256 && SLOTS >= 2 && (PLANES == 1 || (PLANES == 2 && LINES)));
+
+constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS, FILL_THREADS = 32;
+/// A coordinate outside every tensor.
+constexpr int NOWHERE = -(1 << 28);
+/// Input channels of a multiply, and those whose pixels a lane reads of its first.
+constexpr int STEP = 32 / ITEM, STEPS = K_CHANNELS / STEP, LANE_CHANNELS = 4 / ITEM;
+static_assert(STEPS % 2 == 0);
+
+using Ring = StageRing<SLOTS, ROWS_AT, ROW_BYTES, BARRIERS>;
+
+/// A segment of rows of the output in a strip of an image.
+struct Column {
+  int image, strip, begin, rows;
+
+  __device__ __forceinline__ Column(const StripSizes& sizes, int number) {
+    const int segments = sizes.strips.quotient(number);
+    strip = sizes.strips.remainder(number, segments) * STRIP;
+    image = sizes.segments.quotient(segments);
+    begin = sizes.segments.remainder(segments, image) * sizes.segment;
+    rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;
+  }
+};
+
+/// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
+__device__ __forceinline__ int lead(const StripSizes& sizes, int row, int plane) {
+  const int first = LINES ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
+  // Never negative, of rows before the first neither.
+  return first & (ALIGNMENT - 1);
+}
+
+/// One thread.
+__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const StripSizes& sizes,
+                                     int tile, int first, int step) {
+  bool weights = false;
+  for (int c = first; c < sizes.columns; c += step) {
+    const Column column(sizes, c);
+    for (int i = 0; i < column.rows + KERNEL_H - 1; ++i) {
+      const int row = column.begin + FIRST_ROW + i;
+      ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+      ptx::arrive_expecting(ring.full(), ROW_COPIED);
+#pragma unroll
+      for (int plane = 0; plane < PLANES; ++plane) {
+        const int col = column.strip + FIRST_COL - lead(sizes, row, plane);
+        if constexpr (LINES) {
+          // Beside a plane's rows lie another's.
+          const bool exists = row >= 0 && row < sizes.height;
+          const int pixel = exists ? plane * sizes.pixels() + row * sizes.width + col : NOWHERE;
+          ptx::copy_box(ring.data() + plane * PLANE_BYTES, input, pixel, 0, column.image, ring.full());
+        } else {
+          ptx::copy_box(ring.data(), input, col, row, 0, column.image, ring.full());
+        }
+      }
+      ring.advance();
+      if (weights) continue;
+      // The first row is on its way while the launch that packs the weights ends.
+      weights = true;
+      ptx::wait_for_previous_launch();
+      ptx::arrive_expecting(weight_barrier, WEIGHT_BYTES);
+#pragma unroll 1
+      for (int at = 0; at < WEIGHT_BYTES; at += PART_BYTES)
+        ptx::copy_bulk(ring.base + at, packed + (static_cast<long long>(tile) * WEIGHT_BYTES + at) / 4, PART_BYTES, weight_barrier);
+    }
+  }
+}
+
+/// A step of a warp's pixels.
+using Rows = u32[4];
+/// Of a thread: [slot][sum].
+using Sums = float[KERNEL_H][TILE_CHANNELS / 2];
+
+/// Where a lane finds its pixels of a row: of its first channels.
+using From = u32[LANE_CHANNELS];
+
+__device__ __forceinline__ void load_rows(Rows& rows, const From& from, int step) {
+  constexpr int STEP_BYTES = STEP / PLANES * PITCH_BYTES, HALF_BYTES = STEP_BYTES / 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int bytes = step * STEP_BYTES + half * HALF_BYTES;
+    if constexpr (ITEM == 4) {
+      rows[half * 2] = ptx::load_shared(from[0] + bytes);
+      rows[half * 2 + 1] = ptx::load_shared(from[0] + bytes + 32);
+    } else {
+      u32 pairs[LANE_CHANNELS];
+#pragma unroll
+      for (int c = 0; c < LANE_CHANNELS; ++c) {
+        // At odd pixels the halves lie in two words.
+        const bool odd = from[c] & 2;
+        const u32 at = (from[c] & ~3u) + bytes, word = ptx::load_shared(at), next = ptx::load_shared_if(odd, at + 4);
+        pairs[c] = __byte_perm(word, next, odd ? 0x5432 : 0x3210);
+      }
+      rows[half * 2] = ptx::low_halves(pairs[0], pairs[LANE_CHANNELS - 1]);
+      rows[half * 2 + 1] = ptx::high_halves(pairs[0], pairs[LANE_CHANNELS - 1]);
+    }
+  }
+}
+
+/// `weights`: of column b and the step's channels.
+template <int PHASE>
+__device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, ptx::u64 weights) {
+  ptx::fence_sums();
+  if constexpr (STACKED) {
+    constexpr int BEGIN = (KERNEL_H - PHASE) % KERNEL_H;
+    ptx::multiply_from_registers<KERNEL_H * TILE_CHANNELS, PRECISION>(&sums[0][0], rows, weights + BEGIN * CHANNEL_ROWS_BYTES / 16);
+  } else {
+    repeat<0, KERNEL_H>([&](auto slot) {
+      constexpr int A = (PHASE - decltype(slot)::value + KERNEL_H) % KERNEL_H;
+      ptx::multiply_from_registers<TILE_CHANNELS, PRECISION>(sums[decltype(slot)::value], rows, weights + A * CHANNEL_ROWS_BYTES / 16);
+    });
+  }
+  ptx::commit_multiplies();
+}
+
+/// A row of the input.
+template <int PHASE>
+__device__ __forceinline__ void multiply_row(Sums& sums, From& from, u32 base) {
+  Rows even, odd;
+#pragma unroll 1
+  for (int b = 0; b < KERNEL_W; ++b) {
+    constexpr int CHUNKS = K_CHANNELS / CHUNK, CHUNK_STEPS = CHUNK / STEP;
+    const ptx::u64 weights = ptx::swizzled_descriptor<CHUNK_BYTES>(base + b * CHUNKS * PART_BYTES, 16, 8 * CHUNK_BYTES);
+    const auto weights_at = [&](int i) { return weights + (i / CHUNK_STEPS * PART_BYTES + i % CHUNK_STEPS * 32) / 16; };
+    load_rows(even, from, 0);
+#pragma unroll
+    for (int i = 0; i < STEPS; i += 2) {
+      begin_multiplies<PHASE>(sums, even, weights_at(i));
+      // Those before it, which read what is loaded next: of the column of taps before, too.
+      ptx::wait_multiplies<1>();
+      load_rows(odd, from, i + 1);
+      begin_multiplies<PHASE>(sums, odd, weights_at(i + 1));
+      ptx::wait_multiplies<1>();
+      if (i + 2 < STEPS) load_rows(even, from, i + 2);
+    }
+#pragma unroll
+    for (u32& each : from) each += ITEM;
+  }
+  ptx::wait_multiplies<0>();
+}
+
+/// A warp that multiplies.
+struct Multiplier {
+  Ring ring;
+  u32 base;
+  int lane, warp, first_channel;
+  const Epilogue& epilogue;
+  Element* output;
+  const StripSizes& sizes;
+
+  /// Row i of a column's input; its sums begin a new row of the output.
+  template <int PHASE>
+  __device__ __forceinline__ void take(Sums& sums, const Column& column, int i) {
+    // Of float32, and 8 further on; of 16 bits this one and the next.
+    const int pixel = warp * 16 + lane / 4 * LANE_CHANNELS;
+    From from;
+#pragma unroll
+    for (int c = 0; c < LANE_CHANNELS; ++c) {
+      const int channel = lane % 4 * LANE_CHANNELS + c, plane = channel % PLANES;
+      from[c] = ring.data() + plane * PLANE_BYTES + channel / PLANES * PITCH_BYTES + (pixel + lead(sizes, column.begin + FIRST_ROW + i, plane)) * ITEM;
+    }
+    ptx::wait_for_phase(ring.full(), ring.parity);
+    multiply_row<PHASE>(sums, from, base);
+    __syncwarp();
+    if (lane == 0) ptx::arrive(ring.empty());
+    ring.advance();
+    constexpr int DONE = (PHASE + 1) % KERNEL_H;
+    const int row = column.begin + i - (KERNEL_H - 1);
+    if (row >= column.begin) store(sums[DONE], column, row, column.strip + pixel);
+#pragma unroll
+    for (float& sum : sums[DONE]) {
+      sum = 0.f;
+      // Known to be zero, the compiler would keep them elsewhere and part the multiplies.
+      asm volatile("" : "+f"(sum));
+    }
+  }
+
+  __device__ __forceinline__ void store(const float (&sums)[TILE_CHANNELS / 2], const Column& column, int row, int col) const {
+    const long long image = static_cast<long long>(sizes.out_height) * sizes.out_width;
+    const int out_width = sizes.out_width;
+    /// From a lane's first pixel to its second.
+    constexpr int NEXT = ITEM == 4 ? 8 : 1;
+    const int channel = first_channel + lane % 4 * 2;
+    Element* to = output + (static_cast<long long>(column.image) * OUT_CHANNELS + channel) * image + static_cast<long long>(row) * out_width + col;
+#pragma unroll
+    for (int j = 0; j < TILE_CHANNELS / 8; ++j)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int at = j * 8 + r;
+        if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
+        const Channel each = channel_of(epilogue, channel + at);
+        const float first = finished(sums[j * 4 + r], each, epilogue), second = finished(sums[j * 4 + 2 + r], each, epilogue);
+        if (ITEM == 2 && out_width % 2 == 0) {
+          if (col < out_width) __stcs(reinterpret_cast<u32*>(to + at * image), ptx::pack_pair<PRECISION>(first, second));
+        } else {
+          if (col < out_width) to[at * image] = store_as<Element>(first);
+          if (col + NEXT < out_width) to[at * image + NEXT] = store_as<Element>(second);
+        }
+      }
+  }
+
+  __device__ __forceinline__ void run(u32 weight_barrier, int first, int step) {
+    bool waits = true;
+    for (int c = first; c < sizes.columns; c += step) {
+      const Column column(sizes, c);
+      const int rows = column.rows + KERNEL_H - 1;
+      if (waits) ptx::wait_for_phase(weight_barrier, 0);
+      waits = false;
+      Sums sums = {};
+#pragma unroll 1
+      for (int i = 0; i < rows; i += KERNEL_H)
+        repeat<0, KERNEL_H>([&](auto phase) {
+          constexpr int PHASE = decltype(phase)::value;
+          if (PHASE == 0 || i + PHASE < rows) take<PHASE>(sums, column, i + PHASE);
+        });
+    }
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
+    forward_stride1(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
+                   Element* __restrict__ output, const __grid_constant__ StripSizes sizes) {
+  extern __shared__ __align__(1024) u32 shared[];
+  const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
+  const Ring ring(base);
+  if (threadIdx.x == 0) {
+    ptx::prefetch_map(input);
+    Ring each = ring;
+    for (int s = 0; s < SLOTS; ++s, each.advance()) {
+      ptx::set_up_barrier(each.full(), 1);
+      ptx::set_up_barrier(each.empty(), MULTIPLY_THREADS / 32);
+    }
+    ptx::set_up_barrier(weight_barrier, 1);
+    ptx::publish_barriers();
+  }
+  __syncthreads();
+  const int tile = blockIdx.x % CHANNEL_TILES, first = blockIdx.x / CHANNEL_TILES, step = gridDim.x / CHANNEL_TILES;
+  if (threadIdx.x >= MULTIPLY_THREADS) {
+    if (threadIdx.x == MULTIPLY_THREADS) fill(ring, weight_barrier, input, packed, sizes, tile, first, step);
+  } else {
+    const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
+    Multiplier{ring, base, lane, warp, tile * TILE_CHANNELS, epilogue, output, sizes}.run(weight_barrier, first, step);
+  }
+}

@@ -1,0 +1,197 @@
+// Gradient of the input, strides above 1, on tensor cores: the implicit GEMM of forward/implicit_gemm_mma.cu, with the stride in
+// what it reads (grad_input/implicit_gemm_layout.cuh) instead of in what it writes.
+//
+//   M = channels of the input: the packed weights (forward/implicit_gemm_pack.cu, OF_GRAD_INPUT), one 16-byte load a fragment
+//   N = cells, each one pixel of grad_input: 8 neighbours a fragment of a picture, at any shift
+//   K = taps x channels of the output, by slices of chunks of CHUNK_WORDS words through a ring of STAGES stages
+//
+// For one column of taps, the fragments of all rows of a picture are loaded once and serve every tap that meets it.
+//
+// Covers: float32 (TF32, or IEEE by three TF32 products), float16, bfloat16; NCHW and channels_last; any kernel,
+// stride, padding, output padding, dilation, groups with at most 16 phases an axis that have taps; sm_80 and up. grad_input/implicit_gemm.py says for which it pays.
+// Input: 16-byte aligned. PARTIAL: as in forward/implicit_gemm_mma.cu.
+#include "common/mma.cuh"
+#include "forward/implicit_gemm_taps.cuh"
+#include "grad_input/implicit_gemm_layout.cuh"
+#include "forward/implicit_gemm_copy.cuh"
+#include "grad_input/implicit_gemm_mma_producer.cuh"
+#include "forward/implicit_gemm_store.cuh"
+#include "common/tile_fragment.cuh"
+#include "common/repeat.cuh"
+
+static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
+
+/// Rows of a slice's pictures that one warp's cells of an image reach.
+template <int SLICE>
+constexpr int REACH = FRAGMENT_H * (WARP_ROWS - 1) + SOURCE_ROWS.reach(SLICE / SLICES_W) + 1;
+
+/// Whether row `reach` of them is multiplied by a tap.
+__device__ constexpr bool row_used(int slice, int reach) {
+  for (int k = 0; k < KERNEL_H; ++k)
+    for (int r = 0; r < WARP_ROWS; ++r)
+      if (SOURCE_ROWS.rank(SOURCE_ROWS.phase(k)) == slice / SLICES_W && r * FRAGMENT_H + SOURCE_ROWS.shift(k) == reach) return true;
+  return false;
+}
+/// Whether the slice has taps of column kw.
+__device__ constexpr bool column_used(int slice, int kw) {
+  for (int k = 0; k < KERNEL_H; ++k)
+    if (in_slice(slice, k, kw)) return true;
+  return false;
+}
+
+/// Add one step of 8 words of k for the taps of column KW. `weights`: this lane's first word of the step's fragments;
+/// `input`: this lane's place in the fragment at the warp's first cell, in the slice's first picture.
+template <int SLICE, int KW>
+__device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 input) {
+  constexpr int FIRST =
+      (INPUT_CHANNELS_LAST ? 0 : SOURCE_COLS.rank(SOURCE_COLS.phase(KW)) * PICTURE_PITCH) + SOURCE_COLS.shift(KW);
+  u32 b[WARP_IMAGES][REACH<SLICE>][WARP_COLS][2];
+  [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH<SLICE> : 1][WARP_COLS][2];
+#pragma unroll
+  for (int image = 0; image < WARP_IMAGES; ++image)
+    repeat<0, REACH<SLICE>>([&](auto reach) {
+      constexpr int ROW = decltype(reach)::value;
+      if constexpr (row_used(SLICE, ROW)) {
+#pragma unroll
+        for (int col = 0; col < WARP_COLS; ++col) {
+          u32(&fragment)[2] = b[image][ROW][col];
+          constexpr int AT = FIRST + ROW * ROW_PITCH;
+          load_fragment(fragment, input + (image * FRAGMENT_N * IMAGE_PITCH + AT + col * FRAGMENT_W) * PIXEL_STEP * 4);
+          split_fragment(fragment, b_low[image][PARTS == 2 ? ROW : 0][col]);
+        }
+      }
+    });
+  repeat<0, KERNEL_H>([&](auto index) {
+    constexpr int KH = decltype(index)::value;
+    if constexpr (in_slice(SLICE, KH, KW)) {
+#pragma unroll
+      for (int i = 0; i < WARP_M_TILES; ++i) {
+        const u32 address = weights + (rank_in_slice(KH, KW) * TAP_WORDS + i * FRAGMENT_WORDS) * 4;
+        const uint4 a = ptx::load_shared_vector(address);
+        [[maybe_unused]] uint4 a_low;
+        if constexpr (PARTS == 2) a_low = ptx::load_shared_vector(address + BLOCK_M_TILES * FRAGMENT_WORDS * 4);
+#pragma unroll
+        for (int image = 0; image < WARP_IMAGES; ++image)
+#pragma unroll
+          for (int row = 0; row < WARP_ROWS; ++row)
+#pragma unroll
+            for (int col = 0; col < WARP_COLS; ++col) {
+              float(&sum)[4] = sums.at(0, i, image, col, row);
+              const int reach = SOURCE_ROWS.shift(KH) + row * FRAGMENT_H;
+              if constexpr (PARTS == 2) {
+                // The multiplier truncates its sums; adding them here rounds to nearest, once for the three.
+                float part[4] = {0.f, 0.f, 0.f, 0.f};
+                ptx::mma<PRECISION>(part, a, b_low[image][reach][col]);
+                ptx::mma<PRECISION>(part, a_low, b[image][reach][col]);
+                ptx::mma<PRECISION>(part, a, b[image][reach][col]);
+#pragma unroll
+                for (int r = 0; r < 4; ++r) sum[r] += part[r];
+              } else {
+                ptx::mma<PRECISION>(sum, a, b[image][reach][col]);
+              }
+            }
+      }
+    }
+  });
+}
+
+/// All taps of the slice.
+template <int SLICE>
+__device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
+  repeat<0, KERNEL_W>([&](auto column) {
+    constexpr int KW = decltype(column)::value;
+    if constexpr (column_used(SLICE, KW)) multiply_column<SLICE, KW>(sums, weights, input);
+  });
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
+    grad_input_implicit_gemm_mma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
+                    const __grid_constant__ Sizes sizes) {
+  extern __shared__ __align__(16) u32 shared[];
+  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const auto input_stage = [&](int at) { return stages + at % STAGES * STAGE_WORDS * 4; };
+  const auto weight_stage = [&](int at) { return input_stage(at) + round_up(INPUT_WORDS, 4) * 4; };
+
+  const int piece = static_cast<int>(blockIdx.x);
+  int block = PARTIAL ? sizes.splits.quotient(piece) : piece;
+  const int split = PARTIAL ? sizes.splits.remainder(piece, block) : 0;
+  const int m_block = block % M_BLOCKS;
+  block /= M_BLOCKS;
+  const int group = block % GROUPS;
+  const Origin origin = tile_origin(block / GROUPS, sizes);
+  const int first_chunk = PARTIAL ? sizes.splits.quotient(split * CHUNKS) : 0;
+  const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
+
+  InputFill fill(grad_output, origin, group, sizes);
+  // Slice AHEAD of those from the beginning of `chunk` on is put into the stage of step `at` of the ring.
+  const auto copy_input = [&](auto ahead, int chunk, int at) {
+    constexpr int AHEAD = decltype(ahead)::value;
+    if (chunk + AHEAD / SLICES < end_chunk) fill.copy<AHEAD % SLICES>(input_stage(at), chunk + AHEAD / SLICES);
+  };
+  const auto load_input = [&](auto ahead, int chunk) {
+    constexpr int AHEAD = decltype(ahead)::value;
+    if (chunk + AHEAD / SLICES < end_chunk) fill.load<AHEAD % SLICES>(chunk + AHEAD / SLICES);
+  };
+  const auto ask_for_weights = [&](auto ahead, int chunk, int at) {
+    constexpr int AHEAD = decltype(ahead)::value, SLICE = AHEAD % SLICES, RUN = CHUNK_STEPS * slice_taps(SLICE) * TAP_WORDS;
+    chunk += AHEAD / SLICES;
+    if (chunk < end_chunk)
+      copy_weights<RUN>(weight_stage(at), packed + static_cast<long long>(taps_before_slice(SLICE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS +
+                                              ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + chunk) * RUN);
+  };
+
+  if constexpr (THROUGH_REGISTERS) {
+    fill.load<0>(first_chunk);
+    fill.store(input_stage(0));
+    load_input(Number<1>{}, first_chunk);
+  } else {
+    repeat<0, STAGES - 1>([&](auto s) { copy_input(s, first_chunk, decltype(s)::value); });
+  }
+  ptx::wait_for_previous_launch();
+  repeat<0, STAGES - 1>([&](auto s) {
+    ask_for_weights(s, first_chunk, decltype(s)::value);
+    ptx::commit_copies();
+  });
+
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warp_m = warp % WARPS_M, warp_n = warp / WARPS_M;
+  const int warp_w = warp_n % WARPS_W * (WARP_COLS * FRAGMENT_W);
+  const int warp_h = warp_n / WARPS_W % WARPS_H * (WARP_ROWS * FRAGMENT_H);
+  const int warp_image = warp_n / (WARPS_W * WARPS_H) * (WARP_IMAGES * FRAGMENT_N);
+  // Of a fragment, a lane reads words t and t + 4 of pixel g (NCHW), or names 4 words of a pixel (channels_last).
+  const int g = INPUT_CHANNELS_LAST ? lane % 8 : lane / 4;
+  const int word = INPUT_CHANNELS_LAST ? lane / 8 % 2 * 4 : lane % 4;
+  const int lane_pixel = g / (FRAGMENT_W * FRAGMENT_H) * IMAGE_PITCH + g / FRAGMENT_W % FRAGMENT_H * ROW_PITCH + g % FRAGMENT_W;
+  const u32 input_offset =
+      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD_CELLS + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
+  const u32 weight_offset = (warp_m * WARP_M_TILES * FRAGMENT_WORDS + lane * 4) * 4;
+
+  Sums sums;
+  sums.clear();
+
+  int at = 0;
+#pragma unroll 1
+  for (int chunk = first_chunk; chunk < end_chunk; ++chunk)
+    repeat<0, SLICES>([&](auto number) {
+      constexpr int SLICE = decltype(number)::value;
+      ptx::wait_copies<STAGES - 2>();
+      __syncthreads();
+      if constexpr (THROUGH_REGISTERS) {
+        if (chunk + (SLICE + 1) / SLICES < end_chunk) fill.store(input_stage(at + 1));
+        load_input(Number<SLICE + 2>{}, chunk);
+      } else {
+        copy_input(Number<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
+      }
+      ask_for_weights(Number<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
+      ptx::commit_copies();
+#pragma unroll 1
+      for (int step = 0; step < CHUNK_STEPS; ++step)
+        multiply_step<SLICE>(sums, weight_stage(at) + weight_offset + step * (slice_taps(SLICE) * TAP_WORDS) * 4,
+                             input_stage(at) + input_offset + step * STEP_WORDS * K_STEP * 4);
+      ++at;
+    });
+
+  if constexpr (PARTIAL) grad_input += static_cast<long long>(split) * sizes.batch * OUT_CHANNELS * sizes.out_pixels();
+  store_sums(sums, grad_input, nullptr, origin, group, m_block * BLOCK_CHANNELS + warp_m * WARP_M_TILES * 16, warp_image,
+             warp_h, warp_w, 0, 0, sizes);
+}

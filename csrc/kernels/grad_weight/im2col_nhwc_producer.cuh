@@ -1,0 +1,67 @@
+// Of grad_weight/im2col_nhwc.cu: the thread that asks for boxes, and the warps that turn those of the input.
+#pragma once
+
+/// One thread: fill stage after stage.
+__device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
+                                     const PixelSizes& sizes) {
+  const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
+  const int first = sizes.first_tile(place.slice), stages = sizes.tiles_of(place.slice);
+  for (int s = 0; s < stages; ++s) {
+    const auto [image, row, col] = TilePlace<IMAGES, ROWS, COLS>::of(first + s, sizes);
+    ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+    ptx::arrive_expecting(ring.full(), STAGE_COPIED);
+#pragma unroll
+    for (int box = 0; box < INPUT_BOXES; ++box)
+      ptx::copy_box(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, col, row, image, ring.full());
+#pragma unroll
+    for (int i = 0; i < TAP_ROWS; ++i)
+#pragma unroll
+      for (int j = 0; j < TAP_COLS; ++j) {
+        if (first_alike(j) != j) continue;
+#pragma unroll
+        for (int c = 0; c < CHUNKS; ++c)
+          ptx::copy_box(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX,
+                        col * STRIDE_W + place.col_offset(j), row * STRIDE_H + place.row_offset(i), image, ring.full());
+      }
+    ring.advance();
+  }
+}
+
+/// One of the warps that turn the input's boxes where they lie, from [pixel][channel] to [channel][k]: a lane takes four
+/// channels of the four pixels that are 16 bytes of k, twice.
+__device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) {
+  const int piece = lane % 8, quad = lane / 8;
+  u32 from[4], to[4];
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const int pixel = pixel_of(piece / 2, piece % 2, t), channel = quad * 4 + t;
+    from[t] = pixel * ROW_BYTES + (quad ^ (pixel & 7)) * 16;
+    to[t] = channel * ROW_BYTES + (piece ^ (channel & 7)) * 16;
+  }
+  for (int s = 0; s < stages; ++s) {
+    ptx::wait_for_phase(ring.full(), ring.parity);
+#pragma unroll
+    for (int box = 0; box < ceil_div(INPUT_BOXES, TURNING_WARPS); ++box) {
+      const int mine = box * TURNING_WARPS + warp;
+      if (INPUT_BOXES % TURNING_WARPS && mine >= INPUT_BOXES) break;
+      const u32 at = ring.data() + mine * INPUT_BOX_BYTES;
+      u32 words[2][4][4];
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int t = 0; t < 4; ++t) ptx::load_shared_bytes<16>(words[half][t], at + (from[t] ^ half * 64));
+      __syncwarp();
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const u32 four[4] = {words[half][0][c], words[half][1][c], words[half][2][c], words[half][3][c]};
+          ptx::store_shared<4>(at + to[c] + half * 16 * ROW_BYTES, four);
+        }
+    }
+    ptx::publish_to_multiplies();
+    __syncwarp();
+    if (lane == 0) ptx::arrive(ring.turned());
+    ring.advance();
+  }
+}

@@ -1,0 +1,322 @@
+// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_layout.cuh): asynchronously where the bytes go as they are,
+// through registers where 16-bit channels that lie apart are joined. Everything outside the image, the batch or the
+// group becomes zero.
+#pragma once
+
+/// Of a tensor.
+struct Extent {
+  int height, width;
+  __device__ __forceinline__ int pixels() const { return height * width; }
+};
+
+/// One tile's part of a tensor.
+struct Source {
+  const char* image;  // the first image's first channel of the block
+  Extent extent;
+  int row, col;       // of position 0: may be negative
+  int images;         // that are left, from the first on
+  int channels;       // that are left, from the first on
+};
+
+/// `row`, `col`: where the block's first tap reads, of pixel 0.
+template <class Win>
+__device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
+                                              int row, int col, const PixelSizes& sizes) {
+  const auto place = TilePlace<TILE_N, TILE_H, TILE_W>::of(tile, sizes);
+  const int channel = group * Win::GROUP + first_channel;
+  Source s;
+  s.extent = extent;
+  s.image = reinterpret_cast<const char*>(tensor) +
+            (static_cast<long long>(place.image) * (Win::TENSOR_CHANNELS * extent.pixels()) +
+             static_cast<long long>(channel) * (CHANNELS_LAST ? 1 : extent.pixels())) * ITEM;
+  s.row = place.row * Win::SH + row;
+  s.col = place.col * Win::SW + col;
+  const int left = sizes.batch - place.image;
+  s.images = left < TILE_N ? left : TILE_N;
+  s.channels = Win::GROUP - first_channel;
+  return s;
+}
+
+template <class Win>
+struct Fill {
+  using Rows = typename Win::Rows;
+  using Cols = typename Win::Cols;
+  static constexpr int COPY = Win::COPY;
+  static constexpr int COPY_BYTES = COPY * ITEM;
+  static constexpr bool THROUGH_REGISTERS = IS_16_BIT && (!CHANNELS_LAST || COPY == 1);
+  /// Neighbouring lanes' copies go to different places in shared memory: past the L1 each would be a request of its own
+  /// (measured: half as fast).
+  static constexpr bool SCATTERS = IS_16_BIT || Win::QUADS;
+  static constexpr int PIXEL_ITEMS = CHANNELS_LAST ? Win::TENSOR_CHANNELS : 1;
+
+  /// From one channel to the next, in items.
+  __device__ __forceinline__ static int channel_items(const Extent& extent) { return CHANNELS_LAST ? 1 : extent.pixels(); }
+
+  /// Columns of memory that a row of the window spans, with what precedes it for alignment.
+  static constexpr int RAW_COLS =
+      Win::SW == 1 ? Win::COLS : Win::COLS * Win::SW + Win::MAX_LEAD;
+  static constexpr bool RAW = !CHANNELS_LAST && COPY > 1;  // pieces of neighbouring columns, whatever their phase
+  static constexpr int PIECES_PER_ROW = RAW ? ceil_div(RAW_COLS, COPY) : Cols::PHASES * Win::COLS;
+  /// Pieces of one channel (NCHW), or positions.
+  static constexpr int PIECES = TILE_N * Rows::PHASES * Win::ROWS * PIECES_PER_ROW;
+
+  /// Where a piece lies; and what a tile's place says about it, packed so that one comparison tells whether it is inside.
+  struct Piece {
+    unsigned from;  // items from the window's first row and column
+    u32 place;      // image << 23 | row << 12 | column, in pixels of the tensor from there
+    int position;   // of its first column, with phase 0 where several columns are copied in one piece
+    int column;     // RAW: columns from the first tap's, may be negative
+  };
+  static constexpr u32 GUARDS = 1u << 31 | 1u << 22 | 1u << 11;
+
+  /// `lead`: columns from the beginning of the window to the first tap's (RAW).
+  __device__ __forceinline__ static Piece piece(unsigned index, int lead, const Extent& extent) {
+    const unsigned in_row = index % PIECES_PER_ROW;
+    const unsigned row = index / PIECES_PER_ROW % Win::ROWS;
+    const unsigned row_phase = index / (PIECES_PER_ROW * Win::ROWS) % Rows::PHASES;
+    const unsigned n = index / (PIECES_PER_ROW * Win::ROWS * Rows::PHASES);
+    const unsigned h = row * Win::SH + Rows::residue(row_phase);
+    unsigned w;
+    Piece p;
+    p.position = n * Win::IMAGE_PITCH + (row_phase * Win::ROWS + row) * Win::ROW_PITCH;
+    p.column = 0;
+    if constexpr (RAW) {
+      w = in_row * COPY;
+      p.column = static_cast<int>(w) - lead;
+      if constexpr (Win::SW == 1) p.position += w;
+    } else {
+      // Neighbouring lanes take neighbouring memory: of NCHW the columns, of channels_last the channels.
+      const unsigned phase = CHANNELS_LAST ? in_row / Win::COLS : in_row % Cols::PHASES;
+      const unsigned col = CHANNELS_LAST ? in_row % Win::COLS : in_row / Cols::PHASES;
+      w = col * Win::SW + Cols::residue(phase);
+      p.position += phase * Win::COLS + col;
+    }
+    p.from = n * (Win::TENSOR_CHANNELS * extent.pixels()) + (h * extent.width + w) * PIXEL_ITEMS;
+    p.place = n << 23 | h << 12 | w;
+    return p;
+  }
+
+  /// The pieces of a tile that lie inside: those between two corners.
+  struct Inside {
+    const char* origin;  // the window's first row and column, of the block's first channel: may lie outside
+    u32 low, high;
+    int channels;
+
+    __device__ __forceinline__ Inside(const Source& source, int lead) {
+      const int row = source.row, col = RAW ? source.col - lead : source.col;
+      origin = source.image + static_cast<long long>(row * source.extent.width + col) * (PIXEL_ITEMS * ITEM);
+      channels = source.channels;
+      const int first_h = row < 0 ? -row : 0, first_w = col < 0 ? -col : 0;
+      const int rows_left = source.extent.height - 1 - row, cols_left = source.extent.width - 1 - col;
+      const int last_h = rows_left < 1023 ? rows_left : 1023, last_w = cols_left < 2047 ? cols_left : 2047;
+      low = first_h << 12 | first_w;
+      high = (source.images - 1) << 23 | last_h << 12 | last_w;
+      if (first_h > last_h || first_w > last_w) low = ~GUARDS, high = 0;
+    }
+    __device__ __forceinline__ bool operator()(u32 place) const {
+      return (((place | GUARDS) - low) & ((high | GUARDS) - place) & GUARDS) == GUARDS;
+    }
+  };
+
+  // The pieces do not depend on the tile: where a thread needs many, they stand in a table.
+  static constexpr bool TABLE = CHANNELS_LAST || THROUGH_REGISTERS;
+  static constexpr int TABLE_BYTES = TABLE ? PIECES * 16 : 0;
+
+  __device__ __forceinline__ static void make_table(u32 table, int lead, const Extent& extent) {
+    if constexpr (TABLE)
+      for (unsigned index = threadIdx.x; index < PIECES; index += THREADS) {
+        const Piece p = piece(index, lead, extent);
+        const u32 words[4] = {p.from, p.place, static_cast<u32>(p.position), static_cast<u32>(p.column)};
+        ptx::store_shared<4>(table + index * 16, words);
+      }
+  }
+
+  // ---- asynchronous ------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ static void copy(u32 window, u32 table, const Source& source, int lead) {
+    const Inside inside(source, lead);
+    if constexpr (CHANNELS_LAST) {
+      constexpr unsigned UNITS_PER_POSITION = Win::CHANNELS / COPY;
+      static_assert(THREADS % UNITS_PER_POSITION == 0 && PIECES == Win::POSITIONS);
+      const unsigned first = threadIdx.x / UNITS_PER_POSITION, channel = threadIdx.x % UNITS_PER_POSITION * COPY;
+      const char* const origin = inside.origin + channel * ITEM;
+      const bool real = static_cast<int>(channel) < inside.channels;
+      const u32 to = window + (IS_16_BIT ? channel / 8 * Win::OCTET_BYTES + channel % 8 * 2 : channel * Win::CHANNEL_STRIDE * 4);
+#pragma unroll 4
+      for (unsigned position = first; position < PIECES; position += THREADS / UNITS_PER_POSITION) {
+        u32 entry[2];
+        ptx::load_shared_bytes<8>(entry, table + position * 16);
+        ptx::copy_async_or_zero<COPY_BYTES, SCATTERS>(to + Win::position_bytes(position),
+                                            origin + static_cast<unsigned long long>(entry[0]) * ITEM, real && inside(entry[1]));
+      }
+    } else {
+      constexpr int SHARERS = PIECES >= THREADS ? 1 : THREADS / PIECES < Win::CHANNELS ? THREADS / PIECES : Win::CHANNELS;
+      const unsigned first = SHARERS == 1 ? threadIdx.x : threadIdx.x % PIECES;
+      const int sharer = SHARERS == 1 ? 0 : threadIdx.x / PIECES;
+      if (sharer >= SHARERS) return;
+      const int next_channel = channel_items(source.extent);
+      for (unsigned index = first; index < PIECES; index += SHARERS == 1 ? THREADS : PIECES) {
+        const Piece p = piece(index, lead, source.extent);
+        const bool here = inside(p.place);
+        const char* from = inside.origin + (static_cast<long long>(p.from) + static_cast<long long>(sharer) * next_channel) * ITEM;
+        const u32 to = window + Win::position_bytes(p.position) + sharer * Win::CHANNEL_STRIDE * 4;
+        const int left = inside.channels - sharer;
+#pragma unroll 8
+        for (int i = 0; i < ceil_div(Win::CHANNELS, SHARERS); ++i) {
+          if (Win::CHANNELS % SHARERS && sharer + i * SHARERS >= Win::CHANNELS) break;
+          ptx::copy_async_or_zero<COPY_BYTES, SCATTERS>(to + i * SHARERS * Win::CHANNEL_STRIDE * 4, from,
+                                              here && (Win::GROUP % Win::CHANNELS == 0 || i * SHARERS < left));
+          from += static_cast<long long>(next_channel) * (SHARERS * ITEM);
+        }
+      }
+    }
+  }
+
+  // ---- through registers: 8 channels of COPY columns (channels_last: of one pixel) a slot -----------------------
+
+  static constexpr int OCTETS = Win::CHANNELS / 8;
+  static constexpr int SLOTS = THROUGH_REGISTERS ? ceil_div(PIECES * OCTETS, THREADS) : 1;
+  static constexpr int ROW_REGISTERS = ceil_div(COPY, 2);
+  u32 staged[SLOTS][THROUGH_REGISTERS ? 8 : 1][ROW_REGISTERS];
+
+  /// Neighbouring lanes load neighbouring pieces of few channels, and store to different banks.
+  static constexpr unsigned LANE_OCTETS = CHANNELS_LAST || COPY > OCTETS ? OCTETS : COPY;
+  __device__ __forceinline__ static unsigned octet_of(unsigned unit) {
+    return unit % LANE_OCTETS + unit / (LANE_OCTETS * PIECES) * LANE_OCTETS;
+  }
+  __device__ __forceinline__ static unsigned piece_of(unsigned unit) { return unit / LANE_OCTETS % PIECES; }
+
+  __device__ __forceinline__ void load(u32 table, const Source& source, int lead) {
+    const Inside inside(source, lead);
+    // Pinned, and 32 bits: else the compiler finds the address of every load anew, from the tile's origin.
+    const u32 next_channel = ptx::pinned(static_cast<u32>(channel_items(source.extent)) * ITEM);
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s) {
+      const unsigned unit = threadIdx.x + s * THREADS;
+      const u32 channel = octet_of(unit) * 8;
+      u32 entry[2] = {0, 0};
+      bool here = unit < PIECES * OCTETS;
+      if (here) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
+      here = here && inside(entry[1]);
+      const int left = here ? inside.channels - static_cast<int>(channel) : 0;
+      const char* from = ptx::pinned(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
+                                     static_cast<unsigned long long>(channel) * next_channel);
+#pragma unroll
+      for (u32 c = 0; c < 8; ++c) {
+#pragma unroll
+        for (int i = 0; i < ROW_REGISTERS; ++i) staged[s][c][i] = 0;
+        if (Win::GROUP % Win::CHANNELS == 0 ? here : static_cast<int>(c) < left)
+          ptx::load_global<COPY_BYTES>(staged[s][c], from + static_cast<unsigned long long>(c) * next_channel);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(u32 window, u32 table) const {
+#pragma unroll
+    for (int s = 0; s < SLOTS; ++s) {
+      const unsigned unit = threadIdx.x + s * THREADS;
+      if (unit >= PIECES * OCTETS) continue;
+      u32 entry[2];
+      ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16 + 8);
+      const int first_position = static_cast<int>(entry[0]), first_column = static_cast<int>(entry[1]);
+      const u32 plane = window + octet_of(unit) * Win::OCTET_BYTES;
+#pragma unroll
+      for (int e = 0; e < COPY; ++e) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const u32 even = staged[s][2 * i][e / 2], odd = staged[s][2 * i + 1][e / 2];
+          words[i] = e % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
+        }
+        int position = first_position + e;
+        bool wanted = true;
+        if constexpr (RAW && Win::SW > 1) {
+          const unsigned column = first_column + e;  // negative: too large
+          const unsigned col = column / Win::SW;
+          const int phase = Cols::phase_of_residue(column % Win::SW);
+          wanted = col < Win::COLS && phase >= 0;
+          position = first_position + phase * Win::COLS + col;
+        }
+        if (wanted) ptx::store_shared<4>(plane + position * 16, words);
+      }
+    }
+  }
+};
+
+/// Round a window of float32 to TF32, where the multiplier would truncate; all threads, a part each.
+template <class Win>
+__device__ __forceinline__ void round_window(u32 window) {
+#pragma unroll 4
+  for (u32 at = window + threadIdx.x * 16; at < window + Win::BYTES; at += THREADS * 16) {
+    const uint4 v = ptx::load_shared_vector(at);
+    const u32 words[4] = {ptx::round_to_tf32(v.x), ptx::round_to_tf32(v.y), ptx::round_to_tf32(v.z), ptx::round_to_tf32(v.w)};
+    ptx::store_shared<4>(at, words);
+  }
+}
+
+static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + Fill<InputWindow>::TABLE_BYTES + Fill<OutputWindow>::TABLE_BYTES,
+              "the plan and the kernel must agree");
+
+/// Both operands of a block, tile by tile of its slice, through a ring of STAGES stages. `copy` starts what goes
+/// asynchronously; what goes through registers is asked for by `load` and put down by `store`. Tiles beyond the last do
+/// nothing.
+struct Feed {
+  const Element *input, *grad_output;
+  const Place& place;
+  const PixelSizes& sizes;
+  int first_tile, count;
+  u32 stages;
+  Fill<InputWindow> input_fill;
+  Fill<OutputWindow> output_fill;
+
+  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const PixelSizes& sizes_,
+                                  u32 stages_)
+      : input(input_), grad_output(grad_output_), place(place_), sizes(sizes_), stages(stages_) {
+    first_tile = sizes.first_tile(place.slice);
+    count = sizes.tiles_of(place.slice);
+    Fill<InputWindow>::make_table(input_table(), 0, input_extent());
+    Fill<OutputWindow>::make_table(output_table(), lead(), output_extent());
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ u32 input_stage(int index) const { return stages + index % STAGES * STAGE_BYTES; }
+  __device__ __forceinline__ u32 output_stage(int index) const { return input_stage(index) + InputWindow::BYTES; }
+
+  __device__ __forceinline__ void load(int index) {
+    if (index >= count) return;
+    if constexpr (Fill<InputWindow>::THROUGH_REGISTERS) input_fill.load(input_table(), input_source(index), 0);
+    if constexpr (Fill<OutputWindow>::THROUGH_REGISTERS) output_fill.load(output_table(), output_source(index), lead());
+  }
+  __device__ __forceinline__ void store(int index) const {
+    if (index >= count) return;
+    if constexpr (Fill<InputWindow>::THROUGH_REGISTERS) input_fill.store(input_stage(index), input_table());
+    if constexpr (Fill<OutputWindow>::THROUGH_REGISTERS) output_fill.store(output_stage(index), output_table());
+  }
+  __device__ __forceinline__ void copy(int index) const {
+    if (index < count) {
+      if constexpr (!Fill<InputWindow>::THROUGH_REGISTERS)
+        Fill<InputWindow>::copy(input_stage(index), input_table(), input_source(index), 0);
+      if constexpr (!Fill<OutputWindow>::THROUGH_REGISTERS)
+        Fill<OutputWindow>::copy(output_stage(index), output_table(), output_source(index), lead());
+    }
+    ptx::commit_copies();
+  }
+  /// Round an input that has arrived to TF32.
+  __device__ __forceinline__ void round_input(int index) const {
+    if (index < count) round_window<InputWindow>(input_stage(index));
+  }
+
+ private:
+  __device__ __forceinline__ u32 input_table() const { return stages + STAGES * STAGE_BYTES; }
+  __device__ __forceinline__ u32 output_table() const { return input_table() + Fill<InputWindow>::TABLE_BYTES; }
+  __device__ __forceinline__ int lead() const { return TapsW::lead(place.tap_block_w, OUTPUT_COPY); }
+  __device__ __forceinline__ Extent input_extent() const { return {sizes.height, sizes.width}; }
+  __device__ __forceinline__ Extent output_extent() const { return {sizes.out_height, sizes.out_width}; }
+  __device__ __forceinline__ Source input_source(int index) const {
+    return tile_source<InputWindow>(input, input_extent(), first_tile + index, place.group, place.m0, 0, 0, sizes);
+  }
+  __device__ __forceinline__ Source output_source(int index) const {
+    return tile_source<OutputWindow>(grad_output, output_extent(), first_tile + index, place.group, place.n0,
+                                     TapsH::base(place.tap_block_h), TapsW::base(place.tap_block_w), sizes);
+  }
+};

@@ -1,0 +1,1 @@
+"""What families of several stages share: sizes, limits, copies between layouts."""

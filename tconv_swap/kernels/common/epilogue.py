@@ -1,0 +1,87 @@
+"""What a forward plan does with a sum before it is stored: csrc/kernels/common/epilogue.cuh, by constants and one
+argument."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, replace
+
+import torch
+
+from tconv_swap.kernels.norm.shape import Activation
+from tconv_swap.runtime.program import ELEMENT_TYPES, Constant, Launch, Plan, fields, input_, int64, output
+
+Constants = tuple[tuple[str, Constant], ...]
+
+#: Of a plan with an epilogue, behind input, weight and bias: the norm's weight and bias, running_mean and running_var.
+_VECTORS = (input_(3), input_(4), input_(5), input_(6))
+_BIAS = input_(2)
+#: Beside the sums of a forward kernel there are registers for these. The code of others may move a few sums to local
+#: memory, once for each output: a small part of what another kernel would read and write.
+_SMALL = frozenset({Activation.IDENTITY, Activation.RELU, Activation.TANH})
+
+
+@dataclass(frozen=True, slots=True)
+class Epilogue:
+    """What follows the layer's bias: ``activation((x - mean) / sqrt(variance + eps) * weight + bias)``.
+
+    Attributes:
+        normalizes: there is a norm, by running statistics.
+        parameters: the dtype of its vectors.
+        slope: of a leaky ReLU.
+    """
+
+    normalizes: bool
+    activation: Activation
+    parameters: torch.dtype = torch.float32
+    eps: float = 0.0
+    slope: float = 0.0
+
+    def constants(self, has_bias: bool) -> Constants:
+        """What a kernel that stores outputs must know when it is compiled."""
+        return (
+            ("HAS_BIAS", has_bias),
+            ("NORMALIZES", self.normalizes),
+            ("ACTIVATION", int(self.activation)),
+            ("Parameter", ELEMENT_TYPES[self.parameters]),
+        )
+
+
+_BIAS_ALONE = Epilogue(False, Activation.IDENTITY)
+
+
+def bias_alone(has_bias: bool) -> Constants:
+    """The constants of a kernel behind which nothing follows."""
+    return _BIAS_ALONE.constants(has_bias)
+
+
+def with_epilogue(plan: Plan, epilogue: Epilogue) -> Plan | None:
+    """The forward plan, whose outputs then are those of the epilogue; it reads seven inputs: input, weight, bias, the
+    norm's weight and bias, running_mean and running_var. None if its last kernel takes no epilogue."""
+    if epilogue == _BIAS_ALONE:
+        return plan
+    *before, last = plan.launches or (None,)
+    if last is None:
+        return plan
+    if not _takes(last) or any(one is not None and output(0) in one.operands for one in before):
+        return None
+    return replace(plan, launches=(*plan.launches[:-1], _ending(last, epilogue)))
+
+
+def _takes(launch: Launch) -> bool:
+    names = {name for name, _ in launch.kernel.constants}
+    return output(0) in launch.operands and _BIAS in launch.arguments and "NORMALIZES" in names
+
+
+def _ending(launch: Launch, epilogue: Epilogue) -> Launch:
+    has_bias = bool(dict(launch.kernel.constants)["HAS_BIAS"])
+    changed = dict(epilogue.constants(has_bias))
+    constants = tuple((name, changed.get(name, value)) for name, value in launch.kernel.constants)
+    (numbers,) = struct.unpack("<q", struct.pack("<2f", epilogue.eps, epilogue.slope))
+    argument = fields(_BIAS, *_VECTORS, int64(numbers))
+    at = launch.arguments.index(_BIAS)
+    return replace(
+        launch,
+        kernel=replace(launch.kernel, constants=constants, spills=epilogue.activation not in _SMALL),
+        arguments=(*launch.arguments[:at], *argument, *launch.arguments[at + 1 :]),
+    )

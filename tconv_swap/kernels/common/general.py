@@ -1,0 +1,256 @@
+"""Plans of the general kernels: any geometry, any dtype, both layouts, every NVIDIA GPU from sm_75."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.sizes import image_sizes
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import ceil_div
+from tconv_swap.runtime.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Output,
+    Part,
+    Plan,
+    input_,
+    int64,
+    output,
+    struct,
+    workspace,
+)
+
+REDUCE_THREADS = 256
+#: Threads that share the sum of a result, where one thread for each would not fill a GPU.
+REDUCE_LANES = 8
+FEW_RESULTS = 1 << 16
+#: The same where there are hardly any results, and the length of a thread's sum is what counts.
+MOST_REDUCE_LANES = 32
+HARDLY_ANY_RESULTS = 1 << 12
+#: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Copies of
+#: tensors come on top: at most room.MOST_ARRANGED_BYTES.
+WORKSPACE_LIMIT_BYTES = 64 << 20
+#: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
+BLOCKS_PER_MULTIPROCESSOR = 4
+INT32_ELEMENTS = 2**31 - 1
+#: Taps from which on most problems are some other family's (gradients/narrow_mma.py).
+MANY_TAPS = 256
+#: A tile may reach so many pixels, or cells, beyond the last one.
+MOST_TILE_PIXELS = 256
+_WHY = "covers every geometry"
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A block's tile of the product and a thread's part of it. 256 threads each."""
+
+    m: int
+    n: int
+    k: int
+    thread_m: int
+    thread_n: int
+
+    @property
+    def threads(self) -> int:
+        return (self.m // self.thread_m) * (self.n // self.thread_n)
+
+    @property
+    def constants(self) -> tuple[tuple[str, Constant], ...]:
+        return (
+            ("TILE_M", self.m),
+            ("TILE_N", self.n),
+            ("TILE_K", self.k),
+            ("THREAD_M", self.thread_m),
+            ("THREAD_N", self.thread_n),
+        )
+
+
+def _tile(columns: int) -> Tile:
+    """A square tile, or a tall one where the product is narrow."""
+    if columns > 16:
+        return Tile(64, 64, 16, 4, 4)
+    if columns > 4:
+        return Tile(256, 16, 8, 4, 4)
+    return Tile(256, 4, 8, 4, 1)
+
+
+def _common(problem: Problem, of_gradients: bool) -> tuple[tuple[str, Constant], ...]:
+    geometry = problem.geometry
+    largest = max(
+        geometry.batch * geometry.in_channels * geometry.height * geometry.width,
+        geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width,
+        geometry.in_channels * geometry.out_channels_per_group * geometry.taps,
+    )
+    few = largest <= INT32_ELEMENTS - MOST_TILE_PIXELS
+    if of_gradients and geometry.taps >= MANY_TAPS:
+        # Such layers come here with large images alone: they have one kernel.
+        few = False
+    return (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "int" if few else "long long"),
+        *geometry.layer_constants,
+        ("CHANNELS_LAST", problem.channels_last),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+    )
+
+
+def plan_forward(problem: Problem, has_bias: bool) -> Plan:
+    """Inputs: input, weight, bias. Output: the output."""
+    geometry = problem.geometry
+    tile = _tile(geometry.out_channels_per_group)
+    phases = geometry.stride[0] * geometry.stride[1]
+    cells = (
+        ceil_div(geometry.out_height, geometry.stride[0]),
+        ceil_div(geometry.out_width, geometry.stride[1]),
+    )
+    tiles_m = ceil_div(geometry.batch * cells[0] * cells[1], tile.m)
+    tiles_n = ceil_div(geometry.out_channels_per_group, tile.n)
+    kernel = Kernel(
+        "forward/general.cu",
+        "forward_general",
+        (
+            *_common(problem, of_gradients=False),
+            *tile.constants,
+            *bias_alone(has_bias),
+        ),
+    )
+    launch = Launch(
+        kernel,
+        grid=tiles_m * phases * geometry.groups * tiles_n,
+        block=tile.threads,
+        arguments=(input_(0), input_(1), input_(2), output(0), struct(0)),
+        structs=(image_sizes(geometry, cells),),
+    )
+    return Plan(
+        "general",
+        _WHY,
+        outputs=(Output(geometry.output_shape, problem.channels_last),),
+        launches=(launch,) if geometry.batch else (),
+    )
+
+
+def plan_grad_input(problem: Problem) -> Part:
+    """Inputs: grad_output, input, weight. Output: the gradient of the input."""
+    geometry = problem.geometry
+    if geometry.batch == 0:
+        return Part("general", _WHY, ())
+    tile = _tile(geometry.in_channels_per_group)
+    tiles_m = ceil_div(geometry.batch * geometry.height * geometry.width, tile.m)
+    tiles_n = ceil_div(geometry.in_channels_per_group, tile.n)
+    kernel = Kernel(
+        "grad_input/general.cu",
+        "grad_input_general",
+        (*_common(problem, of_gradients=True), *tile.constants),
+    )
+    launch = Launch(
+        kernel,
+        grid=tiles_m * tiles_n * geometry.groups,
+        block=tile.threads,
+        arguments=(input_(0), input_(2), output(0), struct(0)),
+        structs=(image_sizes(geometry),),
+    )
+    return Part("general", _WHY, (launch,))
+
+
+def _split(length: int, blocks: int, least: int, slice_bytes: int, multiprocessors: int) -> tuple[int, int]:
+    """How many slices a sum of ``length`` terms is cut into when one slice fills ``blocks`` blocks, and the
+    length of a slice: enough to fill the chip, none shorter than ``least``, within the workspace limit."""
+    wanted = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, blocks)
+    slices = max(1, min(wanted, length // least, WORKSPACE_LIMIT_BYTES // slice_bytes))
+    per_slice = max(1, ceil_div(length, slices))
+    return max(1, ceil_div(length, per_slice)), per_slice
+
+
+def _sum_bytes(dtype: torch.dtype) -> int:
+    return 8 if dtype == torch.float64 else 4
+
+
+def split_k_reduce(
+    dtype: torch.dtype,
+    count: int,
+    slices: int,
+    offset: int = 0,
+    index: int = 0,
+    overlaps_previous: bool = False,
+) -> Launch:
+    """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in a fixed order, into output ``index``."""
+    lanes = REDUCE_LANES if count <= FEW_RESULTS else 1
+    if count <= HARDLY_ANY_RESULTS:
+        lanes = MOST_REDUCE_LANES
+    kernel = Kernel(
+        "common/split_k_reduce.cu",
+        "split_k_reduce",
+        (("Element", ELEMENT_TYPES[dtype]), ("THREADS", REDUCE_THREADS), ("LANES", lanes)),
+    )
+    return Launch(
+        kernel,
+        grid=ceil_div(count * lanes, REDUCE_THREADS),
+        block=REDUCE_THREADS,
+        arguments=(workspace(offset), output(index), int64(count), int64(slices)),
+        overlaps_previous=overlaps_previous,
+    )
+
+
+def plan_grad_weight(problem: Problem, device: Device) -> Part:
+    """Inputs: grad_output, input, weight. Output: the gradient of the weight.
+
+    Workspace: at most 64 MiB, or one copy of the gradient in the accumulation type if that is more.
+    """
+    geometry, dtype = problem.geometry, problem.dtype
+    columns = geometry.taps * geometry.out_channels_per_group
+    tile = _tile(columns)
+    blocks = ceil_div(geometry.in_channels_per_group, tile.m) * ceil_div(columns, tile.n) * geometry.groups
+    count = geometry.in_channels * columns
+    pixels = geometry.batch * geometry.height * geometry.width
+    slices, per_slice = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
+    kernel = Kernel(
+        "grad_weight/general.cu",
+        "grad_weight_general",
+        (*_common(problem, of_gradients=True), *tile.constants),
+    )
+    launch = Launch(
+        kernel,
+        grid=blocks * slices,
+        block=tile.threads,
+        arguments=(input_(1), input_(0), workspace(0), struct(0), int64(per_slice)),
+        structs=(image_sizes(geometry),),
+    )
+    return Part(
+        "general", _WHY, (launch, split_k_reduce(dtype, count, slices)), count * slices * _sum_bytes(dtype)
+    )
+
+
+def plan_grad_bias(problem: Problem, device: Device) -> Part:
+    """Inputs: grad_output. Output: the gradient of the bias. Workspace: at most 64 MiB."""
+    geometry, dtype = problem.geometry, problem.dtype
+    threads = 256
+    channels = geometry.out_channels
+    blocks = ceil_div(channels, 32) if problem.channels_last else channels
+    positions = geometry.batch * geometry.out_height * geometry.out_width
+    slices, per_slice = _split(
+        positions, blocks, 4 * threads, 2 * channels * _sum_bytes(dtype), device.multiprocessors
+    )
+    kernel = Kernel(
+        "grad_bias/general.cu",
+        "grad_bias_general",
+        (*_common(problem, of_gradients=True), ("THREADS", threads)),
+    )
+    launch = Launch(
+        kernel,
+        grid=blocks * slices,
+        block=threads,
+        arguments=(input_(0), workspace(0), struct(0), int64(per_slice)),
+        structs=(image_sizes(geometry),),
+    )
+    overlaps = device.compute_capability >= 90
+    return Part(
+        "general",
+        _WHY,
+        (launch, split_k_reduce(dtype, channels, 2 * slices, overlaps_previous=overlaps)),
+        2 * channels * slices * _sum_bytes(dtype),
+    )

@@ -1,0 +1,44 @@
+"""What holds for all sizes of a layer: what divides its rows, and the sizes that stand for all. Pure functions of data.
+
+A layer is a geometry whose batch, height and width do not matter (``of_any_size``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from math import gcd
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.schedules import SINGLE, SIZES, SIZES_OF_ONE_ROW
+
+_SIDE = 64
+
+
+@lru_cache(maxsize=4096)
+def of_any_size(geometry: Geometry) -> Geometry:
+    """The same for all sizes of a layer."""
+    return replace(geometry, batch=1, height=_SIDE, width=_SIDE)
+
+
+@lru_cache(maxsize=1024)
+def standing_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, ...]]:
+    """The sizes that stand for all of a layer, and what each counts for."""
+    one_row = layer.kernel[0] == layer.stride[0] == 1
+    found = {
+        replace(layer, batch=batch, height=height, width=width): SINGLE if batch == 1 else 1.0
+        for batch, height, width in (SIZES_OF_ONE_ROW if one_row else SIZES)
+    }
+    found = {size: weight for size, weight in found.items() if min(size.out_height, size.out_width) > 0}
+    return tuple(found), tuple(found.values())
+
+
+def power_dividing(n: int, most: int) -> int:
+    """The largest power of two up to ``most``, which is one, that divides n."""
+    return gcd(n, most)
+
+
+def out_row_multiple(layer: Geometry, row_multiple: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides the output's rows wherever ``row_multiple``, a power of two
+    up to 64, divides the input's."""
+    return gcd(layer.out_width, row_multiple * layer.stride[1], most)

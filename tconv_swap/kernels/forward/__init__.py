@@ -1,0 +1,1 @@
+"""Plans of the forward pass, a family a file."""

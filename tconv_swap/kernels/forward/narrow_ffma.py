@@ -1,0 +1,134 @@
+"""Plans of the narrow forward kernel: few output channels, depthwise and narrow groups, phases with few taps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.forward_shares import share_of_narrow
+from tconv_swap.kernels.common.layer_sizes import of_any_size
+from tconv_swap.kernels.common.sizes import Words, divisor
+from tconv_swap.kernels.forward.narrow_ffma_choice import choose, terms
+from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
+from tconv_swap.kernels.forward.narrow_ffma_tile import (
+    Tile,
+    axes,
+    columns_of_tiles,
+    row_tiles,
+    shared_bytes,
+    threads,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
+from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, output, struct
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+#: Above so many multiply-adds for each element moved or each output, FFMA bounds the time, and tensor cores are the
+#: tool ...
+MULTIPLY_ADDS_PER_ELEMENT = 84
+MULTIPLY_ADDS_PER_OUTPUT = 96
+#: ... unless there are so few channels on one side that most of a tensor core's tile would be padding.
+NARROW_CHANNELS = 8
+#: Batch, rows and columns of the maps by which a layer is judged, and those with one row.
+JUDGED, JUDGED_ROW = (16, 64, 64), (16, 1, 1024)
+
+
+def claims(geometry: Geometry, dtype: torch.dtype) -> bool:
+    """Whether this kernel is a candidate: what bounds the problem is memory, or no other kernel's tile fits it."""
+    if dtype not in DTYPES or geometry.batch == 0:
+        return False
+    return _claims_layer(of_any_size(geometry))
+
+
+@lru_cache(maxsize=1024)
+def _claims_layer(layer: Geometry) -> bool:
+    """The same of all sizes of a layer."""
+    if min(layer.in_channels_per_group, layer.out_channels_per_group) <= NARROW_CHANNELS:
+        return True
+    one_row = layer.kernel[0] == layer.stride[0] == 1
+    batch, height, width = JUDGED_ROW if one_row else JUDGED
+    judged = replace(layer, batch=batch, height=height, width=width)
+    return (
+        terms(layer) <= MULTIPLY_ADDS_PER_OUTPUT
+        and judged.macs <= MULTIPLY_ADDS_PER_ELEMENT * judged.elements
+    )
+
+
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
+    """The narrow kernel with its best tile, or None for a geometry that is not its own.
+
+    Its arithmetic is IEEE float32 whatever the problem allows. Inputs: input, weight, bias. Output: the output.
+    """
+    plans = plan_candidates(problem, has_bias, device, count=1)
+    return plans[0] if plans else None
+
+
+def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """The ``count`` plans that are expected to be the fastest, the best first; measuring them finds the true one."""
+    geometry, dtype, channels_last = problem.geometry, problem.dtype, problem.channels_last
+    if not claims(geometry, dtype):
+        return []
+    plans = []
+    for tile in choose(problem, device, share_of_narrow(problem, device), count):
+        if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) >= INT32_LIMIT // 2:
+            continue
+        time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, device.multiprocessors)
+        channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
+        why = f"{channels}: float32 FFMA, about {time:.0f} us expected on an H200"
+        plans.append(build(problem, has_bias, tile, repeat, why))
+    return plans
+
+
+def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
+    """``CellWalkSizes`` of csrc/kernels/common/sizes.cuh."""
+    vertical, horizontal = axes(geometry)
+    down = ceil_div(vertical.cells, tile.lanes_h * tile.thread_rows)
+    all_tiles = row_tiles(geometry, tile)
+    return (
+        *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
+        *(all_tiles, repeat),
+        *divisor(down),
+        *divisor(ceil_div(horizontal.cells, tile.lanes_w * tile.thread_columns)),
+        *divisor(ceil_div(all_tiles, repeat)),
+    )
+
+
+def build(problem: Problem, has_bias: bool, tile: Tile, repeat: int, why: str) -> Plan:
+    """The plan that runs ``tile``, ``repeat`` of them in each block."""
+    geometry, channels_last = problem.geometry, problem.channels_last
+    image = max(
+        geometry.in_channels * geometry.height * geometry.width,
+        geometry.out_channels * geometry.out_height * geometry.out_width,
+    )
+    kernel = Kernel(
+        "forward/narrow_ffma.cu",
+        "forward_narrow_ffma",
+        (
+            ("Element", ELEMENT_TYPES[problem.dtype]),
+            ("Index", "int" if image * tile.block_images < INT32_LIMIT else "long long"),
+            *geometry.layer_constants,
+            ("CHANNELS_LAST", channels_last),
+            ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+            *bias_alone(has_bias),
+            *tile.constants,
+        ),
+    )
+    launch = Launch(
+        kernel,
+        grid=columns_of_tiles(geometry, tile) * ceil_div(row_tiles(geometry, tile), repeat),
+        block=threads(geometry, tile),
+        arguments=(input_(0), input_(1), input_(2), output(0), struct(0)),
+        shared_bytes=shared_bytes(geometry, tile, channels_last),
+        structs=(_sizes(geometry, tile, repeat),),
+    )
+    return Plan(
+        "narrow_ffma",
+        why,
+        outputs=(Output(geometry.output_shape, channels_last),),
+        launches=(launch,) if geometry.batch else (),
+    )

@@ -1,0 +1,331 @@
+"""Which tiles of csrc/kernels/forward/narrow_ffma.cu a layer has, whatever its sizes, and which of them computes one
+size. Pure functions of data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+from math import log2, sqrt
+
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
+from tconv_swap.kernels.common.schedules import covering
+from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
+from tconv_swap.kernels.forward.narrow_ffma_tile import (
+    MAX_SUMS,
+    MAX_THREADS,
+    MIN_SUMS,
+    UNROLLED_MULTIPLY_ADDS,
+    Tile,
+    axes,
+    input_loads,
+    registers,
+    row_tiles,
+    shared_bytes,
+    threads,
+    unrolled,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import ceil_div
+
+#: Batch, rows and columns of the maps that stand for all, and of those with one row; the first count for more.
+SIZES = ((16, 64, 64), (64, 16, 16), (128, 8, 8), (1, 32, 32))
+SIZES_OF_ONE_ROW = ((8, 1, 512), (64, 1, 64), (1, 1, 1024))
+FIRST_WEIGHT = 4.0
+#: Of each of them, the best tiles, out of which a layer's are taken.
+TAKEN = 8
+#: So many tiles, the best by a lower bound of their time, are looked at closely.
+FINALISTS = 40
+#: A block's shared memory, in bytes: beyond, too few blocks fit a multiprocessor to hide each other's waits.
+SHARED_BYTES = 72 * 1024
+#: Pieces of the output that a tile writes should not be shorter than this, in bytes, or a whole row or pixel of it.
+ROW_BYTES = 256
+PIXEL_BYTES = 64
+#: Threads, below which a block takes several images.
+SMALL_BLOCK = 32
+#: Accesses with which a thread brings its part of a chunk: each takes registers. More only where no tile has fewer.
+MAX_LOADS = (10, 28)
+#: A sum of so few terms is as accurate in any order.
+SHORT_SUM = 8
+
+
+def terms(geometry: Geometry) -> int:
+    """Products that are summed for an output, at most."""
+    vertical, horizontal = axes(geometry)
+    return vertical.taps * horizontal.taps * geometry.in_channels_per_group
+
+
+def choose(problem: Problem, device: Device, most: int, count: int) -> list[Tile]:
+    """The ``count`` tiles that are expected to be the fastest for this size, the best first: of the layer's at most
+    ``most``, then, to be measured, of all."""
+    geometry = problem.geometry
+    layer = replace(problem, geometry=of_any_size(geometry))
+    found = [tile for tile in schedules(layer, device, most) if _is_right(problem, tile)]
+    if not problem.channels_last and count == 1:
+        # Long pieces of rows are the faster whatever else a tile is.
+        found = [tile for tile in found if tile.load > 1] or found
+    if len(found) > 1:
+        found.sort(key=lambda tile: _expected(problem, tile, device))
+    if len(found) < count:
+        of_size = max(
+            one
+            for one in _row_multiples(layer)
+            if geometry.width % one[0] == 0 == geometry.out_width % one[1]
+        )
+        found = list(dict.fromkeys([*found, *rank(problem, device, of_size)]))
+    return found[:count]
+
+
+def _is_right(problem: Problem, tile: Tile) -> bool:
+    """Whether the tile is right for the rows of this size."""
+    geometry = problem.geometry
+    if not problem.channels_last and geometry.width % tile.load:
+        return False
+    return geometry.out_width % tile.out_row_multiple == 0
+
+
+@lru_cache(maxsize=256)
+def schedules(layer: Problem, device: Device, most: int) -> tuple[Tile, ...]:
+    """At most ``most`` tiles for all sizes of a layer (``of_any_size``): half of them for rows of any length, half for
+    rows of whole pieces of 16 bytes."""
+    multiples = _row_multiples(layer)
+    shares = (most - most // 2, most // 2) if len(multiples) == 2 else (most,)
+    found: dict[Tile, None] = {}
+    for multiple, share in zip(multiples, shares, strict=True):
+        if share:
+            found.update(dict.fromkeys(_covering(layer, device, multiple, share)))
+    return tuple(found)
+
+
+def _row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
+    """What divides the rows of the input (in NCHW) and of the output, for all sizes and for some that are faster."""
+    most = 16 // layer.dtype.itemsize
+    of_any, of_some = (out_row_multiple(layer.geometry, multiple, most) for multiple in (1, most))
+    if layer.channels_last:
+        return tuple(dict.fromkeys(((1, of_any), (1, of_some))))
+    return ((1, of_any), (most, of_some))
+
+
+def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: int) -> tuple[Tile, ...]:
+    """Those that are best for the sizes that stand for all, as if their rows were of such multiples."""
+    one_row = layer.geometry.kernel[0] == layer.geometry.stride[0] == 1
+    sizes = [
+        replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+        for batch, height, width in (SIZES_OF_ONE_ROW if one_row else SIZES)
+    ]
+    sizes = [sized for sized in sizes if min(sized.geometry.out_height, sized.geometry.out_width) > 0]
+    tiles = dict.fromkeys(tile for sized in sizes for tile in rank(sized, device, multiples)[:TAKEN])
+    times = {tile: [_expected(sized, tile, device) for sized in sizes] for tile in tiles}
+    return covering(times, [FIRST_WEIGHT, *[1.0] * (len(sizes) - 1)], (), most)
+
+
+def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[Tile]:
+    """The best tiles for this size if its rows are of such multiples, the one expected to be the fastest first; empty
+    when none is legal."""
+    item, channels_last = problem.dtype.itemsize, problem.channels_last
+    asynchronous = problem.dtype == torch.float32 and device.compute_capability >= 80
+    limit = min(SHARED_BYTES, device.shared_memory_per_block)
+    for max_loads in MAX_LOADS:
+        tiles = candidates(problem.geometry, channels_last, item, asynchronous, limit, max_loads, multiples)
+        finalists = sorted(tiles, key=lambda tile: _expected(problem, tile, device, False))[:FINALISTS]
+        if finalists:
+            return sorted(finalists, key=lambda tile: _expected(problem, tile, device))
+    return []
+
+
+def _expected(problem: Problem, tile: Tile, device: Device, bank_conflicts: bool = True) -> float:
+    return microseconds(
+        problem.geometry,
+        tile,
+        problem.channels_last,
+        problem.dtype.itemsize,
+        device.multiprocessors,
+        bank_conflicts,
+    )[0]
+
+
+def candidates(
+    geometry: Geometry,
+    channels_last: bool,
+    element_bytes: int,
+    asynchronous: bool,
+    shared_limit: int,
+    max_loads: int,
+    multiples: tuple[int, int],
+) -> Iterator[Tile]:
+    """The tiles worth a thought, for rows of such multiples."""
+    vertical, horizontal = axes(geometry)
+    # 16-bit outputs round away what the order of a sum in float32 changes.
+    partial = _partial(geometry) if element_bytes == 4 else 0
+    for phases_h, phases_w in _phases(geometry):
+        for thread_channels, lanes_c, slices_c, block_groups in _channels(
+            geometry, channels_last, element_bytes
+        ):
+            for rows, columns, adjacent in _cells(geometry, phases_h, phases_w, thread_channels):
+                lanes = lanes_c * slices_c * (horizontal.stride // phases_w)
+                for lanes_w in _powers(horizontal.cells, columns):
+                    written = lanes_w * columns * horizontal.stride * (1 if not channels_last else lanes_c)
+                    if written * element_bytes < ROW_BYTES and lanes_w * columns < horizontal.cells:
+                        continue
+                    for block in (128, 256):
+                        lanes_h = min(block // (lanes * lanes_w), ceil_div(vertical.cells, rows))
+                        if lanes_h == 0:
+                            continue
+                        shape = Tile(
+                            phases_h=phases_h,
+                            phases_w=phases_w,
+                            thread_rows=rows,
+                            thread_columns=columns,
+                            thread_channels=thread_channels,
+                            adjacent=adjacent,
+                            lanes_c=lanes_c,
+                            lanes_w=lanes_w,
+                            slices_c=slices_c,
+                            lanes_h=lanes_h,
+                            block_images=1,
+                            block_groups=block_groups,
+                            chunk=1,
+                            load=1,
+                            resident=True,
+                            async_=asynchronous,
+                            partial=partial,
+                            min_blocks=1,
+                            out_row_multiple=multiples[1],
+                        )
+                        yield from _staged(
+                            geometry,
+                            shape,
+                            channels_last,
+                            element_bytes,
+                            shared_limit,
+                            max_loads,
+                            multiples[0],
+                        )
+
+
+def _partial(geometry: Geometry) -> int:
+    """Input channels in the lower of two levels of sums: about as many terms there as above. 0: one level."""
+    products, channels = terms(geometry), geometry.in_channels_per_group
+    if channels == 1 or products <= SHORT_SUM:
+        return 0
+    return 1 << max(0, round(log2(channels / sqrt(products))))
+
+
+def _phases(geometry: Geometry) -> list[tuple[int, int]]:
+    """How many phases a thread owns on each axis: all of a small stride, or one."""
+    options = [sorted({1, stride}) if stride <= 4 else [1] for stride in geometry.stride]
+    return [(h, w) for h in options[0] for w in options[1]]
+
+
+def _channels(geometry: Geometry, channels_last: bool, element_bytes: int) -> list[tuple[int, int, int, int]]:
+    """(thread_channels, lanes_c, slices_c, block_groups): which output channels a thread and a block own."""
+    channels, groups = geometry.out_channels_per_group, geometry.groups
+    widths = sorted({min(channels, width) for width in (4, 8, 16)} | ({7} if channels % 7 == 0 else set()))
+    options = []
+    if not channels_last:
+        for width in widths:
+            slices = ceil_div(channels, width)
+            options += [(width, 1, count, 1) for count in sorted({1, min(2, slices), min(4, slices)})]
+        return options
+    if channels * element_bytes < PIXEL_BYTES and groups > 1:
+        # Whole groups side by side, until a pixel's piece of the output is long enough.
+        enough = ceil_div(PIXEL_BYTES, channels * element_bytes)
+        counts = [count for count in range(enough, groups) if groups % count == 0][:3]
+        for count in counts or [groups]:
+            for width in sorted({1, channels}):
+                lanes = count * channels // width
+                if lanes <= 128:
+                    options.append((width, lanes, 1, count))
+        if options:
+            return options
+    for width in widths:
+        lanes = ceil_div(channels, width)
+        options += [(width, count, 1, 1) for count in sorted({lanes, ceil_div(lanes, 2), 1})]
+    return [option for option in options if option[1] <= 64]
+
+
+def _cells(
+    geometry: Geometry, phases_h: int, phases_w: int, channels: int
+) -> Iterator[tuple[int, int, bool]]:
+    """(thread_rows, thread_columns, adjacent): the cells a thread owns."""
+    for rows in (1, 2, 4, 8):
+        for columns in (1, 2, 4, 8, 16):
+            sums = phases_h * phases_w * rows * columns * channels
+            if sums > MAX_SUMS or sums < MIN_SUMS:
+                continue
+            yield rows, columns, False
+            if 1 < columns <= 4 and phases_w == geometry.stride[1]:
+                yield rows, columns, True
+
+
+def _powers(cells: int, columns: int) -> Iterator[int]:
+    """Threads side by side: powers of two, up to the first that covers the row."""
+    lanes = 1
+    while lanes <= 128:
+        yield lanes
+        if lanes * columns >= cells:
+            return
+        lanes *= 2
+
+
+def _staged(
+    geometry: Geometry,
+    shape: Tile,
+    channels_last: bool,
+    element_bytes: int,
+    shared_limit: int,
+    max_loads: int,
+    row_multiple: int,
+) -> Iterator[Tile]:
+    """The tile with each way to bring its input that fits."""
+    channels = geometry.in_channels_per_group
+    block = threads(geometry, shape)
+    if block > MAX_THREADS:
+        return
+    if block < SMALL_BLOCK and row_tiles(geometry, shape) == geometry.batch:
+        # Small images: as many as fill a block.
+        shape = replace(shape, block_images=min(SMALL_BLOCK // block, geometry.batch))
+        block = threads(geometry, shape)
+    chunks = (
+        {channels} if shape.block_groups > 1 else {c for c in (1, 2, 4, 8, 16, channels) if c <= channels}
+    )
+    found = 0
+    for chunk in sorted(chunks, reverse=True):
+        tile = replace(shape, chunk=chunk)
+        tile = replace(tile, load=_load(geometry, tile, channels_last, element_bytes, row_multiple))
+        if shared_bytes(geometry, tile, channels_last) > shared_limit:
+            if chunk == channels:
+                continue
+            tile = replace(tile, resident=False)
+        if (
+            shared_bytes(geometry, tile, channels_last) <= shared_limit
+            and unrolled(geometry, tile, channels_last) <= UNROLLED_MULTIPLY_ADDS
+            and input_loads(geometry, tile, channels_last) <= max_loads
+        ):
+            needed = registers(geometry, tile, channels_last)
+            if needed <= 255 and needed * block <= 65536:
+                found += 1
+                yield replace(tile, min_blocks=max(1, min(65536 // (needed * block), 2048 // block)))
+        if found == 2:
+            return
+
+
+def _load(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int, row_multiple: int) -> int:
+    """Elements that travel together: as many as the alignment of the tensor and the tile allow, up to 16 bytes."""
+    if channels_last:
+        sizes = [
+            geometry.in_channels,
+            geometry.in_channels_per_group * tile.block_groups,
+            tile.block_groups * tile.chunk,
+        ]
+    else:
+        sizes = [row_multiple, tile.lanes_w * tile.thread_columns]
+    load = 16 // element_bytes
+    if channels_last and tile.block_groups == 1 and tile.partial:
+        load = min(load, max(2, tile.partial))  # channels read together are summed together
+    while any(size % load for size in sizes):
+        load //= 2
+    return load

@@ -1,0 +1,226 @@
+"""What a tile of csrc/kernels/forward/narrow_ffma.cu is expected to take: a sum of its parts, fitted to measurements.
+
+1,300 tiles of 21 layers on an H200 (docs/kernels/narrow.md); mean error 12 %.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import ceil
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.layer_sizes import of_any_size
+from tconv_swap.kernels.forward.narrow_ffma_tile import (
+    REGISTER_MARGIN,
+    Tile,
+    axes,
+    columns_of_tiles,
+    input_loads,
+    input_tile,
+    read_width,
+    registers,
+    row_tiles,
+    shared_bytes,
+    shared_layout,
+    threads,
+    weight_vector,
+    window,
+)
+from tconv_swap.runtime.integers import ceil_div, round_up
+
+# Cycles of a multiprocessor for each instruction of a warp, or what else the line says. Where few warps are resident,
+# some wait for what comes before them: the second number times 8 / warps on top.
+MULTIPLY_ADD = (0.60 / 4, 0.49 / 4)
+SECTOR = (0.50, 0.26)  # a 32-byte piece of the output that one store instruction touches
+STORE = (0.37, 0.19)
+SHARED_SECTOR = 2.2  # a sector that another block writes the rest of costs so many times as much again
+READ_INPUT = 0.23  # by passes over the banks of shared memory
+READ_WEIGHT = 0.16
+UPPER_SUM = 0.28 / 4  # an addition of the upper of two levels of sums
+CONVERT = 2.7  # an element of 16 bits, on its way to shared memory
+LOAD_WEIGHT = 15.6
+STEP_CYCLES = 67.0  # one chunk of one tile: barriers and what latency remains
+CYCLES_PER_MICROSECOND = 1755.0
+START_MICROSECONDS = 3.1
+L2_BYTES_PER_MICROSECOND = 6.8e6
+MEMORY_BYTES_PER_MICROSECOND = 11.9e6  # on top of the loads and stores above, which count the same bytes
+
+#: Tiles that a block may walk down.
+REPEATS = (1, 2, 4, 8, 16, 32)
+
+
+def microseconds(
+    geometry: Geometry,
+    tile: Tile,
+    channels_last: bool,
+    element_bytes: int,
+    multiprocessors: int,
+    bank_conflicts: bool = True,
+) -> tuple[float, int]:
+    """The expected time on an H200, and the best number of tiles for a block to walk down.
+
+    It ranks tiles, and compares with other kernels. Without ``bank_conflicts`` it is a lower bound, sooner found.
+    """
+    warps = ceil_div(threads(geometry, tile), 32)
+    fit = _blocks_per_multiprocessor(geometry, tile, channels_last, warps)
+    passes = _bank_passes(geometry, tile, channels_last) if bank_conflicts else (1, 1)
+    reads, multiply_adds, once = _computing(geometry, tile, channels_last, element_bytes, warps, passes)
+    sectors, stores = _storing(geometry, tile, channels_last, element_bytes)
+    across, down = columns_of_tiles(geometry, tile), row_tiles(geometry, tile)
+    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
+    fixed = START_MICROSECONDS + geometry.elements * element_bytes / MEMORY_BYTES_PER_MICROSECOND
+    fixed += (
+        across * down * _input_bytes(geometry, tile, channels_last, element_bytes) / L2_BYTES_PER_MICROSECOND
+    )
+
+    def expected(repeat: int) -> float:
+        blocks = across * ceil_div(down, repeat)
+        rounds = blocks / (multiprocessors * fit)
+        if rounds <= 1:
+            uneven = round_up(blocks, multiprocessors) / blocks
+        else:
+            uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
+        lone = 8 / (min(fit, blocks / multiprocessors) * warps)
+        per_tile = (reads + multiply_adds * (MULTIPLY_ADD[0] + MULTIPLY_ADD[1] * lone)) * uneven
+        per_tile += warps * sectors * (SECTOR[0] + SECTOR[1] * lone) + warps * stores * (
+            STORE[0] + STORE[1] * lone
+        )
+        cycles = blocks * (repeat * per_tile + once * uneven) / multiprocessors
+        cycles += STEP_CYCLES * chunks * repeat * max(1.0, rounds)
+        return fixed + cycles / CYCLES_PER_MICROSECOND
+
+    repeats = [r for r in REPEATS if r == 1 or (r <= down and across * down >= r * multiprocessors)]
+    return min((expected(repeat), repeat) for repeat in repeats)
+
+
+def _blocks_per_multiprocessor(geometry: Geometry, tile: Tile, channels_last: bool, warps: int) -> int:
+    needed = max(32, registers(geometry, tile, channels_last) - REGISTER_MARGIN)
+    by_registers = 65536 // (round_up(needed, 8) * 32 * warps)
+    by_shared_memory = 227 * 1024 // (shared_bytes(geometry, tile, channels_last) + 1024)
+    return max(1, min(by_registers, by_shared_memory, 64 // warps, 32))
+
+
+def _computing(
+    geometry: Geometry,
+    tile: Tile,
+    channels_last: bool,
+    element_bytes: int,
+    warps: int,
+    passes: tuple[float, int],
+) -> tuple[float, float, float]:
+    """(cycles of a tile beside its multiply-adds and stores, multiply-adds of a tile, cycles of a block)."""
+    vertical, horizontal = axes(geometry)
+    channels = ceil_div(geometry.in_channels_per_group, tile.chunk) * tile.chunk
+    whole_h, whole_w = tile.phases_h == vertical.stride, tile.phases_w == horizontal.stride
+    used = 1.0 if whole_h else vertical.used
+    taps_h = vertical.kernel if whole_h else vertical.kernel / vertical.stride
+    taps = taps_h * (horizontal.kernel if whole_w else horizontal.taps)
+    rows, columns = window(geometry, tile)
+    loaded_taps = (vertical.kernel if whole_h else vertical.taps) * horizontal.kernel
+    weight_loads = channels * tile.block_channels * loaded_taps * used / threads(geometry, tile)
+
+    cycles = channels * rows * columns * used * passes[0] * READ_INPUT
+    cycles += channels * taps * ceil_div(tile.thread_channels, weight_vector(tile)) * passes[1] * READ_WEIGHT
+    if tile.partial:
+        cycles += channels / max(tile.partial, read_width(tile, channels_last)) * tile.sums * used * UPPER_SUM
+    if element_bytes < 4:
+        elements = input_loads(geometry, tile, channels_last) * tile.load
+        cycles += channels // tile.chunk * elements * used * CONVERT
+    multiply_adds = warps * channels * taps * tile.thread_rows * tile.thread_columns * tile.thread_channels
+    if tile.resident:
+        return warps * cycles, multiply_adds, warps * weight_loads * LOAD_WEIGHT
+    return warps * (cycles + weight_loads * LOAD_WEIGHT), multiply_adds, 0.0
+
+
+def _input_bytes(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> float:
+    """What a tile's loads bring from the L2 cache, in its sectors of 32 bytes."""
+    vertical, _ = axes(geometry)
+    channels, rows, columns = input_tile(geometry, tile, channels_last)
+    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk)
+    used = 1.0 if tile.phases_h == vertical.stride else vertical.used
+    runs, length = (columns, channels) if channels_last else (channels, columns)
+    return chunks * used * tile.block_images * rows * runs * round_up(length * element_bytes, 32)
+
+
+def _storing(geometry: Geometry, tile: Tile, channels_last: bool, element_bytes: int) -> tuple[float, float]:
+    """(32-byte pieces of the output that a warp's stores touch, stores of a thread) of a tile;
+    csrc/kernels/forward/narrow_ffma_access.cuh has the runs and their widths."""
+    stride = geometry.stride[1]
+    run = 1
+    whole_pixels = not channels_last or tile.thread_channels == geometry.out_channels
+    if tile.phases_w == stride and whole_pixels:
+        run = (tile.thread_columns if tile.adjacent else 1) * stride
+    pitch = tile.out_row_multiple
+    if channels_last:
+        pitch = pitch * geometry.out_channels if run > 1 else geometry.out_channels_per_group
+        run *= tile.thread_channels
+    width = 1
+    while 2 * width * element_bytes <= 16 and run % (2 * width) == 0 and pitch % (2 * width) == 0:
+        width *= 2
+    # Lanes that follow each other `apart` elements apart, before the next piece of memory begins.
+    apart = run
+    if channels_last and not whole_pixels:
+        lanes = min(32, tile.lanes_c)
+        if tile.block_channels == geometry.out_channels and tile.phases_w != stride:
+            lanes = 32
+    else:
+        lanes = min(32, stride // tile.phases_w * tile.lanes_w)
+        if tile.phases_w != stride:
+            apart = tile.thread_channels if channels_last else 1
+            if tile.adjacent and tile.thread_columns > 1:
+                lanes = min(lanes, stride)
+    touched = min(lanes, ceil_div(lanes * apart * element_bytes, 32)) * (32 / lanes)
+    stores = tile.sums / width
+    sectors = stores * max(touched, width * element_bytes)
+    if channels_last and tile.block_channels < geometry.out_channels:
+        pieces = (tile.block_channels * element_bytes, geometry.out_channels * element_bytes)
+        if any(piece % 32 for piece in pieces):
+            sectors *= 1 + SHARED_SECTOR
+    return sectors, stores
+
+
+def _bank_passes(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
+    """Passes over the banks of shared memory in which a warp reads one input channel, and one vector of weights."""
+    return _bank_passes_of_layer(of_any_size(geometry), tile, channels_last)
+
+
+@lru_cache(maxsize=4096)
+def _bank_passes_of_layer(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[float, int]:
+    layout = shared_layout(geometry, tile, channels_last)
+    stride, padding = geometry.stride[1], geometry.padding[1]
+    columns_owned_apart = stride // tile.phases_w
+    step = tile.thread_columns if tile.adjacent else 1
+    inputs, weights = [], []
+    for thread in range(32):
+        rest, lane_c = divmod(thread, tile.lanes_c)
+        rest, phase = divmod(rest, columns_owned_apart)
+        rest, lane_w = divmod(rest, tile.lanes_w)
+        rest, slice_c = divmod(rest, tile.slices_c)
+        image, lane_h = divmod(rest, tile.lanes_h)
+        channel_slice = slice_c * tile.lanes_c + lane_c
+        group = 0
+        if tile.block_groups > 1:
+            group = channel_slice * tile.thread_channels // geometry.out_channels_per_group
+        shift = (phase + padding) // stride if columns_owned_apart > 1 else 0
+        inputs.append(
+            image % tile.block_images * layout.image
+            + group * geometry.in_channels_per_group * layout.channel
+            + lane_h * tile.thread_rows * layout.row
+            + (lane_w * step + shift) * layout.pixel
+        )
+        weights.append(channel_slice * layout.slice + (phase * layout.tap if columns_owned_apart > 1 else 0))
+    read = read_width(tile, channels_last)
+    return _passes(inputs, read) / read, _passes(weights, weight_vector(tile))
+
+
+def _passes(words: Sequence[int], width: int) -> int:
+    """Passes in which 32 threads read ``width`` words each, from these on: 32 words at a time, one of each bank."""
+    passes = 0
+    for first in range(0, 32, 32 // width):
+        wanted: dict[int, set[int]] = {}
+        for word in set(words[first : first + 32 // width]):
+            for w in range(word, word + width):
+                wanted.setdefault(w % 32, set()).add(w)
+        passes += max(len(bank) for bank in wanted.values())
+    return passes

@@ -1,0 +1,249 @@
+"""The tiles of csrc/kernels/forward/narrow_ffma.cu: what they are and what they need."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields, replace
+from functools import lru_cache
+from math import gcd
+
+from tconv_swap.geometry import Geometry, phase_taps
+from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.program import Constant
+
+#: The kernel's inner loop is unrolled: longer ones take more than a second to compile and leave the instruction cache.
+UNROLLED_MULTIPLY_ADDS = 3000
+MAX_THREADS = 384
+MIN_SUMS = 8
+MAX_SUMS = 96
+#: What ``registers`` adds to what the compiler needs on average, so that it never spills.
+REGISTER_MARGIN = 34
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block and a thread own; the top of csrc/kernels/forward/narrow_ffma.cu says what each is."""
+
+    phases_h: int
+    phases_w: int
+    thread_rows: int
+    thread_columns: int
+    thread_channels: int
+    adjacent: bool
+    lanes_c: int
+    lanes_w: int
+    slices_c: int
+    lanes_h: int
+    block_images: int
+    block_groups: int
+    chunk: int
+    load: int
+    resident: bool
+    async_: bool
+    partial: int
+    min_blocks: int
+    #: A power of two that divides the rows of the output.
+    out_row_multiple: int
+
+    @property
+    def constants(self) -> tuple[tuple[str, Constant], ...]:
+        names = (field.name.rstrip("_").upper() for field in fields(self))
+        return tuple(zip(names, astuple(self), strict=True))
+
+    @property
+    def block_channels(self) -> int:
+        return self.lanes_c * self.slices_c * self.thread_channels
+
+    @property
+    def sums(self) -> int:
+        """Outputs that a thread owns."""
+        return self.phases_h * self.phases_w * self.thread_rows * self.thread_columns * self.thread_channels
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis of a geometry, as csrc/kernels/forward/narrow_ffma_access.cuh sees it."""
+
+    kernel: int
+    stride: int
+    #: Input pixels from one tap of a phase to its next.
+    reach: int
+    #: The most taps a phase has, and whether all have as many.
+    taps: int
+    full: bool
+    #: Share of the phases that have a tap.
+    used: float
+    cells: int
+    #: A cell reads the inputs from ``lowest`` to ``lowest + span`` after its own position.
+    lowest: int
+    span: int
+
+
+@lru_cache(maxsize=1024)
+def axes(geometry: Geometry) -> tuple[Axis, Axis]:
+    """The vertical and the horizontal axis."""
+    sizes = (geometry.out_height, geometry.out_width)
+    vertical, horizontal = (
+        replace(
+            _axis(
+                geometry.kernel[index],
+                geometry.stride[index],
+                geometry.padding[index],
+                geometry.dilation[index],
+            ),
+            cells=ceil_div(sizes[index], geometry.stride[index]),
+        )
+        for index in (0, 1)
+    )
+    return vertical, horizontal
+
+
+@lru_cache(maxsize=1024)
+def _axis(kernel: int, stride: int, padding: int, dilation: int) -> Axis:
+    """One axis of a layer, without cells."""
+    common = gcd(stride, dilation)
+    taps = [phase_taps(kernel, stride, dilation, (phase + padding) % stride) for phase in range(stride)]
+    offsets = [(phase + padding - k * dilation) // stride for phase in range(stride) for k in taps[phase]]
+    return Axis(
+        kernel=kernel,
+        stride=stride,
+        reach=dilation // common,
+        taps=ceil_div(kernel, stride // common),
+        full=len({len(t) for t in taps}) == 1,
+        used=sum(bool(t) for t in taps) / stride,
+        cells=0,
+        lowest=min(offsets),
+        span=max(offsets) - min(offsets),
+    )
+
+
+def threads(geometry: Geometry, tile: Tile) -> int:
+    columns = geometry.stride[1] // tile.phases_w * tile.lanes_w
+    return tile.lanes_c * columns * tile.slices_c * tile.lanes_h * tile.block_images
+
+
+def input_tile(geometry: Geometry, tile: Tile, channels_last: bool) -> tuple[int, int, int]:
+    """(channels, rows, columns) of the input that a block keeps of one image."""
+    vertical, horizontal = axes(geometry)
+    whole = tile.phases_h == vertical.stride
+    rows = tile.lanes_h * tile.thread_rows + (
+        vertical.span if whole else (vertical.taps - 1) * vertical.reach
+    )
+    columns = tile.lanes_w * tile.thread_columns + horizontal.span
+    if not channels_last:
+        columns = ceil_div(columns + horizontal.lowest % tile.load, tile.load) * tile.load
+    return tile.block_groups * tile.chunk, rows, columns
+
+
+def input_loads(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+    """Accesses with which a thread brings its part of one chunk."""
+    channels, rows, columns = input_tile(geometry, tile, channels_last)
+    return ceil_div(tile.block_images * channels * rows * columns // tile.load, threads(geometry, tile))
+
+
+@dataclass(frozen=True, slots=True)
+class SharedLayout:
+    """How a block's shared memory is laid out, in words of 4 bytes."""
+
+    #: From a pixel, row, channel, image of the input tile to the next, and the whole tile.
+    pixel: int
+    row: int
+    channel: int
+    image: int
+    input: int
+    #: From a tap's weights to the next, a channel slice's to the next, and all that are kept.
+    tap: int
+    slice: int
+    weights: int
+
+
+def shared_layout(geometry: Geometry, tile: Tile, channels_last: bool) -> SharedLayout:
+    """As csrc/kernels/forward/narrow_ffma.cu lays it out."""
+    vertical, horizontal = axes(geometry)
+    channels, rows, columns = input_tile(geometry, tile, channels_last)
+    pixel = 1
+    if channels_last:
+        read = read_width(tile, channels_last)
+        pixel = channels if tile.block_groups > 1 else read * (channels // read | 1)
+    row = columns * pixel
+    channel = 1 if channels_last else rows * row
+    image = rows * row if channels_last else channels * channel
+
+    vector = weight_vector(tile)
+    slice_ = round_up(tile.thread_channels, vector)
+    tap = tile.lanes_c * tile.slices_c * slice_
+    if tile.phases_w != horizontal.stride and tap // vector % 2 == 0:
+        tap += vector
+    weight_rows = vertical.kernel if tile.phases_h == vertical.stride else vertical.taps
+    chunks = ceil_div(geometry.in_channels_per_group, tile.chunk) if tile.resident else 1
+    weights = tile.chunk * chunks * weight_rows * horizontal.kernel * tap
+    return SharedLayout(
+        pixel, row, channel, image, round_up(tile.block_images * image, 4), tap, slice_, weights
+    )
+
+
+def shared_bytes(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+    """The shared memory of a block."""
+    layout = shared_layout(geometry, tile, channels_last)
+    buffers = 2 if tile.async_ else 1
+    return 4 * (layout.input * buffers + layout.weights * (1 if tile.resident else buffers))
+
+
+def read_width(tile: Tile, channels_last: bool) -> int:
+    """Input channels that a thread reads at a time."""
+    return min(tile.load, 4) if channels_last and tile.block_groups == 1 else 1
+
+
+def weight_vector(tile: Tile) -> int:
+    """Weights that a thread reads at a time."""
+    return 4 if tile.thread_channels > 2 else tile.thread_channels
+
+
+def row_tiles(geometry: Geometry, tile: Tile) -> int:
+    """Tiles below each other, over the whole batch."""
+    tiles = ceil_div(axes(geometry)[0].cells, tile.lanes_h * tile.thread_rows)
+    return tiles * ceil_div(geometry.batch, tile.block_images)
+
+
+def columns_of_tiles(geometry: Geometry, tile: Tile) -> int:
+    """Tiles side by side, times those of other channels and, where blocks own them apart, rows of a cell."""
+    vertical, horizontal = axes(geometry)
+    count = ceil_div(horizontal.cells, tile.lanes_w * tile.thread_columns)
+    count *= ceil_div(geometry.groups, tile.block_groups)
+    count *= ceil_div(geometry.out_channels_per_group, tile.block_channels // tile.block_groups)
+    return count * (vertical.stride // tile.phases_h)
+
+
+def window(geometry: Geometry, tile: Tile) -> tuple[int, int]:
+    """(rows, columns) of the input that a thread reads of a channel."""
+    vertical, horizontal = axes(geometry)
+    columns = tile.thread_columns
+    if tile.phases_w == horizontal.stride:
+        once = columns + horizontal.span if tile.adjacent else columns * (horizontal.span + 1)
+    elif horizontal.full and (tile.adjacent or tile.lanes_w == 1):
+        once = columns + (horizontal.taps - 1) * horizontal.reach
+    else:
+        once = columns * horizontal.taps
+    whole = tile.phases_h == vertical.stride
+    down = vertical.span if whole else (vertical.taps - 1) * vertical.reach
+    return tile.thread_rows + down, min(once, columns * horizontal.kernel)
+
+
+def registers(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+    """What the compiler needs of a thread without spilling, fitted to its reports, on the safe side."""
+    return int(
+        39
+        + REGISTER_MARGIN
+        + 0.92 * tile.sums * (2 if tile.partial else 1)
+        + 5.9 * input_loads(geometry, tile, channels_last)
+        + 1.4 * read_width(tile, channels_last) * window(geometry, tile)[0]
+        + 2.2 * tile.thread_channels
+    )
+
+
+def unrolled(geometry: Geometry, tile: Tile, channels_last: bool) -> int:
+    """Multiply-adds in the kernel's innermost loop."""
+    vertical, horizontal = axes(geometry)
+    taps_h = vertical.kernel if tile.phases_h == vertical.stride else vertical.taps
+    taps_w = horizontal.kernel if tile.phases_w == horizontal.stride else horizontal.taps
+    pixels = tile.thread_rows * tile.thread_columns
+    return taps_h * taps_w * pixels * tile.thread_channels * read_width(tile, channels_last)

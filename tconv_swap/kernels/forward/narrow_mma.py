@@ -1,0 +1,141 @@
+"""Plans of csrc/kernels/forward/narrow_mma.cu: narrow problems on tensor cores."""
+
+from __future__ import annotations
+
+import torch
+
+from tconv_swap.kernels.common.epilogue import bias_alone
+from tconv_swap.kernels.common.forward_shares import share_of_narrow
+from tconv_swap.kernels.common.sizes import map_sizes
+from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward.narrow_ffma_tile import axes
+from tconv_swap.kernels.forward.narrow_mma_choice import choose, useful_share
+from tconv_swap.kernels.forward.narrow_mma_tile import Tile, packed_bytes, product, shared_bytes
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
+from tconv_swap.runtime.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Output,
+    Plan,
+    input_,
+    int64,
+    output,
+    struct,
+    workspace,
+)
+
+_PACK_THREADS = 256
+#: The values are shared with csrc/kernels/common/mma.cuh.
+_PRECISIONS = {torch.float16: 1, torch.bfloat16: 2, torch.float32: 3}
+#: Blocks for each one that runs at a time, with one pass and with several: those with and without taps take different
+#: times, and even out where there are many.
+BLOCKS_IN_LINE = (2, 12)
+#: Input channels of a group that fill half of what a multiply of 16-bit numbers takes; with fewer FFMA is faster.
+FEWEST_CHANNELS = 8
+#: Float32 takes six products: FFMA is faster where less than this share of them is of use.
+FLOAT32_SHARE = 0.5
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether this kernel computes the problem right: its offsets within an image are of 32 bits."""
+    geometry = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or geometry.batch == 0:
+        return False
+    image = max(
+        geometry.in_channels * geometry.height * geometry.width,
+        geometry.out_channels * geometry.out_height * geometry.out_width,
+    )
+    # So are tiles of all images.
+    cells = geometry.batch * axes(geometry)[0].cells * axes(geometry)[1].cells
+    return image < INT32_LIMIT and cells < INT32_LIMIT // 2
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is expected to be faster than FFMA on what memory bounds."""
+    geometry = problem.geometry
+    if geometry.in_channels_per_group < FEWEST_CHANNELS:
+        return False
+    return problem.dtype != torch.float32 or useful_share(geometry) >= FLOAT32_SHARE
+
+
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan | None:
+    """The plan with the best tile, or None where the kernel does not pay.
+
+    Inputs: input (16-byte aligned), weight, bias. Output: the output.
+    """
+    plans = plan_candidates(problem, has_bias, device, count=1) if pays(problem) else []
+    return plans[0] if plans else None
+
+
+def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """The ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
+    if not claims(problem, device) or not forward_narrow_ffma.claims(problem.geometry, problem.dtype):
+        return []
+    tiles = choose(problem, device, share_of_narrow(problem, device), count)
+    return [plan_with_tile(problem, has_bias, tile, device) for tile in tiles]
+
+
+def plan_with_tile(problem: Problem, has_bias: bool, tile: Tile, device: Device) -> Plan:
+    """The plan that computes the problem with this tile."""
+    geometry, item, channels_last = problem.geometry, problem.dtype.itemsize, problem.channels_last
+    p = product(geometry, tile.stacked, tile.columns_fastest)
+    packed = packed_bytes(geometry, tile)
+    shared = shared_bytes(geometry, tile, item, channels_last)
+    common: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "long long"),
+        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("PARTS", tile.parts),
+        *geometry.layer_constants,
+        ("CHANNELS_LAST", channels_last),
+        ("STACKED", tile.stacked),
+        ("COLUMNS_FASTEST", tile.columns_fastest),
+    )
+    lanes = packed * p.passes // 16 // tile.parts
+    pack = Launch(
+        Kernel(
+            "forward/narrow_mma_pack.cu",
+            "forward_narrow_mma_pack",
+            (*common, ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last), ("THREADS", _PACK_THREADS)),
+        ),
+        grid=ceil_div(lanes, _PACK_THREADS),
+        block=_PACK_THREADS,
+        arguments=(input_(1), workspace(0)),
+    )
+    vertical, horizontal = axes(geometry)
+    tiles_h, tiles_w = ceil_div(vertical.cells, tile.tile_h), ceil_div(horizontal.cells, tile.tile_w)
+    tiles = geometry.batch * tiles_h * tiles_w
+    blocks = device.multiprocessors * tile.blocks_per_multiprocessor * BLOCKS_IN_LINE[p.passes > 1]
+    walks = min(tiles, ceil_div(blocks, p.passes))
+    walks = ceil_div(tiles, ceil_div(tiles, walks))
+    forward = Launch(
+        Kernel(
+            "forward/narrow_mma.cu",
+            "forward_narrow_mma",
+            (
+                *common,
+                ("WEIGHT_CHANNELS_LAST", False),
+                *bias_alone(has_bias),
+                *(entry for entry in tile.constants if entry not in common),
+                ("SHARED_BYTES", shared),
+            ),
+        ),
+        grid=p.passes * walks,
+        block=32 * tile.warps,
+        arguments=(input_(0), workspace(0), input_(2), output(0), struct(0), int64(walks)),
+        shared_bytes=shared,
+        overlaps_previous=True,
+        structs=(
+            map_sizes(geometry, (vertical.cells, horizontal.cells), (geometry.batch, tiles_h, tiles_w)),
+        ),
+    )
+    return Plan(
+        "narrow_mma",
+        f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group, stacked: {tile}",
+        outputs=(Output(geometry.output_shape, channels_last),),
+        launches=(pack, forward),
+        workspace_bytes=packed * p.passes,
+    )

@@ -1,0 +1,186 @@
+"""The tiles of csrc/kernels/forward/narrow_mma.cu: what they are and the memory they take."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from functools import lru_cache
+
+from tconv_swap.geometry import Geometry, phase_taps
+from tconv_swap.kernels.common.layer_sizes import of_any_size, power_dividing
+from tconv_swap.kernels.forward.narrow_ffma_tile import axes
+from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.program import Constant
+
+#: Bytes of one fragment of packed weights: 16 rows of M x 8 words of k.
+FRAGMENT_BYTES = 512
+#: Input channels of half a multiply.
+HALF_CHANNELS = 8
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block and a warp compute; the tops of csrc/kernels/forward/narrow_mma.cu and
+    forward/narrow_mma_layout.cuh say what each is."""
+
+    stacked: bool
+    columns_fastest: bool
+    tile_h: int
+    tile_w: int
+    unit_rows: int
+    unit_cols: int
+    warps: int
+    resident: bool
+    #: Numbers of 16 bits that an element is multiplied as.
+    parts: int
+    #: Outputs go from the registers to memory.
+    direct: bool
+    blocks_per_multiprocessor: int
+    #: Powers of two that divide the rows of the input (NCHW) and of the output, at most 16 bytes of elements.
+    row_multiple: int
+    out_row_multiple: int
+
+    @property
+    def constants(self) -> tuple[tuple[str, Constant], ...]:
+        names = (field.name.upper() for field in fields(self))
+        return tuple(zip(names, astuple(self), strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.tile_h}x{self.tile_w} cells, {self.warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The product of matrices that one pass over one group is, as forward/narrow_mma_layout.cuh has it."""
+
+    passes: int
+    #: Vertical taps, and the input rows from one to the next.
+    v: int
+    v_step: int
+    m_tiles: int
+    pairs: int
+    #: Halves of a multiply that the input channels of a group fill.
+    group_halves: int
+    #: Pairs of halves that the tiles of M take, all together.
+    all_pairs: int
+
+
+def product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product:
+    return _product(of_any_size(geometry), stacked, columns_fastest)
+
+
+@lru_cache(maxsize=1024)
+def _product(geometry: Geometry, stacked: bool, columns_fastest: bool) -> Product:
+    vertical, _ = axes(geometry)
+    stride, padding, dilation = geometry.stride[1], geometry.padding[1], geometry.dilation[1]
+    shifts = {}
+    for column in range(stride):
+        taps = phase_taps(geometry.kernel[1], stride, dilation, (column + padding) % stride)
+        if taps:
+            shifts[column] = [(column + padding - k * dilation) // stride for k in taps]
+    used, channels = list(shifts), geometry.out_channels_per_group
+    rows = (geometry.stride[0] if stacked else 1) * len(used) * channels
+    counts = []
+    for first in range(0, rows, 16):
+        reached: list[int] = []
+        for m in range(first, min(first + 16, rows)):
+            reached += shifts[used[m % len(used) if columns_fastest else m // channels % len(used)]]
+        counts.append(max(reached) - min(reached) + 1)
+    halves = ceil_div(geometry.in_channels_per_group, HALF_CHANNELS)
+    pairs = [ceil_div(count * halves, 2) for count in counts]
+    return Product(
+        passes=1 if stacked else geometry.stride[0],
+        v=vertical.span + 1 if stacked else vertical.taps,
+        v_step=1 if stacked else vertical.reach,
+        m_tiles=len(counts),
+        pairs=max(pairs),
+        group_halves=halves,
+        all_pairs=sum(pairs),
+    )
+
+
+def packed_bytes(geometry: Geometry, tile: Tile) -> int:
+    """The packed weights of one pass."""
+    p = product(geometry, tile.stacked, tile.columns_fastest)
+    return geometry.groups * p.m_tiles * p.pairs * p.v * tile.parts * FRAGMENT_BYTES
+
+
+def _aligned_to(least: int, modulus: int, rest: int) -> int:
+    return least + (rest - least) % modulus
+
+
+def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+    """Elements of the input that travel together."""
+    return power_dividing(geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item)
+
+
+def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
+    """(rows, columns, bytes in shared memory) of the input that a tile reads."""
+    p = product(geometry, tile.stacked, tile.columns_fastest)
+    _, horizontal = axes(geometry)
+    words = geometry.groups * p.group_halves * HALF_CHANNELS * item // 4
+    rows = tile.tile_h + (p.v - 1) * p.v_step
+    copy = 1 if channels_last else copy_elements(geometry, tile, item, channels_last)
+    lead = horizontal.lowest % copy
+    columns = round_up(lead + tile.tile_w + horizontal.span, copy)
+    pixels = rows * columns
+    if channels_last:
+        in_shared = pixels * (_aligned_to(words, 8, 4) if item == 2 else _aligned_to(words, 16, 8))
+    else:
+        in_shared = words * _aligned_to(pixels, 32, 8 if item == 2 else 4)
+    return rows, columns, in_shared * 4
+
+
+def registers(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+    """What the compiler needs of a thread without spilling, fitted to its reports, on the safe side."""
+    p = product(geometry, tile.stacked, tile.columns_fastest)
+    rows, columns, _ = halo(geometry, tile, item, channels_last)
+    elements = geometry.groups * p.group_halves * HALF_CHANNELS if channels_last else rows
+    copies = elements * columns // copy_elements(geometry, tile, item, channels_last)
+    slots = ceil_div(copies, 32 * tile.warps)
+    sums = 4 * tile.unit_rows * tile.unit_cols
+    window = 2 * (tile.unit_rows + (p.v - 1) * p.v_step) * tile.unit_cols
+    if item == 4 and tile.direct:
+        return int(62 + sums + 1.4 * tile.parts * window + 4 * slots)
+    if item == 4:
+        return int(85 + sums + 4.2 * window + 4 * slots)
+    return int(72 + sums + 0.6 * window + (4 if channels_last else 9) * slots)
+
+
+def _cell(geometry: Geometry, item: int, channels_last: bool) -> tuple[int, bool]:
+    """Neighbouring elements of a line that belong to a cell, and whether cells are padded apart."""
+    cell = geometry.stride[1] * (geometry.out_channels if channels_last else 1)
+    return cell, channels_last and cell * item % 64 == 0
+
+
+def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+    """Elements that one store writes."""
+    cell, padded = _cell(geometry, item, channels_last)
+    most = power_dividing(cell if padded else tile.tile_w * cell, 16 // item)
+    return power_dividing(tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most)
+
+
+def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:
+    """Whether 16 rows of M, not STACKED, are neighbours in memory, in whole sectors, and all pixels have taps."""
+    vertical, horizontal = axes(geometry)
+    cell, _ = _cell(geometry, item, channels_last)
+    neighbours = cell % 16 == 0 if columns_fastest else channels_last and cell * item % SECTOR_BYTES == 0
+    return (
+        neighbours
+        and geometry.groups == 1
+        and vertical.used == horizontal.used == 1
+        and geometry.out_width % geometry.stride[1] == 0
+    )
+
+
+def shared_bytes(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
+    """The shared memory of a block, as csrc/kernels/forward/narrow_mma.cu lays it out."""
+    weights = packed_bytes(geometry, tile) if tile.resident else 0
+    if tile.direct:
+        return halo(geometry, tile, item, channels_last)[2] + weights
+    cell, padded = _cell(geometry, item, channels_last)
+    line = round_up(tile.tile_w * (cell * item + 16 * padded), 16)
+    staged = line * tile.tile_h * (geometry.stride[0] if tile.stacked else 1)
+    if not channels_last:
+        staged = _aligned_to(staged // 4, 32, 4) * 4 * geometry.out_channels
+    return halo(geometry, tile, item, channels_last)[2] + weights + staged

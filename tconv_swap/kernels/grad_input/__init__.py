@@ -1,0 +1,1 @@
+"""Plans of the gradient of the input, a family a file."""

@@ -1,0 +1,247 @@
+"""Plans of the gradient of the input on tensor cores, a convolution of grad_output: at stride 1 by the forward's
+kernels (forward/stride1.py, forward/implicit_gemm.py), else what the copy engine can bring by
+grad_input/implicit_gemm_tma.py (channels_last)
+and grad_input/im2col.py (NCHW), and the rest by csrc/kernels/grad_input/implicit_gemm_wgmma.cu and
+grad_input/implicit_gemm_mma.cu. Pure functions of data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.sizes import tile_sizes
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.forward.implicit_gemm_classes import choose
+from tconv_swap.kernels.forward.implicit_gemm_layout import (
+    FILL_THREADS,
+    Tile,
+    TileProblem,
+    block_count,
+    make_problem,
+)
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input.implicit_gemm_choice import fill_ahead, fill_share
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
+    StridedProblem,
+    as_convolution,
+    fill_registers,
+    multiplying_threads,
+    of_any_size,
+    shared_bytes,
+    tile_registers,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.program import (
+    Argument,
+    Constant,
+    Kernel,
+    Launch,
+    Part,
+    Plan,
+    input_,
+    output,
+    struct,
+    with_operands,
+    workspace,
+)
+
+FAMILY = "implicit_gemm"
+#: Of one block: beyond it, one multiply for each tap and step is too much code.
+MOST_TAPS = 64
+#: Of an axis: a place of the input has a bit for each.
+MOST_PHASES = 16
+
+
+@lru_cache(maxsize=256)
+def plan_grad_input(problem: Problem, device: Device) -> Part | None:
+    """The halo-tile part, or None for what it does not claim.
+
+    Inputs: grad_output (16-byte aligned), input, weight. Output: the gradient of the input. Workspace: the packed
+    weights (IEEE float32: both of their parts), their channels rounded up to whole tiles, and where the sum over
+    channels is split, as many copies of the gradient in float32: for strides at most 64 MiB.
+    """
+    parts = part_candidates(problem, device, count=1)
+    return parts[0] if parts else None
+
+
+def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first."""
+    convolution = as_convolution(problem)
+    if convolution.step == (1, 1):
+        posed = as_forward(problem)
+        first: list[Plan | Part] = [*forward_stride1.part_candidates(posed, device, count)]
+        second: list[Plan | Part] = []
+        if forward_implicit_gemm.claims(posed, device):
+            second = [
+                forward_implicit_gemm.plan_with_tile(*tile, device) for tile in choose(posed, device, count)
+            ]
+        if not forward_stride1.preferred(posed, device):
+            first, second = second, first
+        made = [one for both in zip_longest(first, second) for one in both if one is not None]
+        return [
+            Part(one.family, one.why, reading_backward(one.launches), one.workspace_bytes)
+            for one in made[:count]
+        ]
+    copied = []
+    # Not measured for a map of one pixel, which has no stride.
+    if problem.geometry.stride != (1, 1):
+        for family in (grad_input_tma, grad_input_im2col):
+            copied += family.part_candidates(convolution, device, max(1, count // 2))
+    count -= len(copied)
+    if not claims(convolution, device):
+        return copied
+    if count <= 0:
+        return copied
+    tiles = grad_input_choice.choose(convolution, device, count)
+    return [*copied, *(part_with_tile(*tile, device.multiprocessors) for tile in tiles)]
+
+
+def as_forward(problem: Problem) -> TileProblem:
+    """At stride 1 the gradient is itself a transposed convolution: of grad_output, with the weight's channels
+    exchanged and its taps backwards. Its padding may be negative, which the kernels allow."""
+    geometry = problem.geometry
+    padding = tuple(
+        d * (k - 1) - p for d, k, p in zip(geometry.dilation, geometry.kernel, geometry.padding, strict=True)
+    )
+    swapped = Geometry(
+        geometry.batch,
+        geometry.out_channels,
+        geometry.out_height,
+        geometry.out_width,
+        geometry.in_channels,
+        geometry.kernel,
+        padding=(padding[0], padding[1]),
+        # What output_padding added has no part in the gradient.
+        output_padding=(-geometry.output_padding[0], -geometry.output_padding[1]),
+        dilation=geometry.dilation,
+        groups=geometry.groups,
+    )
+    posed = make_problem(
+        swapped,
+        problem.dtype,
+        problem.precision,
+        problem.channels_last,
+        problem.weight_channels_last,
+        has_bias=False,
+    )
+    return replace(posed, of_grad_input=True)
+
+
+def reading_backward(launches: tuple[Launch, ...]) -> tuple[Launch, ...]:
+    """Launches that read (input, weight, bias), made to read (grad_output, input, weight)."""
+
+    def placed(argument: Argument) -> Argument:
+        # The bias is never read: where a kernel expects it, it gets the weight.
+        return input_(2) if argument == input_(1) else argument
+
+    return tuple(with_operands(launch, placed) for launch in launches)
+
+
+def claims(problem: StridedProblem, device: Device) -> bool:
+    """Whether the kernels for strides compute the problem, and better than the general ones."""
+    return (
+        forward_implicit_gemm.claims(problem, device)
+        and max(len(used) for used in problem.phases_used) <= MOST_PHASES
+        and problem.geometry.taps <= MOST_TAPS
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What of a part no size changes: the kernels, and what they take of memory."""
+
+    main: Kernel
+    shared_bytes: int
+    pack: Launch
+    packed_bytes: int
+
+
+@lru_cache(maxsize=4096)
+def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
+    """Of a layer whatever its sizes (``of_any_size``), with any number of splits above 1."""
+    pack, packed_bytes = forward_implicit_gemm.pack_launch(_as_packed(layer), tile)
+    shared = shared_bytes(layer, tile)
+    name = "grad_input_implicit_gemm_wgmma" if tile.wgmma else "grad_input_implicit_gemm_mma"
+    constants: tuple[tuple[str, Constant], ...] = (
+        *forward_implicit_gemm.tile_constants(layer, tile),
+        ("STEP_H", layer.step[0]),
+        ("STEP_W", layer.step[1]),
+        ("SHARED_BYTES", shared),
+    )
+    if tile.wgmma:
+        constants += (
+            ("FILL_WARPS", FILL_THREADS // 32),
+            ("FILL_REGISTERS", fill_share(tile)),
+            ("FILL_AHEAD", fill_ahead(layer, tile)),
+            ("M_PARTS", tile.m_parts),
+        )
+    kernel = Kernel(
+        f"grad_input/{name.removeprefix('grad_input_')}.cu", name, constants, spills=_spills(layer, tile)
+    )
+    return Compiled(kernel, shared, pack, packed_bytes)
+
+
+def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 132) -> Part:
+    """The part that computes the problem with this tile."""
+    geometry = problem.geometry
+    compiled = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
+    packed_bytes = compiled.packed_bytes
+    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    grid, block = block_count(problem, tile), multiplying_threads(tile)
+    if tile.wgmma:
+        # Blocks stay and work on one tile after another.
+        grid, block = min(grid, multiprocessors * tile.blocks_per_multiprocessor), block + FILL_THREADS
+    main = Launch(
+        compiled.main,
+        grid=grid,
+        block=block,
+        arguments=(
+            input_(0),
+            workspace(0),
+            output(0) if tile.splits == 1 else workspace(packed_bytes),
+            struct(0),
+        ),
+        shared_bytes=compiled.shared_bytes,
+        overlaps_previous=True,
+        structs=(tile_sizes(problem, tile),),
+    )
+    launches = [compiled.pack, main]
+    if tile.splits > 1:
+        launches.append(forward_implicit_gemm.reduce_launch(problem, tile.splits, packed_bytes, count))
+    return Part(
+        FAMILY,
+        f"{problem.precision} tensor cores, {tile}",
+        reading_backward(tuple(launches)),
+        packed_bytes + (count * 4 * tile.splits if tile.splits > 1 else 0),
+    )
+
+
+def _spills(problem: StridedProblem, tile: Tile) -> bool:
+    """Three products need registers of their own, and so does rounding fragments to TF32; of a thread's 168 registers
+    in grad_input/implicit_gemm_wgmma.cu 128 may be sums, or half of them on their way to a stage."""
+    if problem.precision == "IEEE":
+        return True
+    if not tile.wgmma:
+        return problem.precision == "TF32" or tile_registers(problem, tile) > 100
+    carried = fill_registers(problem, tile, fill_ahead(problem, tile))
+    return 4 * tile.warp_fragments * tile.m_parts >= 128 or carried > 56
+
+
+def _as_packed(problem: StridedProblem) -> TileProblem:
+    """What forward/implicit_gemm_pack.cu is told: its phase groups are the slices."""
+    return TileProblem(
+        replace(problem.geometry, stride=problem.step, padding=(0, 0)),
+        problem.dtype,
+        problem.precision,
+        problem.input_channels_last,
+        problem.output_channels_last,
+        problem.weight_channels_last,
+        has_bias=False,
+        block_phases=(1, 1 if problem.input_channels_last else problem.step[1]),
+        of_grad_input=True,
+    )

@@ -1,0 +1,1 @@
+"""Plans of the gradient of the weight, a family a file."""

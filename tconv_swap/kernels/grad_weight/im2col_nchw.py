@@ -1,0 +1,236 @@
+"""Plans of csrc/kernels/grad_weight/im2col_nchw.cu: the gradient of the weight in TF32, straight from NCHW (sm_90a)."""
+
+from __future__ import annotations
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.general import split_k_reduce
+from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, Room
+from tconv_swap.kernels.common.sizes import stage_sizes
+from tconv_swap.kernels.common.space_to_depth import Planes, bias_rows_of, planes_of, space_to_depth, unparted
+from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
+from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
+    Pixels,
+    Tile,
+    candidates,
+    columns_of,
+    expected_clocks,
+    in_slices,
+    least_out_width,
+    lies_as_lines,
+    out_line,
+    taps_together,
+    tiles_of,
+)
+from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.program import (
+    Argument,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    output,
+    struct,
+    tensor_map,
+    workspace,
+)
+
+_FAMILY = "im2col_nchw"
+#: Kernels of a layer, whatever its sizes.
+MOST_SCHEDULES = 2
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first.
+
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. Empty for what this family does not claim.
+
+    Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
+    multiple of 16 bytes, together at most ``MOST_ARRANGED_BYTES``; at most 64 MiB of partial sums, or one copy of the
+    gradient if that is more; and for the bias 8 bytes for each slice, row of a stride and output channel, or segment
+    of a copied image.
+    """
+    g = problem.geometry
+    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+        return []
+    tiles = [
+        tile
+        for tile in choose(problem, device, MOST_SCHEDULES)
+        if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES
+    ]
+    if len(tiles) < count and count > 1:
+        others = sorted(
+            tiles_for(problem, device, with_bias), key=lambda tile: expected_clocks(g, tile, device)
+        )
+        tiles = list(dict.fromkeys(tiles + others))
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles[:count]]
+
+
+def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
+    """All that can compute it, of the layer's kernels or not."""
+    g = problem.geometry
+    if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
+        return []
+    cut = (in_slices(g, tile, device) for tile in candidates(g, device))
+    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
+
+
+def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
+    g = geometry
+    output_bytes = 0 if out_line(g) == g.out_width else _output_planes(g).bytes(g.batch)
+    return output_bytes + (0 if lies_as_lines(g, pixels) else _input_planes(g, pixels).bytes(g.batch))
+
+
+def _input_planes(geometry: Geometry, pixels: Pixels) -> Planes:
+    return planes_of(1, geometry.in_channels, (geometry.height, pixels.line))
+
+
+def _output_planes(geometry: Geometry) -> Planes:
+    return planes_of(1, geometry.out_channels, (geometry.out_height, out_line(geometry)))
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it, if there is a tile."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or not problem.is_tf32:
+        return False
+    if problem.channels_last or g.batch == 0:
+        return False
+    image = max(g.in_channels * g.height * (g.width + 64), g.out_channels * g.out_height * (g.out_width + 3))
+    pixels = g.batch * g.height * (g.width + 64)
+    return 4 * image < INT32_LIMIT and pixels < INT32_LIMIT and weight_bytes(g) < INT32_LIMIT
+
+
+def _adds_all_of_grad_output(geometry: Geometry) -> bool:
+    """Whether the rows of taps whose offset lies in [0, stride) read every row of grad_output, and each once; of a row
+    everything is added up that lies over the input. A copy adds up everything."""
+    g = geometry
+    if out_line(g) != g.out_width:
+        return True
+    offsets = {k * g.dilation[0] - g.padding[0] for k in range(g.kernel[0])}
+    over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
+    return over_input and set(range(g.stride[0])) <= offsets
+
+
+def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+    """The plan that computes the problem with this tile."""
+    g, pixels = problem.geometry, tile.pixels
+    columns = columns_of(g, pixels)
+    room = Room()
+    launches = []
+    into = _input_planes(g, pixels)
+    in_base = input_(1)
+    if not lies_as_lines(g, pixels):
+        in_at = room.take(into.bytes(g.batch))
+        in_base = workspace(in_at)
+        launches.append(
+            space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+        )
+    # Copied, grad_output is added up on the way.
+    out = _output_planes(g)
+    out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
+    copies_output = out_line(g) != g.out_width
+    if copies_output:
+        out_at = room.take(out.bytes(g.batch))
+        out_base, bias_rows = workspace(out_at), bias_rows_of(g.batch, out)
+    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    if copies_output:
+        size = (g.out_height, g.out_width)
+        launches.append(
+            space_to_depth(
+                g.batch,
+                input_(0),
+                out_at,
+                out,
+                size,
+                g.out_height,
+                unparted(),
+                bias_at if with_bias else None,
+            )
+        )
+    adds_bias = with_bias and not copies_output
+    direct = tile.slices == 1
+    partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
+    ring = tile.ring(g, device)
+    launches.append(
+        Launch(
+            Kernel(
+                "grad_weight/im2col_nchw.cu",
+                "grad_weight_im2col_nchw",
+                (
+                    *g.layer_constants,
+                    ("IMAGES", pixels.images),
+                    ("ROWS", pixels.rows),
+                    ("COLS", pixels.cols),
+                    ("BOX", pixels.box),
+                    ("CHUNK", tile.chunk(g)),
+                    ("LEFT", columns.left),
+                    ("OUT_BLOCK", columns.block),
+                    ("OUT_BLOCKS", columns.blocks),
+                    ("WHOLE_ROWS", columns.whole),
+                    ("LEAST_OUT_WIDTH", least_out_width(g, pixels) if columns.whole else 0),
+                    ("TAPS_TOGETHER", taps_together(g)),
+                    ("WARPGROUPS", tile.warpgroups),
+                    ("BLOCKS", tile.blocks),
+                    ("TILE_COLS", tile.cols),
+                    ("STAGES", ring),
+                    ("WITH_BIAS", adds_bias),
+                ),
+                # A few words.
+                spills=tile.blocks * tile.cols >= 256 and pixels.count > 32,
+            ),
+            grid=tiles_of(g, tile) * tile.slices,
+            block=128 * (tile.warpgroups + 1),
+            arguments=(
+                tensor_map(0),
+                tensor_map(1),
+                output(0) if direct else workspace(partial_at),
+                workspace(bias_at),
+                struct(0),
+            ),
+            structs=(
+                stage_sizes(
+                    g,
+                    pixels.line,
+                    (pixels.rows, pixels.cols),
+                    tile.slices,
+                    direct and not problem.weight_channels_last,
+                ),
+            ),
+            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
+            overlaps_previous=bool(launches),
+            tensor_maps=(
+                into.map(in_base, pixels.box, tile.cols, g.batch, ElementKind.TFLOAT32),
+                _grad_output_map(g, tile, out_base, 4 * out.pitch, adds_bias),
+            ),
+        )
+    )
+    if not direct:
+        launches.append(reduce(problem, tile.slices, partial_at))
+    if with_bias:
+        launches.append(
+            split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
+        )
+    return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), room.bytes)
+
+
+def _grad_output_map(
+    geometry: Geometry, tile: Tile, base: Argument, plane: int, adds_bias: bool
+) -> TensorMap:
+    """Every ``stride``-th row; not rounded where it is added up. ``plane``: bytes of a channel of an image."""
+    g, pixels, columns = geometry, tile.pixels, columns_of(geometry, tile.pixels)
+    step = g.stride[0] if pixels.rows > 1 else 1
+    return TensorMap(
+        base,
+        ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32,
+        sizes=(g.out_width, g.out_channels, g.out_height, g.batch),
+        strides=(plane, 4 * out_line(g), plane * g.out_channels),
+        box=(columns.block, tile.chunk(g), (pixels.rows - 1) * step + 1, pixels.images),
+        steps=(1, 1, step, 1),
+        swizzle_bytes=4 * columns.block,
+    )

@@ -1,0 +1,207 @@
+"""Plans of csrc/kernels/grad_weight/im2col_nhwc.cu: the gradient of the weight in TF32 and channels_last (sm_90a)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.general import split_k_reduce
+from tconv_swap.kernels.common.limits import Room
+from tconv_swap.kernels.common.sizes import Words, pixel_sizes
+from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MOST_SCHEDULES, choose
+from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
+    BOX,
+    STEP_LIMIT,
+    Tile,
+    candidates,
+    rows_follow,
+    tiles_of,
+)
+from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.program import (
+    Argument,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    output,
+    struct,
+    tensor_map,
+    workspace,
+)
+
+__all__ = [
+    "MOST_SCHEDULES",
+    "claims",
+    "part_candidates",
+    "plan_with_tile",
+    "reads_all_of_grad_output",
+    "tiles_for",
+]
+
+_FAMILY = "im2col_nhwc"
+
+
+def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first.
+
+    Inputs: grad_output, input (16-byte aligned). Outputs: the gradient of the weight, and with ``with_bias`` that of
+    the bias. Empty for what this family does not claim.
+
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more; and for the bias 8 bytes for
+    each slice, offset in a stride and output channel.
+    """
+    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem.geometry)):
+        return []
+    tiles = choose(problem, device, count)
+    return [plan_with_tile(problem, tile, device, with_bias) for tile in tiles]
+
+
+def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
+    """All that can compute it."""
+    g = problem.geometry
+    if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(g)):
+        return []
+    return list(candidates(g, device))
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it, if there is a tile."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or not problem.is_tf32:
+        return False
+    # A pixel's channels, and those of a group, begin at multiples of 16 bytes.
+    if (g.in_channels_per_group | g.out_channels_per_group) % 4 or max(g.stride) > STEP_LIMIT:
+        return False
+    pixels = max(g.height * (g.width + BOX), g.out_height * g.out_width) * g.batch
+    return problem.channels_last and 0 < pixels < INT32_LIMIT
+
+
+def reads_all_of_grad_output(geometry: Geometry) -> bool:
+    """Whether the taps whose offset lies in [0, stride) read every pixel of grad_output, and each once."""
+    g = geometry
+    return all(
+        out <= stride * size and set(range(stride)) <= {k * dilation - padding for k in range(kernel)}
+        for out, size, stride, padding, dilation, kernel in zip(
+            (g.out_height, g.out_width),
+            (g.height, g.width),
+            g.stride,
+            g.padding,
+            g.dilation,
+            g.kernel,
+            strict=True,
+        )
+    )
+
+
+def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
+    """The plan that computes the problem with this tile."""
+    g = problem.geometry
+    room = Room()
+    direct = tile.copies == 1 and problem.weight_channels_last
+    partial_at = 0 if direct else room.take(tile.copies * weight_bytes(g))
+    bias_rows = 2 * tile.slices * prod(g.stride)
+    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    ring = tile.ring(g, device)
+    launches = [
+        Launch(
+            Kernel(
+                "grad_weight/im2col_nhwc.cu",
+                "grad_weight_im2col_nhwc",
+                (
+                    *g.layer_constants,
+                    ("IMAGES", tile.pixels.images),
+                    ("ROWS", tile.pixels.rows),
+                    ("COLS", tile.pixels.cols),
+                    ("TAP_ROWS", tile.taps[0]),
+                    ("TAP_COLS", tile.taps[1]),
+                    ("CHUNKS", tile.chunks),
+                    ("FLAT", tile.flat),
+                    ("WARPGROUPS", tile.warpgroups),
+                    ("TILE_COLS", tile.cols),
+                    ("STAGES", ring),
+                    ("TOGETHER", tile.together),
+                    ("WITH_BIAS", with_bias),
+                ),
+                # A few words, outside the loops.
+                spills=tile.warpgroups == 3 or with_bias,
+            ),
+            grid=tiles_of(g, tile) * tile.slices,
+            block=128 * (tile.warpgroups + 1),
+            arguments=(
+                tensor_map(0),
+                tensor_map(1),
+                output(0) if direct else workspace(partial_at),
+                workspace(bias_at),
+                struct(0),
+            ),
+            shared_bytes=ring * tile.stage_bytes(g) + EXTRA_BYTES,
+            tensor_maps=_tensor_maps(g, tile, with_bias),
+            structs=(_sizes(g, tile),),
+        )
+    ]
+    if not direct:
+        launches.append(reduce(problem, tile.copies, partial_at))
+    if with_bias:
+        launches.append(
+            split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
+        )
+    return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), room.bytes)
+
+
+def _sizes(geometry: Geometry, tile: Tile) -> Words:
+    """What the kernel is told: of images whose rows follow one another, of one image."""
+    g, p = geometry, tile.pixels
+    if rows_follow(g):
+        g = replace(g, batch=1, height=g.batch * g.height)
+    return pixel_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
+
+
+def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:
+    """Of the input, and of every ``stride``-th row and column of grad_output; not rounded where it is added up."""
+    g, p = geometry, tile.pixels
+    into = _pixels_map(
+        input_(1),
+        ElementKind.TFLOAT32,
+        (g.in_channels, g.width, g.height),
+        g,
+        (p.cols, p.rows, p.images),
+        (1, 1),
+    )
+    element = ElementKind.FLOAT32 if adds_bias else ElementKind.TFLOAT32
+    box = (tile.pitch(g), p.rows, p.images)
+    steps = (g.stride[1], g.stride[0])
+    out = _pixels_map(input_(0), element, (g.out_channels, g.out_width, g.out_height), g, box, steps)
+    return into, out
+
+
+def _pixels_map(
+    base: Argument,
+    element: ElementKind,
+    image: tuple[int, int, int],
+    geometry: Geometry,
+    pixels: tuple[int, int, int],
+    steps: tuple[int, int],
+) -> TensorMap:
+    """``image``: channels, columns, rows; ``pixels``: columns, rows, images of a box, so many ``steps`` apart."""
+    channels, width, height = image
+    batch = geometry.batch
+    row = 4 * channels * width
+    sizes = (
+        (channels, width, height * batch, 1) if rows_follow(geometry) else (channels, width, height, batch)
+    )
+    across, down = (step if count > 1 else 1 for step, count in zip(steps, pixels, strict=False))
+    return TensorMap(
+        base,
+        element,
+        sizes=sizes,
+        strides=(4 * channels, row, row * height),
+        box=(BOX, (pixels[0] - 1) * across + 1, (pixels[1] - 1) * down + 1, pixels[2]),
+        steps=(1, across, down, 1),
+    )

@@ -1,0 +1,122 @@
+"""Which tiles of csrc/kernels/grad_weight/im2col_nhwc.cu a layer has, whatever its sizes, and which of them computes
+one size. Pure functions of data."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
+    Tile,
+    candidates,
+    clocks_of,
+    expected_clocks,
+    has_boxes,
+    slice_choices,
+    stage_clocks,
+    stages_of,
+    tiles_images,
+    tiles_of,
+)
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
+    goes_down_strips,
+    of_any_size,
+    select,
+    share_of,
+    sizes_of,
+    weight_of,
+)
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
+from tconv_swap.kernels.problem import Device, Problem
+
+#: Kernels of a layer; of a size that is asked for others, the best so many of each size that stands for a class.
+MOST_SCHEDULES, MOST_OF_SIZE = 3, 6
+#: What a size counts for that the kernels of grad_weight/implicit_gemm.py compute instead: the logarithm of 2.8, as
+#: measured.
+UNCOVERED = 1.03
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What one kernel computes, of a layer: a tile but for its slices."""
+
+    tile: Tile
+    stage_clocks: float
+    blocks: int
+    bytes_of_copy: int
+
+    def best(self, geometry: Geometry, device: Device) -> tuple[float, int] | None:
+        """Clocks for a size, and with how many slices; None where the kernel is not for it."""
+        tile = self.tile
+        if not tiles_images(geometry, tile.pixels):
+            return None
+        stages = stages_of(geometry, tile.pixels)
+        choices = slice_choices(stages, self.blocks, self.bytes_of_copy, tile.together, device)
+        return min(
+            (
+                (
+                    clocks_of(
+                        self.stage_clocks,
+                        stages,
+                        self.blocks,
+                        self.bytes_of_copy,
+                        slices,
+                        tile.together,
+                        device,
+                    ),
+                    slices,
+                )
+                for slices in choices
+            ),
+            default=None,
+        )
+
+
+def choose(problem: Problem, device: Device, count: int) -> list[Tile]:
+    """At most ``count`` tiles for this size, the one expected to be the fastest first: the first among the layer's
+    kernels, the others among all that were thought of."""
+    geometry, layer = problem.geometry, of_any_size(problem)
+
+    def ranked(found: tuple[Schedule, ...]) -> list[Tile]:
+        timed = [(one.best(geometry, device), one.tile) for one in found]
+        fitting = [(best, tile) for best, tile in timed if best is not None]
+        fitting.sort(key=lambda one: one[0])
+        return [replace(tile, slices=slices) for (_, slices), tile in fitting]
+
+    best = ranked(schedules(layer, device))[:1]
+    if best and count > 1:
+        best += [tile for tile in ranked(pool(layer, device)) if tile != best[0]][: count - 1]
+    return best
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
+    """The kernels of a layer (``of_any_size``) that are chosen from."""
+    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
+    found = pool(layer, device)
+    clocks = [[(one.best(geometry, device) or (math.inf,))[0] for geometry in maps] for one in found]
+    weights = [weight_of(layer, geometry) for geometry in maps]
+    most = share_of(layer, MOST_SCHEDULES - goes_down_strips(layer.geometry))
+    return tuple(found[index] for index in select(clocks, weights, most, UNCOVERED))
+
+
+@lru_cache(maxsize=256)
+def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
+    """All that are compared: the best at each size, and the very best of these with the pixels of all."""
+    found: dict[Tile, None] = {}
+    firsts: dict[Tile, None] = {}
+    for size in sizes_of(layer):
+        geometry = size.of(layer.geometry)
+        timed = sorted(
+            (expected_clocks(geometry, tile, device), i, tile)
+            for i, tile in enumerate(candidates(geometry, device))
+        )
+        found.update((replace(tile, slices=1), None) for _, _, tile in timed[:MOST_OF_SIZE])
+        firsts.update((replace(tile, slices=1, together=1), None) for _, _, tile in timed[:1])
+    pixels = dict.fromkeys(tile.pixels for tile in found)
+    crossed = (replace(tile, pixels=one) for tile in firsts for one in pixels)
+    found.update((tile, None) for tile in crossed if has_boxes(layer.geometry, tile, device))
+    g = layer.geometry
+    return tuple(Schedule(tile, stage_clocks(g, tile), tiles_of(g, tile), weight_bytes(g)) for tile in found)

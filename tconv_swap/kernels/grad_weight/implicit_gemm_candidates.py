@@ -1,0 +1,368 @@
+"""The tiles of csrc/kernels/grad_weight_{mma,wgmma,wgmma_tf32}.cu that fit; which few of them are a layer's kernels,
+and which of those computes one size."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from heapq import nsmallest
+
+from tconv_swap.geometry import Geometry, Pair
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import (
+    Size,
+    counts_in_32_bits,
+    of_any_size,
+    pixel_tiles,
+    select,
+    share_of,
+    sizes_of,
+    weight_of,
+)
+from tconv_swap.kernels.grad_weight.implicit_gemm_cost import Work, expected_clocks, work_of
+from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
+    COPY_BYTES,
+    Tile,
+    item_bytes,
+    shared_bytes,
+    step_pixels,
+    windows,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import ceil_div, round_up
+
+#: Of one multiprocessor.
+REGISTERS = 65536
+#: Shapes of which all tiles of pixels are compared: of each kind, those that do best at a size; and by what tiles.
+SHAPES_TRIED = 2
+USUAL_PIXELS = ((1, 8, 16), (1, 8, 8), (1, 4, 16), (1, 16, 16), (1, 4, 8))
+#: What a kernel's table holds of a piece's row and column, from the window's first
+#: (grad_weight/implicit_gemm_producer.cuh).
+MOST_ROWS, MOST_COLS = 1024, 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A tile but for its pixels."""
+
+    taps: Pair
+    tap_step: Pair
+    warps: tuple[int, int, int, int]
+    warp_m: int
+    warp_n: int
+    warp_taps: int
+    wgmma: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """What one kernel computes, of a layer. ``copies``: elements of the input and of grad_output that are copied in one
+    piece."""
+
+    problem: Problem
+    tile: Tile
+    work: Work
+    copies: Pair
+
+    def legal(self, geometry: Geometry) -> bool:
+        """Whether the kernel is right for this size."""
+        if not self.problem.channels_last and (
+            geometry.width % self.copies[0] or geometry.out_width % self.copies[1]
+        ):
+            return False
+        return counts_in_32_bits(geometry, self.tile.shape)
+
+    def suits(self, geometry: Geometry) -> bool:
+        """Whether it is legal, and its tiles are meant for such maps: those of several images, or of rows of a few
+        pixels, for maps that are no larger."""
+        tile = self.tile
+        if tile.images > 1 and (tile.rows < geometry.height or tile.cols < geometry.width):
+            return False
+        return not tile.cols < min(8, geometry.width) and self.legal(geometry)
+
+    def clocks(self, geometry: Geometry | Size, device: Device) -> float:
+        return expected_clocks(self.work, self.tile, pixel_tiles(geometry, self.tile.shape), device)
+
+
+def schedule_of(problem: Problem, tile: Tile) -> Schedule:
+    """What the kernel of a layer computes with the tile."""
+    into, out = windows(problem, tile)
+    return Schedule(problem, tile, work_of(problem, tile), (into.copy, out.copy))
+
+
+def choose(problem: Problem, device: Device, count: int, most: int) -> list[Schedule]:
+    """At most ``count`` schedules for this size, the one expected to be the fastest first: the first among the layer's
+    kernels, at most ``most`` over all sizes, the others among all that were thought of."""
+    geometry = problem.geometry
+
+    def clocks(one: Schedule) -> float:
+        return one.clocks(geometry, device)
+
+    layer = of_any_size(problem, pixels_apart=most > 1)
+    found = schedules(layer, device, most)
+    suitable = [one for one in found if one.suits(geometry)] or [one for one in found if one.legal(geometry)]
+    if not suitable:
+        return []
+    best = min(suitable, key=clocks)
+    if count == 1:
+        return [best]
+    others = sorted(
+        (one for one in pool(layer, device) if one.suits(geometry) and one is not best), key=clocks
+    )
+    return [best, *others[: count - 1]]
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]:
+    """The kernels of a layer (``of_any_size``) that are chosen from."""
+    # TF32 on wgmma was timed at stride 1 alone; elsewhere it is a candidate for whoever measures.
+    swapped = item_bytes(layer) == 4 and layer.geometry.stride != (1, 1)
+    found = [one for one in pool(layer, device) if not (one.tile.wgmma and swapped)]
+    maps = [size.of(layer.geometry) for size in sizes_of(layer)]
+    clocks = [
+        [one.clocks(geometry, device) if one.suits(geometry) else math.inf for geometry in maps]
+        for one in found
+    ]
+    weights = [weight_of(layer, geometry) for geometry in maps]
+    return tuple(found[index] for index in select(clocks, weights, share_of(layer, most)))
+
+
+@lru_cache(maxsize=256)
+def pool(layer: Problem, device: Device) -> tuple[Schedule, ...]:
+    """All schedules that are compared: every tile of pixels of the shapes that do best at some size."""
+    sizes = sizes_of(layer)
+    multiples = _multiples(layer)
+    firsts: dict[bool, list[tuple[Shape, Schedule]]] = {False: [], True: []}
+    for shape in _shapes(layer, device):
+        # Maps of one pixel are all alike.
+        alike = len(sizes) == 1
+        usual = _pixel_choices(sizes[0], step_pixels(layer) * shape.warps[3]) if alike else USUAL_PIXELS
+        tile = next(_tiles(layer, shape, usual, multiples[0], device), None)
+        if tile is not None:
+            firsts[shape.wgmma].append((shape, schedule_of(layer, tile)))
+    shapes: dict[Shape, None] = {}
+    for kind in firsts.values():
+        for size in sizes:
+            # As if tiles of this shape filled the map.
+            pixels = size.batch * size.height * size.width
+
+            def clocks(one: tuple[Shape, Schedule], pixels: int = pixels) -> float:
+                tile = one[1].tile
+                return expected_clocks(one[1].work, tile, ceil_div(pixels, tile.pixels), device)
+
+            shapes.update((shape, None) for shape, _ in nsmallest(SHAPES_TRIED, kind, key=clocks))
+    found = []
+    for shape in shapes:
+        choices = dict.fromkeys(
+            one for size in sizes for one in _pixel_choices(size, step_pixels(layer) * shape.warps[3])
+        )
+        for divided in multiples:
+            tiles = _tiles(layer, shape, list(choices), divided, device)
+            found += [schedule_of(layer, tile) for tile in tiles]
+    return tuple(found)
+
+
+def _multiples(layer: Problem) -> tuple[Pair, ...]:
+    """Powers of two that divide the columns of the input and of the output, of maps that differ by that; none in
+    channels_last."""
+    if layer.channels_last:
+        return ((1, 1),)
+    of_layer = (replace(layer.geometry, width=width) for width in (64, 62))
+    divided = [(_power_in(g.width), _power_in(g.out_width)) for g in of_layer]
+    return tuple(dict.fromkeys((*divided, (1, 1))))
+
+
+def _power_in(size: int) -> int:
+    return min(COPY_BYTES // 2, size & -size)
+
+
+def _shapes(problem: Problem, device: Device) -> Iterator[Shape]:
+    kinds = [(False, _warp_choices)]
+    if device.architecture == "sm_90a" and not problem.is_ieee:
+        kinds.append((True, _warpgroup_choices if item_bytes(problem) == 2 else _swapped_choices))
+    for taps, tap_step in _tap_choices(problem):
+        for wgmma, choices in kinds:
+            for warps in choices(problem, math.prod(taps)):
+                yield Shape(taps, tap_step, *warps, wgmma)
+
+
+def _tiles(
+    problem: Problem,
+    shape: Shape,
+    choices: Sequence[tuple[int, int, int]],
+    multiples: Pair,
+    device: Device,
+) -> Iterator[Tile]:
+    """Of one shape, with the pixels of the choices."""
+    for pixels, blocks in itertools.product(choices, (1, 2)):
+        if math.prod(shape.warps) * blocks > 16 or (shape.wgmma and not _fits_wgmma(problem, pixels, shape)):
+            continue
+        if math.prod(pixels) % (step_pixels(problem) * shape.warps[3]):
+            continue
+        for stages in (4, 3) if shape.wgmma else (3, 2):
+            tile = Tile(
+                shape.warps,
+                shape.warp_m,
+                shape.warp_n,
+                shape.warp_taps,
+                shape.taps,
+                shape.tap_step,
+                *pixels,
+                stages,
+                blocks,
+                shape.wgmma,
+                multiples,
+            )
+            if _fits(problem, tile, device):
+                yield tile
+                break
+
+
+_Warps = tuple[tuple[int, int, int, int], int, int, int]
+
+
+def _warpgroup_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
+    """The same for warpgroups, whose four warps lie along m."""
+    g = problem.geometry
+    if g.in_channels_per_group <= 32:
+        return
+    for warp_n, warp_taps in itertools.product((128, 64, 32), (1, 2, 3, 4, 5, 6, 8)):
+        sums = warp_n * warp_taps // 2
+        if warp_taps > taps or not 48 <= sums <= 160 or warp_n >= max(64, 2 * g.out_channels_per_group):
+            continue
+        for groups_m, groups_n, groups_k in itertools.product((1, 2), (1, 2), (1, 2)):
+            groups_t = ceil_div(taps, warp_taps)
+            if not 2 <= groups_m * groups_n * groups_t * groups_k <= 4:
+                continue
+            if (groups_m - 1) * 64 >= g.in_channels_per_group:
+                continue
+            if (groups_n - 1) * warp_n >= g.out_channels_per_group:
+                continue
+            yield (4 * groups_m, groups_n, groups_t, groups_k), 16, warp_n, warp_taps
+
+
+def _fits_wgmma(problem: Problem, pixels: tuple[int, int, int], shape: Shape) -> bool:
+    if item_bytes(problem) == 2:
+        return pixels[2] >= 8  # a run of 8 lies in one piece
+    # Pairs of steps; channels_last: channels are dealt to threads.
+    dealt = not problem.channels_last or 32 * math.prod(shape.warps) % shape.warp_m == 0
+    return dealt and math.prod(pixels) % (16 * shape.warps[3]) == 0
+
+
+def _swapped_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
+    """The same for TF32, where the four warps of a warpgroup lie along n."""
+    g = problem.geometry
+    if g.out_channels_per_group <= 32:
+        return
+    for warp_m, warp_taps in itertools.product((256, 128, 64, 32), (1, 2, 3, 4, 5, 6)):
+        sums = warp_m * warp_taps // 2
+        if warp_taps > taps or not 32 <= sums <= 160 or warp_m >= max(64, 2 * g.in_channels_per_group):
+            continue
+        for groups_n, groups_k in itertools.product((1, 2, 3, 4), (1, 2)):
+            groups_t = ceil_div(taps, warp_taps)
+            if (
+                not 1 <= groups_n * groups_t * groups_k <= 4
+                or (groups_n - 1) * 64 >= g.out_channels_per_group
+            ):
+                continue
+            yield (1, 4 * groups_n, groups_t, groups_k), warp_m, 16, warp_taps
+
+
+def _warp_choices(problem: Problem, taps: int) -> Iterator[_Warps]:
+    """Warps along m, n, taps, pixels; channels in, channels out and taps of one warp."""
+    g = problem.geometry
+    # Too few sums a warp wait for their operands; a small product has no more.
+    widest = [
+        min(64, 1 << (channels - 1).bit_length())
+        for channels in (g.in_channels_per_group, g.out_channels_per_group)
+    ]
+    least = min(48, max(16, widest[0]) * widest[1] * min(taps, 5) // 64)
+    for warp_m, warp_n, warp_taps in itertools.product((64, 32, 16), (64, 32, 16, 8), (1, 2, 3, 4, 5, 6, 8)):
+        sums = warp_m * warp_n * warp_taps // 32
+        if warp_taps > taps or not least <= sums <= 128 or (problem.is_ieee and warp_m == 64):
+            continue
+        if warp_m >= max(32, 2 * g.in_channels_per_group) or warp_n >= max(16, 2 * g.out_channels_per_group):
+            continue
+        warps_t = ceil_div(taps, warp_taps)
+        for warps_m, warps_n, warps_k in itertools.product((1, 2, 4), (1, 2, 4), (1, 2, 4)):
+            warps = warps_m * warps_n * warps_t * warps_k
+            if not 4 <= warps <= 16 or (warps_k > 1 and warps > 8) or warps_m * warps_n > 4:
+                continue
+            if (warps_m - 1) * warp_m >= g.in_channels_per_group:
+                continue
+            if (warps_n - 1) * warp_n >= g.out_channels_per_group:
+                continue
+            yield (warps_m, warps_n, warps_t, warps_k), warp_m, warp_n, warp_taps
+
+
+def _tap_choices(problem: Problem) -> Iterator[tuple[Pair, Pair]]:
+    """Taps of a block and steps between them: all; those of one vertical phase; fewer rows or columns."""
+    g = problem.geometry
+    period = g.stride[0] // math.gcd(g.stride[0], g.dilation[0])
+    row_choices = {(g.kernel[0], 1), (1, 1)}
+    if 1 < period < g.kernel[0]:
+        row_choices.add((ceil_div(g.kernel[0], period), period))
+    if g.kernel[0] > 3:
+        row_choices.add((ceil_div(g.kernel[0], ceil_div(g.kernel[0], 3)), 1))
+    col_choices = {(g.kernel[1], 1), (ceil_div(g.kernel[1], 2), 1), (min(8, g.kernel[1]), 1)}
+    for rows, row_step in sorted(row_choices):
+        for cols, col_step in sorted(col_choices):
+            if rows * cols <= 32:
+                yield (rows, cols), (row_step, col_step)
+
+
+@lru_cache(maxsize=256)
+def _pixel_choices(size: Size, step: int) -> list[tuple[int, int, int]]:
+    """Images, rows, columns of a tile of pixels: a multiple of ``step``, powers of two; near to 128 and to a square
+    first."""
+    found = []
+    widest, tallest, deepest = (
+        1 << max(0, count - 1).bit_length() for count in (size.width, size.height, size.batch)
+    )
+    for cols, rows in itertools.product((1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 32, 64)):
+        if cols > widest or rows > tallest or (cols < 8 and cols != widest):
+            continue
+        if rows * cols >= max(64, step):
+            images = [1]
+        elif cols == widest and rows == tallest:
+            # Small maps: whole images, many of them.
+            images = [count // (rows * cols) for count in (32, 64, 128) if count <= deepest * rows * cols]
+            images = images or [max(step, 32) // (rows * cols)]
+        else:
+            images = [1]
+        for n in images:
+            if n * rows * cols % step == 0 and 32 <= n * rows * cols <= 256:
+                found.append((n, rows, cols))
+    return sorted(
+        found, key=lambda one: (abs(math.log2(math.prod(one) / 128)), abs(math.log2(one[1] / one[2])))
+    )
+
+
+def registers(problem: Problem, tile: Tile) -> tuple[int, int]:
+    """Of a thread: what the tile takes, about, and what there is."""
+    staged = sum(window.staged_registers(tile.threads) for window in windows(problem, tile))
+    if not tile.wgmma:
+        fragments = tile.warp_m // 16 * (8 if problem.is_ieee else 4) + (16 if problem.is_ieee else 8)
+    else:
+        fragments = 8 * tile.warp_taps if item_bytes(problem) == 4 else 0
+    # Each quarter of a multiprocessor has its own registers.
+    threads = round_up(tile.threads * tile.blocks_per_multiprocessor, 128)
+    taken = tile.sums + fragments + staged + tile.warp_taps + tile.warp_n // 8 + 48
+    return taken, min(255, REGISTERS // threads // 8 * 8)
+
+
+def _fits(problem: Problem, tile: Tile, device: Device) -> bool:
+    into, out = windows(problem, tile)
+    if out.span[0] > MOST_ROWS or out.span[1] > MOST_COLS:
+        return False
+    # What goes through registers is one tile ahead, no more.
+    if (into.through_registers or out.through_registers) and tile.stages > (3 if tile.wgmma else 2):
+        return False
+    taken, available = registers(problem, tile)
+    shared = shared_bytes(problem, tile)
+    return (
+        taken <= available
+        and tile.blocks_per_multiprocessor * (shared + 1024) <= device.shared_memory_per_block + 1024
+    )

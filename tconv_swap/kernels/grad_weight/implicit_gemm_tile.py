@@ -1,0 +1,269 @@
+"""What a block of csrc/kernels/grad_weight_*.cu computes and the memory it takes:
+grad_weight/implicit_gemm_layout.cuh in Python."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from tconv_swap.geometry import Pair
+from tconv_swap.kernels.problem import Problem
+from tconv_swap.runtime.integers import ceil_div, round_up
+from tconv_swap.runtime.program import Constant
+
+#: Bytes of the largest copy.
+COPY_BYTES = 16
+#: What memory brings at once.
+SECTOR_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Warps along input channels, output channels, taps and pixels; what one warp makes; the taps of a block; the
+    pixels that are loaded at a time. ``multiples``: powers of two that divide the columns of the input and of
+    grad_output, where these are in NCHW."""
+
+    warps: tuple[int, int, int, int]
+    warp_m: int
+    warp_n: int
+    warp_taps: int
+    taps: Pair
+    tap_step: Pair
+    images: int
+    rows: int
+    cols: int
+    stages: int
+    blocks_per_multiprocessor: int
+    wgmma: bool = False
+    multiples: Pair = (1, 1)
+
+    @property
+    def threads(self) -> int:
+        return 32 * math.prod(self.warps)
+
+    @property
+    def block_m(self) -> int:
+        return self.warps[0] * self.warp_m
+
+    @property
+    def block_n(self) -> int:
+        return self.warps[1] * self.warp_n
+
+    @property
+    def pixels(self) -> int:
+        return self.images * self.rows * self.cols
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Of the tile of pixels."""
+        return self.images, self.rows, self.cols
+
+    @property
+    def sums(self) -> int:
+        """Registers of a thread that hold sums."""
+        return self.warp_m * self.warp_n * self.warp_taps // 32
+
+    def __str__(self) -> str:
+        return (
+            f"{self.block_m} x {self.block_n} channels x {self.taps[0]} x {self.taps[1]} taps, tiles of "
+            f"{self.images} x {self.rows} x {self.cols} pixels, {self.stages} stages"
+        )
+
+
+def step_pixels(problem: Problem) -> int:
+    """Pixels of one multiply."""
+    return 8 if item_bytes(problem) == 4 else 16
+
+
+def item_bytes(problem: Problem) -> int:
+    return 4 if problem.dtype == torch.float32 else 2
+
+
+def tap_blocks(problem: Problem, tile: Tile) -> Pair:
+    """Blocks of taps along both axes."""
+
+    def blocks(axis: int) -> int:
+        kernel, step, count = problem.geometry.kernel[axis], tile.tap_step[axis], tile.taps[axis]
+        return min(step, kernel) * ceil_div(ceil_div(kernel, step), count)
+
+    return blocks(0), blocks(1)
+
+
+def weight_tiles(problem: Problem, tile: Tile) -> int:
+    """Blocks that one slice of the pixels takes."""
+    g = problem.geometry
+    return (
+        ceil_div(g.in_channels_per_group, tile.block_m)
+        * ceil_div(g.out_channels_per_group, tile.block_n)
+        * math.prod(tap_blocks(problem, tile))
+        * g.groups
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """One operand's window in shared memory, for ``copy`` elements copied in one piece."""
+
+    channels: int
+    positions: int
+    pieces: int
+    copy: int
+    bytes: int
+    table_bytes: int
+    through_registers: bool
+    #: Rows and columns of memory, from the first to the last.
+    span: Pair
+    #: Bytes of the sectors of memory that its rows lie in, wherever they begin (NCHW), of one channel.
+    sector_bytes: float
+
+    def staged_registers(self, threads: int) -> int:
+        if not self.through_registers:
+            return 0
+        return ceil_div(self.pieces * self.channels // 8, threads) * 8 * ceil_div(self.copy, 2)
+
+
+def _window(
+    problem: Problem,
+    pixels: tuple[int, int, int],
+    channels: int,
+    phases: Pair,
+    shifts: Pair,
+    strides: Pair,
+    lead: int,
+    copy: int,
+    quads: bool = False,
+) -> Window:
+    item = item_bytes(problem)
+    images, rows, cols = pixels[0], pixels[1] + shifts[0], pixels[2] + shifts[1]
+    lead, stride = 0 if problem.channels_last else lead, strides[1]
+    if stride == 1 and not problem.channels_last:
+        cols = round_up(cols + lead, copy)
+    positions = images * phases[0] * rows * phases[1] * cols
+    per_row = phases[1] * cols
+    if not problem.channels_last and copy > 1:
+        per_row = ceil_div(cols if stride == 1 else cols * stride + lead, copy)
+    pieces = images * phases[0] * rows * per_row
+    if item == 2:
+        size = channels // 8 * (positions | 1) * 16
+    elif quads:
+        size = positions // 4 * (channels + 1) * 16
+    elif problem.channels_last:
+        size = positions * (channels if channels % 16 == 8 else channels + 8) * 4
+    else:
+        size = channels * ((positions + 3) // 8 * 8 + 4) * 4
+    through_registers = item == 2 and (not problem.channels_last or copy == 1)
+    table = 16 * pieces if problem.channels_last or through_registers else 0
+    span = rows * strides[0], cols * stride + copy
+    row_bytes = (cols if stride == 1 else cols * stride + lead) * item
+    sector_bytes = images * phases[0] * rows * (row_bytes + SECTOR_BYTES - copy * item)
+    return Window(
+        channels, positions, pieces, copy, round_up(size, 16), table, through_registers, span, sector_bytes
+    )
+
+
+@lru_cache(maxsize=4096)
+def _windows(
+    problem: Problem,
+    threads: int,
+    block_m: int,
+    block_n: int,
+    taps: Pair,
+    tap_step: Pair,
+    pixels: tuple[int, int, int],
+    swapped: bool,
+    multiples: Pair,
+) -> tuple[Window, Window]:
+    """Of the input and of grad_output."""
+    g = problem.geometry
+    split = item_bytes(problem) == 4 and g.stride[1] > 1 and not problem.channels_last
+
+    def best(windows: list[Window], sign: int = -1) -> Window:
+        return min(windows, key=lambda window: (window.staged_registers(threads), sign * window.copy))
+
+    # Through registers the input comes faster in short pieces (measured).
+    into = best(
+        [
+            _window(problem, pixels, block_m, (1, 1), (0, 0), (1, 1), 0, copy, swapped)
+            for copy in _copies(problem, g.in_channels, g.in_channels_per_group, multiples[0], pixels[2])
+            # Channels lie apart in quads.
+            if copy == 1 or not (swapped and problem.channels_last)
+        ],
+        1 if item_bytes(problem) == 2 and not problem.channels_last else -1,
+    )
+    pitch = [tap_step[axis] * g.dilation[axis] for axis in (0, 1)]
+    period = [g.stride[axis] // math.gcd(g.stride[axis], pitch[axis]) for axis in (0, 1)]
+    phases = min(taps[0], period[0]), min(taps[1], period[1])
+    shifts = [(taps[axis] - 1) * pitch[axis] // g.stride[axis] for axis in (0, 1)]
+    classes = min(tap_step[1], g.kernel[1])
+    blocks = classes * ceil_div(ceil_div(g.kernel[1], tap_step[1]), taps[1])
+    bases = [
+        (block % classes + block // classes * taps[1] * tap_step[1]) * g.dilation[1] - g.padding[1]
+        for block in range(blocks)
+    ]
+    span = pixels[2] * g.stride[1]
+    # Words of different phases go to different places, one by one.
+    copies = [1] if split else _copies(problem, g.out_channels, g.out_channels_per_group, multiples[1], span)
+    out = best(
+        [
+            _window(
+                problem,
+                pixels,
+                block_n,
+                phases,
+                (shifts[0], shifts[1]),
+                g.stride,
+                max(b % copy for b in bases),
+                copy,
+            )
+            for copy in copies
+        ]
+    )
+    return into, out
+
+
+def shared_bytes(problem: Problem, tile: Tile) -> int:
+    return sum(tile.stages * window.bytes + window.table_bytes for window in windows(problem, tile))
+
+
+def windows(problem: Problem, tile: Tile) -> tuple[Window, Window]:
+    """Of the input and of grad_output."""
+    return _windows(
+        problem,
+        tile.threads,
+        tile.block_m,
+        tile.block_n,
+        tile.taps,
+        tile.tap_step,
+        (tile.images, tile.rows, tile.cols),
+        tile.wgmma and item_bytes(problem) == 4,
+        tile.multiples,
+    )
+
+
+def _copies(problem: Problem, channels: int, group: int, multiple: int, span: int) -> list[int]:
+    """Elements that may be copied in one piece, most first: every piece begins at a multiple of its size."""
+    most = COPY_BYTES // item_bytes(problem)
+    aligned = math.gcd(channels, group) if problem.channels_last else math.gcd(multiple, span)
+    return [copy for copy in (8, 4, 2, 1) if copy <= most and aligned % copy == 0]
+
+
+def tile_constants(tile: Tile) -> tuple[tuple[str, Constant], ...]:
+    """The constants of a kernel that say which tile it computes; how many warps share a sum is the kernel's to say."""
+    return (
+        ("WARPS_M", tile.warps[0]),
+        ("WARPS_N", tile.warps[1]),
+        ("WARPS_T", tile.warps[2]),
+        ("WARP_M", tile.warp_m),
+        ("WARP_N", tile.warp_n),
+        ("WARP_TAPS", tile.warp_taps),
+        ("TAP_ROWS", tile.taps[0]),
+        ("TAP_COLS", tile.taps[1]),
+        ("TAP_ROW_STEP", tile.tap_step[0]),
+        ("TAP_COL_STEP", tile.tap_step[1]),
+        ("TILE_N", tile.images),
+        ("TILE_H", tile.rows),
+        ("TILE_W", tile.cols),
+    )

@@ -1,0 +1,231 @@
+"""Plans of csrc/kernels/grad_weight/stride1.cu: the gradient of the weight at stride 1 (sm_90a)."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+
+from tconv_swap.kernels.common.schedules import few_of
+from tconv_swap.kernels.common.sizes import grad_weight_strip_sizes
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import goes_down_strips, of_any_size
+from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
+from tconv_swap.kernels.grad_weight.stride1_tile import (
+    BOX_BYTES,
+    BOX_CHANNELS,
+    StripTile,
+    alignment,
+    candidates,
+    expected_clocks,
+    in_lines,
+    in_slices,
+    output_channels,
+    output_pixels,
+    output_rows,
+    planes_of,
+    raw_slots,
+    shared_bytes,
+    tiles_of,
+)
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT
+from tconv_swap.runtime.program import (
+    ELEMENT_TYPES,
+    ElementKind,
+    Kernel,
+    Launch,
+    Part,
+    TensorMap,
+    input_,
+    output,
+    struct,
+    tensor_map,
+    workspace,
+)
+
+_FAMILY = "stride1"
+#: Kernels of a layer, whatever its sizes.
+MOST_SCHEDULES = 1
+#: Images, rows and columns of the large problems that were measured.
+LARGE = (8, 512, 512)
+#: Threads that ask for rows: as many as share registers.
+_FILL_THREADS = 128
+_KINDS = {
+    torch.float32: ElementKind.TFLOAT32,
+    torch.float16: ElementKind.FLOAT16,
+    torch.bfloat16: ElementKind.BFLOAT16,
+}
+#: As the kernel counts them.
+_PRECISIONS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+def part_candidates(problem: Problem, device: Device, count: int) -> list[Part]:
+    """The ``count`` parts that are expected to be the fastest, the best first. Inputs: grad_output, input (16-byte
+    aligned). Output: the gradient of the weight.
+
+    Workspace: at most 64 MiB of partial sums, or one copy of the gradient if that is more.
+    """
+    if not claims(problem, device):
+        return []
+    tiles = choose(problem, device)
+    return [plan_with_tile(problem, tile) for tile in tiles[:count]]
+
+
+def choose(problem: Problem, device: Device) -> list[StripTile]:
+    """The tiles of the layer's kernels that compute the size, the one that is expected to be the fastest first."""
+    rows = output_rows(problem)
+    found = [
+        in_slices(problem, tile, device)
+        for tile in schedules(of_any_size(problem, False), device)
+        if tile.rows.serve(rows)
+    ]
+    return sorted(found, key=lambda tile: expected_clocks(problem, tile, device))
+
+
+@lru_cache(maxsize=1024)
+def schedules(layer: Problem, device: Device) -> tuple[StripTile, ...]:
+    """The tiles that a layer has, whatever its sizes."""
+    return few_of(
+        layer,
+        MOST_SCHEDULES,
+        lambda problem: candidates(problem, device) if claims(problem, device) else (),
+        lambda problem, tile: claims(problem, device) and tile.rows.serve(output_rows(problem)),
+        lambda problem, tile: expected_clocks(problem, in_slices(problem, tile, device), device),
+        # In 16 bits these are the ones that may be preferred.
+        lambda tile: tile.channels >= layer.geometry.in_channels_per_group,
+        every=1,
+    )
+
+
+def claims_some(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes some sizes of a layer."""
+    return bool(schedules(of_any_size(problem, False), device))
+
+
+def preferred(problem: Problem, device: Device) -> bool:
+    """Whether large problems that are claimed were measured to be faster so: of 16 bits only layers whose best tile for
+    a large image holds all input channels, so that grad_output comes once."""
+    return problem.dtype == torch.float32 or _holds_all_channels(of_any_size(problem, False), device)
+
+
+@lru_cache(maxsize=1024)
+def _holds_all_channels(layer: Problem, device: Device) -> bool:
+    batch, height, width = LARGE
+    large = replace(layer, geometry=replace(layer.geometry, batch=batch, height=height, width=width))
+    tiles = [in_slices(large, tile, device) for tile in candidates(large, device)]
+    best = min(tiles, key=lambda tile: expected_clocks(large, tile, device))
+    return best.channels >= layer.geometry.in_channels_per_group
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or problem.dtype not in _KINDS:
+        return False
+    if problem.is_ieee:
+        return False
+    if g.batch == 0 or not goes_down_strips(g):
+        return False
+    unit, planes = alignment(problem), planes_of(problem)
+    if problem.channels_last:
+        if (
+            problem.dtype != torch.float32
+            or g.in_channels_per_group % unit
+            or g.out_channels_per_group % unit
+        ):
+            return False
+    elif g.width % unit or (in_lines(problem) and (g.padding[1] > 0 or g.out_channels_per_group % planes)):
+        return False
+    pixels = max(g.height * g.width, g.out_height * g.out_width)
+    return max(pixels * planes, g.batch * (g.out_height + 8) * g.width) < INT32_LIMIT
+
+
+def _maps(problem: Problem, tile: StripTile) -> tuple[TensorMap, TensorMap]:
+    """Of the input and of grad_output. NCHW: [n][channel][row][pixel], or for grad_output in lines
+    [n][channel of a plane][pixel of all rows and planes]; channels_last: [n][row][pixel][channel]."""
+    g = problem.geometry
+    channels, pixels = output_channels(problem, tile), output_pixels(problem, tile)
+    item, planes = problem.dtype.itemsize, tile.rows.planes
+    one = (1, 1, 1, 1)
+
+    def mapped(index: int, sizes: Sequence[int], box: Sequence[int], swizzle_bytes: int) -> TensorMap:
+        strides = tuple(accumulate((item * sizes[0], *sizes[1:-1]), operator.mul))
+        return TensorMap(
+            input_(index),
+            _KINDS[problem.dtype],
+            tuple(sizes),
+            strides,
+            tuple(box),
+            one[: len(sizes)],
+            swizzle_bytes,
+        )
+
+    if problem.channels_last:
+        return (
+            mapped(1, (g.in_channels, g.width, g.height, g.batch), (BOX_CHANNELS, tile.strip, 1, 1), 0),
+            mapped(
+                0, (g.out_channels, g.out_width, g.out_height, g.batch), (BOX_CHANNELS, pixels, 1, 1), 128
+            ),
+        )
+    into = mapped(
+        1,
+        (g.width, g.height, g.in_channels, g.batch),
+        (BOX_BYTES // item, 1, tile.channels, 1),
+        BOX_BYTES,
+    )
+    if tile.rows.lines:
+        size = planes * g.out_height * g.out_width
+        return into, mapped(0, (size, g.out_channels // planes, g.batch), (pixels, channels // planes, 1), 0)
+    return into, mapped(0, (g.out_width, g.out_height, g.out_channels, g.batch), (pixels, 1, channels, 1), 0)
+
+
+def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
+    """The plan that computes the problem with this tile."""
+    g = problem.geometry
+    direct = tile.slices == 1 and problem.weight_channels_last and problem.dtype == torch.float32
+    shared = shared_bytes(problem, tile)
+    kernel = Kernel(
+        "grad_weight/stride1.cu",
+        "grad_weight_stride1",
+        (
+            ("Element", ELEMENT_TYPES[problem.dtype]),
+            ("PRECISION", _PRECISIONS[problem.dtype]),
+            *g.layer_constants,
+            ("CHANNELS_LAST", problem.channels_last),
+            ("LINES", tile.rows.lines),
+            ("PLANES", tile.rows.planes),
+            ("TILE_TAP_ROWS", tile.tap_rows),
+            ("TILE_CI", tile.channels),
+            ("WARPGROUPS", tile.warpgroups),
+            ("UNITS", tile.units),
+            ("STRIP", tile.strip),
+            ("SLOTS", tile.slots),
+            ("OUTPUT_CHANNELS", output_channels(problem, tile)),
+            ("OUTPUT_PITCH", output_pixels(problem, tile)),
+            ("RAW_SLOTS", raw_slots(problem)),
+            ("SHARED_BYTES", shared),
+        ),
+    )
+    main = Launch(
+        kernel,
+        grid=tiles_of(g, tile) * tile.slices,
+        block=128 * tile.warpgroups + _FILL_THREADS,
+        arguments=(
+            tensor_map(0),
+            tensor_map(1),
+            output(0) if direct else workspace(0),
+            struct(0),
+        ),
+        structs=(grad_weight_strip_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
+        shared_bytes=shared,
+        tensor_maps=_maps(problem, tile),
+    )
+    if direct:
+        return Part(_FAMILY, f"wgmma, {tile}", (main,), 0)
+    launches = (main, reduce(problem, tile.slices, 0))
+    return Part(_FAMILY, f"wgmma, {tile}", launches, tile.slices * weight_bytes(g))

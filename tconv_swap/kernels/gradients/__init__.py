@@ -1,0 +1,1 @@
+"""Plans of several gradients in one pass, and what families of both gradients share."""

@@ -1,0 +1,168 @@
+"""Plans of csrc/kernels/gradients/gemm.cu: all gradients where the input is one pixel, out of one launch (sm_90a)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.common.general import split_k_reduce
+from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.runtime.program import (
+    ELEMENT_TYPES,
+    Argument,
+    ElementKind,
+    Kernel,
+    Launch,
+    Output,
+    Plan,
+    TensorMap,
+    input_,
+    int64,
+    output,
+    tensor_map,
+    workspace,
+)
+
+_FAMILY = "gemm"
+_THREADS = 256
+#: Of a block: images at a time, input channels, columns.
+IMAGES, CHANNELS, COLUMNS = 128, 128, 64
+_BOX_BYTES = 128 * 128
+_SUMS_PITCH = CHANNELS + 8
+#: Blocks that add up their sums before they leave; the most that divides the blocks is taken.
+CLUSTERS = (4, 2, 1)
+#: Images up to which a block that takes one tile of them after the other was thought of.
+_MOST_IMAGES = 512
+#: Bytes of which a row must be a multiple.
+_ALIGNMENT = 16
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel can do it: an image of one pixel, whose taps are the output's pixels, in the same order as the
+    weight's."""
+    g = problem.geometry
+    if device.architecture != "sm_90a" or problem.dtype == torch.float64:
+        return False
+    if problem.is_ieee:
+        return False
+    one_product = (
+        g.height == g.width == g.groups == 1
+        and (g.out_height, g.out_width) == g.kernel
+        and g.padding == (0, 0)
+        and g.output_padding == (0, 0)
+    )
+    same_order = problem.channels_last == problem.weight_channels_last or g.taps == 1
+    whole = columns_of(g) * problem.dtype.itemsize % _ALIGNMENT == 0 and g.in_channels % 4 == 0
+    return (
+        one_product and same_order and whole and 0 < g.batch <= _MOST_IMAGES and columns_of(g) < INT32_LIMIT
+    )
+
+
+def columns_of(geometry: Geometry) -> int:
+    return geometry.out_channels * geometry.taps
+
+
+def cluster_of(geometry: Geometry) -> int:
+    blocks = ceil_div(columns_of(geometry), COLUMNS)
+    return next(size for size in CLUSTERS if blocks % size == 0)
+
+
+def plan_backward(
+    problem: Problem, output_mask: tuple[bool, ...], device: Device, cluster: int | None = None
+) -> Plan | None:
+    """The gradients the mask asks for, or None for what this family does not claim.
+
+    Inputs: grad_output, input, weight (16-byte aligned). Workspace: a copy of grad_input in float32 for each 64
+    ``cluster`` columns, and 8 bytes a column.
+    """
+    if not claims(problem, device) or not any(output_mask[:2]):
+        return None
+    g, item = problem.geometry, problem.dtype.itemsize
+    wants_input, wants_weight, wants_bias = output_mask
+    columns = columns_of(g)
+    blocks = ceil_div(columns, COLUMNS)
+    cluster = cluster or cluster_of(g)
+    sums = blocks // cluster if wants_input else 0
+    columns_at = round_up(sums * g.batch * g.in_channels * 4, WORKSPACE_ALIGNMENT)
+    box_columns = 128 // item
+    boxes = 2 * (COLUMNS // box_columns) + CHANNELS // box_columns
+    shared = 2048 + boxes * _BOX_BYTES + (IMAGES * _SUMS_PITCH * 4 if wants_input else 0)
+
+    grad_input = Output(g.input_shape, problem.channels_last)
+    grad_weight = Output(g.weight_shape, problem.weight_channels_last)
+    wanted = zip(output_mask, (grad_input, grad_weight, Output((g.out_channels,))), strict=True)
+    outputs = tuple(one for asked, one in wanted if asked)
+    weight_index = int(wants_input)
+    rounded = ElementKind.FLOAT32 if wants_bias else ElementKind.TFLOAT32
+    kernel = Kernel(
+        "gradients/gemm.cu",
+        "gradients_gemm",
+        (
+            ("Element", ELEMENT_TYPES[problem.dtype]),
+            ("PRECISION", {torch.float16: 1, torch.bfloat16: 2}.get(problem.dtype, 0)),
+            ("IN_CHANNELS", g.in_channels),
+            ("OUT_CHANNELS", g.out_channels),
+            ("TAPS", g.taps),
+            ("ALL_COLUMNS", columns),
+            ("CHANNELS_LAST", problem.channels_last),
+            ("WITH_INPUT", wants_input),
+            ("WITH_WEIGHT", wants_weight),
+            ("WITH_BIAS", wants_bias),
+            ("ROUNDS", wants_bias and item == 4),
+            ("CLUSTER", cluster),
+            ("SHARED_BYTES", shared),
+        ),
+    )
+    launches = [
+        Launch(
+            kernel,
+            grid=blocks * ceil_div(g.in_channels, CHANNELS),
+            block=_THREADS,
+            arguments=(
+                tensor_map(0),
+                tensor_map(1),
+                input_(1),
+                output(weight_index) if wants_weight else workspace(0),
+                workspace(0),
+                workspace(columns_at),
+                int64(g.batch),
+            ),
+            shared_bytes=shared,
+            tensor_maps=(
+                _map(problem, input_(0), columns, g.batch, rounded),
+                # Without grad_input nobody asks for it.
+                _map(problem, input_(2), columns, g.in_channels)
+                if wants_input
+                else _map(problem, input_(0), columns, g.batch),
+            ),
+        )
+    ]
+    if wants_input:
+        launches.append(split_k_reduce(problem.dtype, g.batch * g.in_channels, sums, 0, 0))
+    if wants_bias:
+        index = len(outputs) - 1
+        launches.append(split_k_reduce(problem.dtype, g.out_channels, 2 * g.taps, columns_at, index))
+    launches[1:] = [replace(one, overlaps_previous=True) for one in launches[1:]]
+    room = columns_at + (columns * 8 if wants_bias else 0)
+    why = f"one product of matrices, the sums of {cluster} blocks added up by them"
+    return Plan(_FAMILY, why, outputs, tuple(launches), room)
+
+
+def _map(
+    problem: Problem, base: Argument, columns: int, rows: int, kind: ElementKind = ElementKind.TFLOAT32
+) -> TensorMap:
+    """Of a matrix, 128 rows of 128 bytes a box."""
+    item = problem.dtype.itemsize
+    kinds = {torch.float16: ElementKind.FLOAT16, torch.bfloat16: ElementKind.BFLOAT16}
+    return TensorMap(
+        base,
+        kinds.get(problem.dtype, kind),
+        (columns, rows),
+        (columns * item,),
+        (128 // item, IMAGES),
+        (1, 1),
+    )

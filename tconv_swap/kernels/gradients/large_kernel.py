@@ -1,0 +1,194 @@
+"""Plans of all gradients in one pass over the output's gradient, where the kernel is large: FCN heads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
+from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
+from tconv_swap.kernels.common.sizes import step_sizes
+from tconv_swap.kernels.gradients.narrow_mma import IEEE, MANY_TAPS, overlapping
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
+from tconv_swap.runtime.program import (
+    ELEMENT_TYPES,
+    Constant,
+    Kernel,
+    Launch,
+    Part,
+    input_,
+    output,
+    struct,
+    workspace,
+)
+
+FAMILY = "large_kernel"
+#: Values of csrc/kernels/common/mma.cuh.
+_PRECISIONS = {torch.float32: IEEE, torch.float16: 1, torch.bfloat16: 2}
+MOST_CHANNELS = 32
+FEWEST_WARPS, MOST_WARPS = 4, 12
+WARP_TAPS = {2: 64, 4: 32}
+#: Steps of 16 pixels that a warp adds up one after the other.
+LONGEST_CHAIN = 256
+#: In float32 smaller kernels are faster too, but have more pixels to add up in one chain: 32 x 32 and 16 x 16 taps were
+#: less accurate than PyTorch (docs/kernels/large.md).
+MANY_TAPS_FLOAT32 = 2048
+#: Of a split, of so many pixels each.
+FEWEST_STEPS = 8
+STEP_PIXELS = 16
+#: How many fewer sums blocks of the most warps have to leave than of those that fill the GPU, to be worth a kernel.
+FEWER_SUMS = 0.75
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the blocks of csrc/kernels/gradients/large_kernel.cu share out: taps by warps, pixels by splits."""
+
+    warps: int
+    warp_taps: int
+    splits: int
+    chunks: int
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the kernel computes the gradients of a problem."""
+    g = problem.geometry
+    if problem.dtype not in _PRECISIONS or device.compute_capability < 80 or g.batch == 0:
+        return False
+    if problem.channels_last != problem.weight_channels_last or g.groups != 1 or g.dilation != (1, 1):
+        return False
+    piece = 16 // problem.dtype.itemsize
+    column = g.out_channels if problem.channels_last else 1
+    whole = all(n * column % piece == 0 for n in (g.kernel[1], g.stride[1], g.padding[1], g.out_width))
+    sizes = (
+        g.in_channels * g.height * g.width,
+        g.out_channels * g.out_height * g.out_width,
+        g.in_channels * g.out_channels * g.taps,
+    )
+    ieee = problem.dtype != torch.float32 or g.taps >= MANY_TAPS or problem.precision == "ieee"
+    return whole and g.in_channels <= MOST_CHANNELS and max(sizes) < INT32_LIMIT and ieee
+
+
+def pays(problem: Problem) -> bool:
+    """Whether it is faster than two passes of gathers, as measured (docs/kernels/large.md): float32's three products
+    leave little to win but in channels_last, where those read one channel of a pixel at a time."""
+    taps = problem.geometry.taps
+    if problem.dtype == torch.float32:
+        return problem.channels_last and taps >= MANY_TAPS_FLOAT32
+    return taps >= MANY_TAPS
+
+
+def shape_of(problem: Problem, device: Device) -> Shape | None:
+    """As many blocks as fill the GPU, or the fewest; None where their sums would take too much memory."""
+    for warps, chunks in _warps_and_chunks(problem, device):
+        shape = _split(problem, warps, chunks, device)
+        if partial_bytes(problem, shape) <= WORKSPACE_LIMIT_BYTES:
+            return shape
+    return None
+
+
+def _warps_and_chunks(problem: Problem, device: Device) -> list[tuple[int, int]]:
+    """Those that a layer has, whatever its sizes: as fill the GPU, and as leave the fewest sums."""
+    warp_taps = WARP_TAPS[problem.dtype.itemsize]
+    runs = ceil_div(problem.geometry.out_channels * problem.geometry.taps, warp_taps)
+    most = min(MOST_WARPS, device.shared_memory_per_block // shared_bytes(problem, Shape(1, warp_taps, 1, 1)))
+    waves = ceil_div(runs, device.multiprocessors * most)
+    filling = max(FEWEST_WARPS, ceil_div(runs, device.multiprocessors * waves))
+    found = [(filling, ceil_div(runs, filling))]
+    if ceil_div(runs, most) <= FEWER_SUMS * found[0][1]:
+        found.append((most, ceil_div(runs, most)))
+    return found
+
+
+def kernels_of(layer: Problem, device: Device) -> int:
+    """Kernels that a layer has, whatever its sizes."""
+    g = layer.geometry
+    if layer.dtype not in _PRECISIONS or device.compute_capability < 80 or g.groups > 1 or not pays(layer):
+        return 0
+    return len(_warps_and_chunks(layer, device)) if g.in_channels <= MOST_CHANNELS else 0
+
+
+def _split(problem: Problem, warps: int, chunks: int, device: Device) -> Shape:
+    geometry = problem.geometry
+    steps = geometry.batch * geometry.height * ceil_div(geometry.width, STEP_PIXELS)
+    weights = 4 * geometry.in_channels * geometry.out_channels * geometry.taps
+    wanted = max(
+        1, min(device.multiprocessors // chunks, steps // FEWEST_STEPS), ceil_div(steps, LONGEST_CHAIN)
+    )
+    splits = max(1, min(wanted, WORKSPACE_LIMIT_BYTES // 2 // weights))
+    return Shape(warps, WARP_TAPS[problem.dtype.itemsize], splits, chunks)
+
+
+def partial_bytes(problem: Problem, shape: Shape) -> int:
+    """Of the sums that blocks leave, aligned."""
+    geometry = problem.geometry
+    images = 4 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
+    weights = 4 * geometry.in_channels * geometry.out_channels * geometry.taps
+    copies = round_up(images * shape.chunks, WORKSPACE_ALIGNMENT)
+    return copies + (weights * shape.splits if shape.splits > 1 else 0)
+
+
+def plan_gradients(problem: Problem, device: Device) -> Part | None:
+    """Inputs: grad_output, input, weight. Outputs: the gradients of the input and of the weight. None for what is not
+    the family's own.
+
+    Workspace: at most 64 MiB.
+    """
+    if not claims(problem, device) or not pays(problem):
+        return None
+    shape = shape_of(problem, device)
+    return None if shape is None else build(problem, shape, device)
+
+
+def shared_bytes(problem: Problem, shape: Shape) -> int:
+    """SHARED_BYTES of csrc/kernels/gradients/large_kernel.cu."""
+    item = problem.dtype.itemsize
+    parts = 2 if item == 4 else 1
+    m_tiles = ceil_div(problem.geometry.in_channels, 16)
+    patches = parts * 16 * (shape.warp_taps * item + 16)
+    weights = shape.warp_taps * item // 32 * m_tiles * parts * 512
+    sums = 2 * m_tiles * 8 * 128
+    return shape.warps * (patches + weights + sums)
+
+
+def build(problem: Problem, shape: Shape, device: Device) -> Part:
+    """The part that computes the problem in this shape."""
+    g = problem.geometry
+    shared = shared_bytes(problem, shape)
+    constants: tuple[tuple[str, Constant], ...] = (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "int"),
+        *g.layer_constants,
+        ("CHANNELS_LAST", problem.channels_last),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+        ("PRECISION", _PRECISIONS[problem.dtype]),
+        ("WARPS", shape.warps),
+        ("WARP_TAPS", shape.warp_taps),
+        ("SHARED_BYTES", shared),
+    )
+    inputs = g.batch * g.in_channels * g.height * g.width
+    weights = g.in_channels * g.out_channels * g.taps
+    weights_at = round_up(4 * inputs * shape.chunks, WORKSPACE_ALIGNMENT)
+    split = shape.splits > 1
+    launch = Launch(
+        Kernel("gradients/large_kernel.cu", "gradients_large_kernel", constants),
+        grid=shape.chunks * shape.splits,
+        block=32 * shape.warps,
+        arguments=(
+            input_(1),
+            input_(0),
+            input_(2),
+            workspace(0),
+            workspace(weights_at) if split else output(1),
+            struct(0),
+        ),
+        shared_bytes=shared,
+        structs=(step_sizes(g, STEP_PIXELS, shape.splits),),
+    )
+    launches = [launch, split_k_reduce(problem.dtype, inputs, shape.chunks, 0, 0)]
+    if split:
+        launches.append(split_k_reduce(problem.dtype, weights, shape.splits, weights_at, 1))
+    why = f"{g.kernel[0]} x {g.kernel[1]} taps: all gradients in one pass, {shape.warps} warps, {shape.splits} splits"
+    return Part(FAMILY, why, overlapping(launches, device), partial_bytes(problem, shape))

@@ -1,0 +1,160 @@
+"""What the two narrow gradients share: which problems are theirs, what their kernels ask of a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.gradients.gather_tile import GatherTile, fitting, loads, rows
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
+from tconv_swap.runtime.program import ELEMENT_TYPES, Constant, Launch
+
+FAMILY = "narrow_mma"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Where a side of a group has fewer channels, PyTorch computes in float32 even if TF32 is allowed; so do we.
+TF32_CHANNELS = 8
+#: Up to so many channels on one side of a group, most of a wide tile would be padding.
+NARROW_CHANNELS = 8
+#: From so many taps on, no wide tile holds the kernel; up to so many channels, this one does.
+MANY_TAPS, MANY_TAPS_CHANNELS = 256, 64
+#: A block's shared memory, in bytes.
+SHARED_BYTES = 100 * 1024
+#: Taps of a chunk: the steps of 8 are unrolled.
+CHUNK_TAPS = 256
+WEIGHT_REGISTERS = 96
+#: Accesses with which a thread brings its part of a tile.
+MAX_LOADS = 96
+#: PLACES_KEPT and AHEAD of csrc/kernels/gradients/gather.cuh.
+KEPT_PLACES = 12
+AHEAD_BYTES = 64
+#: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
+MOST_SUMS = {False: 24, True: 12}
+#: Units of 16 pixels that a warp of grad_weight adds up one after the other, in TF32 or 16 bits (there the multiplier
+#: cuts off) and in IEEE: rounding errors grow with the root of it, 2e-8 of the result for one
+#: (docs/kernels/narrow_grad_weight.md).
+LONGEST_CHAIN = {False: 2048, True: 256}
+#: What a thread of grad_weight may keep of the input that it asked for ahead.
+INPUT_REGISTERS = 32
+REGISTERS = 65536
+MULTIPROCESSOR_SHARED_BYTES = 227 * 1024
+#: What the compiler may use on top of what it needs on average, so that it never spills.
+REGISTER_MARGIN = 40
+#: What a multiprocessor does in a cycle, measured or thereabouts; and the L2 cache.
+MULTIPLY_CYCLES = 1.55
+ISSUED_PER_CYCLE = 2.6
+L2_BYTES_PER_CYCLE = 3000
+#: Channels whose sums a block can keep beside the weight's.
+BIAS_CHANNELS = 16
+#: The values of ptx::TF32 and ptx::IEEE in csrc/kernels/common/mma.cuh.
+TF32, IEEE = 0, 3
+
+
+def claims(problem: Problem, device: Device) -> bool:
+    """Whether the narrow gradients take a problem."""
+    geometry = problem.geometry
+    if problem.dtype not in DTYPES or device.compute_capability < 80 or geometry.batch == 0:
+        return False
+    if geometry.batch * geometry.height >= INT32_LIMIT:
+        return False
+    channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
+    return min(channels) <= NARROW_CHANNELS or (
+        geometry.taps >= MANY_TAPS and max(channels) <= MANY_TAPS_CHANNELS
+    )
+
+
+def loads_rows(problem: Problem, gather: GatherTile) -> bool:
+    """Whether rows of grad_output hold whole loads of the tile."""
+    return problem.channels_last or problem.geometry.out_width % gather.load == 0
+
+
+def input_bytes(geometry: Geometry) -> int:
+    """Of one float32 copy of the input's gradient."""
+    return 4 * geometry.batch * geometry.in_channels * geometry.height * geometry.width
+
+
+def rounds_nothing(problem: Problem) -> bool:
+    """Whether float32 is computed by products of parts, TF32 allowed or not."""
+    if problem.dtype != torch.float32:
+        return False
+    geometry = problem.geometry
+    channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
+    # PyTorch computes the same layers in float32 even with TF32 allowed, and nothing may be less accurate than that.
+    return problem.precision == "ieee" or channels < TF32_CHANNELS or geometry.taps >= MANY_TAPS
+
+
+def common_constants(problem: Problem) -> tuple[tuple[str, Constant], ...]:
+    geometry = problem.geometry
+    largest = max(
+        geometry.in_channels * geometry.height * geometry.width,
+        geometry.out_channels * geometry.out_height * geometry.out_width,
+        geometry.in_channels * geometry.out_channels_per_group * geometry.taps,
+    )
+    return (
+        ("Element", ELEMENT_TYPES[problem.dtype]),
+        ("Index", "int" if largest < INT32_LIMIT else "long long"),
+        *geometry.layer_constants,
+        ("CHANNELS_LAST", problem.channels_last),
+        ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
+        ("PRECISION", IEEE if rounds_nothing(problem) else TF32),
+    )
+
+
+def chunk_shapes(geometry: Geometry, block_groups: int, most: int) -> Iterator[tuple[int, int]]:
+    """(channels, rows of the kernel) of a chunk of the taps: as many as fit, and about a quarter of that."""
+    channels, kernel_w = geometry.out_channels_per_group, geometry.kernel[1]
+    found = set()
+    for kernel_rows in sorted({geometry.kernel[0], 1}, reverse=True):
+        for limit in (most, most // 4):
+
+            def taps(count: int, kernel_rows: int = kernel_rows) -> int:
+                return count * kernel_rows * kernel_w
+
+            count = channels if block_groups > 1 else fitting(channels, limit, taps)
+            if count is not None and taps(count) <= limit and (count, kernel_rows) not in found:
+                found.add((count, kernel_rows))
+                yield count, kernel_rows
+
+
+def loader_registers(problem: Problem, gather: GatherTile) -> int:
+    count = loads(problem.geometry, gather, problem.channels_last)
+    kept = 3 * count if count <= KEPT_PLACES else 10
+    if gather.async_:
+        return kept
+    pack = gather.load * problem.dtype.itemsize
+    return kept + ceil_div(pack, 4) * count + 15 if count * pack <= AHEAD_BYTES else 45 + 2 * pack
+
+
+def resident_blocks(registers: int, gather: GatherTile, shared_bytes: int) -> int:
+    """Blocks of a multiprocessor, with so many registers a thread."""
+    by_shared_memory = MULTIPROCESSOR_SHARED_BYTES // (shared_bytes + 1024)
+    return max(1, min(REGISTERS // (registers * gather.threads), by_shared_memory, 2048 // gather.threads))
+
+
+def powers(most: int) -> Iterator[int]:
+    power = 1
+    while power <= most:
+        yield power
+        power *= 2
+
+
+def loadable(problem: Problem, gather: GatherTile) -> bool:
+    geometry = problem.geometry
+    return (
+        loads(geometry, gather, problem.channels_last) <= MAX_LOADS
+        and rows(geometry, gather) * geometry.stride[0] < 4096
+    )
+
+
+def why(geometry: Geometry) -> str:
+    channels = f"{geometry.in_channels_per_group} to {geometry.out_channels_per_group} channels a group"
+    return f"{channels}: gathered taps on the tensor cores"
+
+
+def overlapping(launches: Sequence[Launch], device: Device) -> tuple[Launch, ...]:
+    """All but the first start while the one before ends, and wait for it."""
+    overlaps = device.compute_capability >= 90
+    return (launches[0], *(replace(launch, overlaps_previous=overlaps) for launch in launches[1:]))

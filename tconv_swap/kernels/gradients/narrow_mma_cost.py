@@ -1,0 +1,175 @@
+"""What a tile of the narrow gradients is expected to take: a sum of its parts, fitted to measurements.
+
+1,600 tiles of 7 layers on an H200 (docs/kernels/narrow_grad_input.md). Of the 29 tiles or so of a problem, the
+one expected to be the fastest took on average 1.08 (grad_input) and 1.10 (grad_weight) times as long as the fastest.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from math import ceil
+
+from tconv_swap.kernels.gradients.gather_tile import GatherTile, columns, loads, rows, sectors
+from tconv_swap.kernels.gradients.narrow_mma import KEPT_PLACES, rounds_nothing
+from tconv_swap.kernels.problem import Device, Problem
+
+#: Microseconds for each, and on top of that where few warps hide each other's waits, times 8 / warps.
+Price = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Of one unit of :class:`Work`, on an H200."""
+
+    read: Price
+    multiply: Price
+    instruction: Price
+    copy: Price
+    place: Price
+    put: Price
+    weight: Price
+    input: Price
+    byte: Price
+    least_byte: Price
+    partial_byte: Price
+    step: Price
+    round: Price
+    start: Price
+
+
+GRAD_INPUT = Prices(
+    read=(6.0e-4, 0),
+    multiply=(2.5e-4, 1.26e-3),
+    instruction=(0, 0),
+    copy=(6.9e-4, 0),
+    place=(1.8e-3, 0),
+    put=(2.0e-4, 3.2e-4),
+    weight=(3.2e-3, 0),
+    input=(0, 0),
+    byte=(1.01e-5, 0),
+    least_byte=(2.1e-6, 0),
+    partial_byte=(8.9e-5, 0),
+    step=(0.19, 0),
+    round=(0.31, 0),
+    start=(9.8, 0),
+)
+GRAD_WEIGHT = Prices(
+    read=(1.15e-4, 5.1e-4),
+    multiply=(9.3e-4, 0),
+    instruction=(4.0e-5, 0),
+    copy=(0, 1.73e-3),
+    place=(4.6e-3, 0),
+    put=(0, 9.2e-4),
+    weight=(0, 0),
+    input=(2.1e-3, 0),
+    byte=(5.6e-6, 0),
+    least_byte=(5.9e-6, 0),
+    partial_byte=(2.0e-4, 0),
+    step=(0.183, 0),
+    round=(0, 0),
+    start=(12.5, 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one multiprocessor does; instructions are counted by the warp."""
+
+    #: Passes over the banks of shared memory.
+    reads: float
+    multiplies: float
+    #: Instructions beside the copies.
+    instructions: float
+    #: Copies to shared memory, those whose places are computed anew, and elements that come through registers.
+    copies: float
+    places: float
+    puts: float
+    #: Weights fetched, input vectors fetched.
+    weights: float
+    inputs: float
+    #: Bytes of grad_output, halos included; bytes that the problem has; bytes of partial sums.
+    loaded: float
+    least: float
+    partials: float
+    #: Tiles, chunk by chunk, that one block after the other waits for; rounds of blocks; once.
+    steps: float
+    rounds: float
+    start: float = 1.0
+
+
+#: What each of Work costs, of Prices, in the same order.
+AMOUNTS = tuple(field.name for field in fields(Work))
+PRICES = tuple(field.name for field in fields(Prices))
+
+
+@dataclass(frozen=True, slots=True)
+class Multiplies:
+    """A warp's steps of 8 k for one tile and chunk, over all warps of a block, and what each consists of."""
+
+    steps: float
+    m_tiles: int
+    n_tiles: int
+    passes: float
+    #: Reads of shared memory for each m tile, beside the gather.
+    other_reads: int
+
+
+def microseconds(work: Work, prices: Prices, warps: float) -> float:
+    """The expected time where ``warps`` warps are resident on a multiprocessor."""
+    lone = 8 / warps
+    total = 0.0
+    for name, priced in zip(AMOUNTS, PRICES, strict=True):
+        alone, waiting = getattr(prices, priced)
+        total += getattr(work, name) * (alone + waiting * lone)
+    return total
+
+
+def work_of(
+    problem: Problem,
+    gather: GatherTile,
+    multiplies: Multiplies,
+    device: Device,
+    tiles: int,
+    blocks: int,
+    resident: int,
+    chunks: int,
+    weights: float = 0.0,
+    inputs: float = 0.0,
+    partial_bytes: float = 0.0,
+) -> tuple[Work, float]:
+    """The work of ``tiles`` tiles, ``chunks`` chunks of the taps each, in so many blocks of which ``resident`` run on a
+    multiprocessor at a time, and how many warps these are. ``weights`` of all blocks, ``inputs`` of a tile."""
+    geometry, channels_last, bytes_ = problem.geometry, problem.channels_last, problem.dtype.itemsize
+    multiprocessors = device.multiprocessors
+    occupied = max(1.0, min(resident, blocks / multiprocessors))
+    rounds = blocks / (multiprocessors * resident)
+    if rounds <= 1:
+        uneven = ceil(blocks / multiprocessors) * multiprocessors / blocks
+    else:
+        uneven = 1 + 0.5 * (ceil(rounds) / rounds - 1)
+    share = tiles / multiprocessors * uneven
+
+    few_channels = geometry.in_channels_per_group <= 8
+    products, additions, splitting = 1, 0, 1 if bytes_ == 4 else 0
+    if rounds_nothing(problem):
+        products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
+    m, n = multiplies.m_tiles, multiplies.n_tiles
+    instructions = n * 2 * (1 + splitting) + 2 + m * 4 * (1 + splitting) + m * n * (products + additions)
+    elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, channels_last) / 32
+    count = loads(geometry, gather, channels_last)
+    work = Work(
+        reads=share * multiplies.steps * (2 * n * multiplies.passes + multiplies.other_reads * m),
+        multiplies=share * multiplies.steps * m * n * products,
+        instructions=share * multiplies.steps * instructions,
+        copies=share * chunks * elements / gather.load,
+        places=share * chunks * elements / gather.load if count > KEPT_PLACES else 0.0,
+        puts=0.0 if gather.async_ else share * chunks * elements,
+        weights=weights / 32 / multiprocessors,
+        inputs=share * inputs,
+        loaded=tiles * chunks * sectors(geometry, gather, channels_last, bytes_) / multiprocessors,
+        least=geometry.elements * bytes_ / multiprocessors,
+        partials=partial_bytes / multiprocessors,
+        steps=share * chunks / occupied,
+        rounds=max(1.0, rounds),
+    )
+    return work, occupied * gather.threads / 32

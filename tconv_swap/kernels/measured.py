@@ -1,0 +1,115 @@
+"""Classes of layers on which PyTorch's operator was measured to be faster (benchmarks/README.md).
+
+They hold for Hopper (compute capability 9.0), where they were measured, and go by the layer's geometry alone.
+``tconv_swap.tune`` measures the layers of one network, and its result takes precedence. bfloat16 uses the same
+kernels as float16 and follows its rules.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels.problem import Device, Problem
+
+#: From this product of a group's input and output channels on, cuDNN's gradient of the weight is faster: in NCHW, in
+#: channels_last with TF32, and in channels_last with 16 bits.
+PAIRS_NCHW = 256 * 128
+PAIRS_TF32 = 256 * 64
+PAIRS_16_BIT = 128 * 64
+#: The same for the gradient of the input in float32 without TF32, where the kernel is smaller.
+WIDE_STRIDE = 5
+#: A small map with many channels: the weights are most of what moves, and packing them moves them again.
+SMALL_MAP_PIXELS = 64
+SMALL_MAP_CHANNELS = 512
+
+#: In float32 without TF32 at stride 1, cuDNN's output is faster from this many taps, channels on either side and
+#: images on, on maps of at least and at most this many pixels.
+TRANSFORMED_TAPS = 15
+TRANSFORMED_CHANNELS = 64
+TRANSFORMED_BATCH = 16
+TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
+
+#: The families of tensor-core tiles. The narrow families were faster than cuDNN wherever they were measured.
+HALO_FAMILY = "implicit_gemm"
+WIDE_FAMILIES = (HALO_FAMILY, "implicit_gemm")
+
+_WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
+
+
+def why_forward_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Returns why PyTorch's operator should compute the output instead of this family, or None."""
+    if _transformed(problem, family, device):
+        return _WHY.format(what="large kernels of stride 1 without TF32", speedup="0.13 to 1.04")
+    geometry = problem.geometry
+    small_map = 1 < geometry.height * geometry.width <= SMALL_MAP_PIXELS
+    many_channels = geometry.in_channels_per_group >= SMALL_MAP_CHANNELS
+    if not (_applies(problem, family, device) and problem.channels_last and problem.dtype.itemsize == 2):
+        return None
+    # Weights in channels_last need no packing, and packing is what made our kernels slower.
+    if not (small_map and many_channels) or problem.weight_channels_last:
+        return None
+    return _WHY.format(what="many channels on a small map, weights to be packed", speedup="0.85 to 0.94")
+
+
+def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Returns why PyTorch's operator should compute the gradient of the input instead of this family, or None."""
+    if device.compute_capability != 90:
+        return None
+    geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
+    # Of maps of one row, only layers with strides and maps of one pixel were measured.
+    one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
+    if family == HALO_FAMILY and not problem.channels_last:
+        if precision == "tf32" and one_row:
+            return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
+        if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
+            return _WHY.format(what="wide strides and gaps in NCHW without TF32", speedup="0.87")
+    return None
+
+
+def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> str | None:
+    """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
+    geometry = problem.geometry
+    pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
+    on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
+    if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
+        return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
+    if not _applies(problem, family, device):
+        return None
+    if not problem.channels_last:
+        if geometry.kernel == geometry.stride:
+            return None
+        many, speedup = PAIRS_NCHW, "0.38 to 1.22"
+    elif problem.dtype == torch.float32:
+        many, speedup = PAIRS_TF32, "0.50 to 1.15"
+    else:
+        many, speedup = PAIRS_16_BIT, "0.35 to 0.99"
+    return _WHY.format(what="strides with many channels", speedup=speedup) if pairs >= many else None
+
+
+def _leaves_gaps(geometry: Geometry) -> bool:
+    """Returns whether the output has rows or columns that no tap reaches."""
+    return all(kernel < stride for kernel, stride in zip(geometry.kernel, geometry.stride, strict=True))
+
+
+def _transformed(problem: Problem, family: str, device: Device) -> bool:
+    """Returns whether cuDNN computes this output, of float32 without TF32, by a transform whose time does not
+    depend on the kernel's size (the table is in docs/kernels/tile.md)."""
+    geometry = problem.geometry
+    if device.compute_capability != 90 or family not in WIDE_FAMILIES or not problem.is_ieee:
+        return False
+    return (
+        geometry.stride == geometry.dilation == (1, 1)
+        and geometry.groups == 1
+        and geometry.taps >= TRANSFORMED_TAPS
+        and min(geometry.in_channels, geometry.out_channels) >= TRANSFORMED_CHANNELS
+        and geometry.batch >= TRANSFORMED_BATCH
+        and TRANSFORMED_PIXELS[0] <= geometry.height * geometry.width <= TRANSFORMED_PIXELS[1]
+    )
+
+
+def _applies(problem: Problem, family: str, device: Device) -> bool:
+    """Returns whether the measurements apply: strides above 1, a wide family, Hopper, not float32 without TF32."""
+    if device.compute_capability != 90 or family not in WIDE_FAMILIES or max(problem.geometry.stride) == 1:
+        return False
+    return problem.dtype.itemsize == 2 or problem.precision == "tf32"

@@ -1,0 +1,246 @@
+"""Chooses a plan for a problem and a GPU. Pure functions of data; nothing here touches a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import zip_longest
+from typing import TypeVar
+
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common import tiny as tiny_family
+from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import gemm as forward_gemm
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import narrow_mma as grad_input_narrow_mma
+from tconv_swap.kernels.grad_weight import implicit_gemm as grad_weight_implicit_gemm
+from tconv_swap.kernels.grad_weight import narrow_mma as grad_weight_narrow_mma
+from tconv_swap.kernels.gradients import depthwise as gradients_depthwise
+from tconv_swap.kernels.gradients import gemm as gradients_gemm
+from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
+from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
+from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
+from tconv_swap.kernels.problem import Device, Problem
+from tconv_swap.runtime.program import Launch, Output, Part, Plan
+
+__all__ = [
+    "Device",
+    "Problem",
+    "backward_candidates",
+    "forward_candidates",
+    "plan_backward",
+    "plan_forward",
+    "with_weight_layout",
+]
+
+
+_T = TypeVar("_T")
+
+
+def with_weight_layout(problem: Problem, weight_channels_last: bool) -> Problem:
+    """Returns the same problem with the weight, or its gradient, in the given layout."""
+    return replace(problem, weight_channels_last=weight_channels_last)
+
+
+def plan_forward(problem: Problem, has_bias: bool, device: Device) -> Plan:
+    """Returns the plan of a forward pass. Its inputs are input, weight and bias (or none), 16-byte aligned.
+
+    What is tiny takes one launch. Maps of one pixel are a plain product. Of the rest the narrow kernels take what
+    memory bounds or what has few channels in a group, on tensor cores where these can be filled (with few output
+    channels as a product that is then folded); strips large images of stride 1 in NCHW; the halo-tile kernels what
+    has channels enough to fill a tile of the tensor cores; the general kernels what remains, and all of float64.
+    """
+    made = _forward_of_larger_families(problem, has_bias, device)
+    tiny = tiny_family.plan_forward(problem) if tiny_family.replaces(made) else None
+    return tiny or made
+
+
+def _forward_of_larger_families(problem: Problem, has_bias: bool, device: Device) -> Plan:
+    families = (
+        forward_gemm.plan_forward,
+        forward_col2im.plan_forward,
+        forward_narrow_mma.plan_forward,
+        forward_narrow_ffma.plan_forward,
+        forward_stride1.plan_forward,
+        forward_implicit_gemm.plan_forward,
+    )
+    for family in families:
+        made = family(problem, has_bias, device)
+        if made is not None:
+            return made
+    return general.plan_forward(problem, has_bias)
+
+
+def forward_candidates(problem: Problem, has_bias: bool, device: Device, count: int) -> list[Plan]:
+    """Returns at most ``count`` plans to measure: the one of ``plan_forward``, then the best of each fast family
+    in turn."""
+    families = (
+        forward_implicit_gemm.plan_candidates(problem, has_bias, device, count),
+        forward_stride1.plan_candidates(problem, has_bias, device, count),
+        forward_col2im.plan_candidates(problem, has_bias, device, count),
+        forward_narrow_mma.plan_candidates(problem, has_bias, device, count),
+        forward_narrow_ffma.plan_candidates(problem, has_bias, device, count),
+        forward_gemm.plan_candidates(problem, has_bias, device, count),
+    )
+    found = dict.fromkeys([plan_forward(problem, has_bias, device), *_in_turn(*families)])
+    return list(found)[:count]
+
+
+def backward_candidates(
+    problem: Problem, output_mask: tuple[bool, ...], device: Device, count: int
+) -> list[Plan]:
+    """Returns the same for the gradient of the input, or of weight and bias; for other masks only the plan of
+    ``plan_backward``."""
+    geometry = problem.geometry
+    plans: list[Plan] = []
+    if output_mask == (True, False, False):
+        grad_input = Output(geometry.input_shape, problem.channels_last)
+        parts = _in_turn(
+            grad_input_narrow_mma.part_candidates(problem, device, count),
+            grad_input_implicit_gemm.part_candidates(problem, device, count),
+        )
+        plans = [_assembled([(part, (grad_input,))]) for part in parts]
+    elif not output_mask[0] and output_mask[1]:
+        grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
+        grad_bias = Output((geometry.out_channels,))
+
+        def for_weight(with_bias: bool) -> list[Part]:
+            return _in_turn(
+                grad_weight_narrow_mma.part_candidates(problem, device, with_bias, count),
+                grad_weight_implicit_gemm.part_candidates(problem, device, with_bias, count),
+            )
+
+        if output_mask[2]:
+            plans = [_assembled([(part, (grad_weight, grad_bias))]) for part in for_weight(True)]
+            bias = (_grad_bias(problem, device), (grad_bias,))
+        if not plans:
+            after = [bias] if output_mask[2] else []
+            plans = [_assembled([(part, (grad_weight,)), *after]) for part in for_weight(False)]
+    return list(dict.fromkeys([plan_backward(problem, output_mask, device), *plans]))[:count]
+
+
+def _in_turn(*families: list[_T]) -> list[_T]:
+    """Yields the best of each, then the second best of each, and so on."""
+    return [one for best in zip_longest(*families) for one in best if one is not None]
+
+
+@lru_cache(maxsize=256)
+def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
+    """Returns the plan of a backward pass. Its inputs are grad_output, input and weight; its outputs are the
+    gradients that the mask asks for (input, weight, bias)."""
+    made = _of_larger_families(problem, output_mask, device)
+    tiny = tiny_family.plan_backward(problem, output_mask) if tiny_family.replaces(made) else None
+    return tiny or made
+
+
+def _of_larger_families(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
+    for family in (gradients_gemm.plan_backward, gradients_nchw_to_nhwc.plan_backward, _depthwise):
+        made = family(problem, output_mask, device)
+        if made is not None:
+            return made
+    return _direct_backward(problem, output_mask, device)
+
+
+def _depthwise(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan | None:
+    """Returns a plan that computes all gradients in one pass. If that pass does not read all of grad_output, the
+    bias has a pass of its own."""
+    geometry = problem.geometry
+    with_bias = output_mask[2] and gradients_depthwise.meets_all(geometry)
+    part = gradients_depthwise.plan_gradients(problem, (*output_mask[:2], with_bias), device)
+    if part is None:
+        return None
+    grad_input = Output(geometry.input_shape, problem.channels_last)
+    grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
+    grad_bias = Output((geometry.out_channels,))
+    outputs = zip((grad_input, grad_weight, grad_bias), (*output_mask[:2], with_bias), strict=True)
+    pieces = [(part, tuple(output for output, wanted in outputs if wanted))]
+    if output_mask[2] and not with_bias:
+        pieces.append((_grad_bias(problem, device), (grad_bias,)))
+    return _assembled(pieces)
+
+
+def _direct_backward(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> Plan:
+    """Returns a plan that reads the tensors as they lie."""
+    geometry = problem.geometry
+    pieces: list[tuple[Part, tuple[Output, ...]]] = []
+    grad_input = Output(geometry.input_shape, problem.channels_last)
+    grad_weight = Output(geometry.weight_shape, problem.weight_channels_last)
+    grad_bias = Output((geometry.out_channels,))
+    wants_input, wants_weight, wants_bias = output_mask
+    together = _together(problem, wants_bias, device) if wants_input and wants_weight else None
+    if together is not None:
+        part, with_bias = together
+        pieces.append((part, (grad_input, grad_weight, *((grad_bias,) if with_bias else ()))))
+        wants_input, wants_weight, wants_bias = False, False, wants_bias and not with_bias
+    if wants_input:
+        pieces.append((_grad_input(problem, device), (grad_input,)))
+    if wants_weight:
+        both = _grad_weight_and_bias(problem, device) if wants_bias else None
+        if both is not None:
+            pieces.append((both, (grad_weight, grad_bias)))
+            wants_bias = False
+        else:
+            pieces.append((_grad_weight(problem, device), (grad_weight,)))
+    if wants_bias:
+        pieces.append((_grad_bias(problem, device), (grad_bias,)))
+    return _assembled(pieces)
+
+
+def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
+    """Returns the plan that runs the parts one after the other, each with its outputs. They share the workspace."""
+    outputs: list[Output] = []
+    launches: list[Launch] = []
+    for part, made in pieces:
+        launches.extend(part.with_outputs(*range(len(outputs), len(outputs) + len(made))))
+        outputs.extend(made)
+    parts = [part for part, _ in pieces]
+    return Plan(
+        ", ".join(dict.fromkeys(part.family for part in parts)),
+        "; ".join(dict.fromkeys(part.why for part in parts)),
+        tuple(outputs),
+        tuple(launches),
+        workspace_bytes=max((part.workspace_bytes for part in parts), default=0),
+    )
+
+
+def _together(problem: Problem, wants_bias: bool, device: Device) -> tuple[Part, bool] | None:
+    """Returns the part that computes the gradients of input and weight in one pass, and whether it includes the
+    bias; None if no kernel does that."""
+    part = gradients_narrow_joint.plan_gradients(problem, device, wants_bias)
+    if part is not None:
+        return part, wants_bias and gradients_narrow_joint.counts_the_output(problem.geometry)
+    part = gradients_large_kernel.plan_gradients(problem, device)
+    return None if part is None else (part, False)
+
+
+def _grad_input(problem: Problem, device: Device) -> Part:
+    for family in (grad_input_narrow_mma.plan_grad_input, grad_input_implicit_gemm.plan_grad_input):
+        made = family(problem, device)
+        if made is not None:
+            return made
+    return general.plan_grad_input(problem)
+
+
+def _grad_weight(problem: Problem, device: Device) -> Part:
+    for family in (grad_weight_narrow_mma.plan_grad_weight, grad_weight_implicit_gemm.plan_grad_weight):
+        made = family(problem, device)
+        if made is not None:
+            return made
+    return general.plan_grad_weight(problem, device)
+
+
+def _grad_weight_and_bias(problem: Problem, device: Device) -> Part | None:
+    """Returns the part that computes both in one pass over grad_output (outputs: weight, bias), or None if no
+    kernel does that."""
+    return grad_weight_narrow_mma.plan_grad_weight(
+        problem, device, with_bias=True
+    ) or grad_weight_implicit_gemm.plan_grad_weight(problem, device, with_bias=True)
+
+
+def _grad_bias(problem: Problem, device: Device) -> Part:
+    return general.plan_grad_bias(problem, device)

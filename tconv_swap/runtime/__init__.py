@@ -1,0 +1,1 @@
+"""What runs plans: compiling, keeping, loading and launching kernels. It knows no family."""

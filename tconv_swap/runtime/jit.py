@@ -1,0 +1,175 @@
+"""Turns the description of a kernel into machine code: renders, compiles and caches it on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from tconv_swap.runtime import nvrtc
+from tconv_swap.runtime.cache import cache_directory, csrc_directory, write_atomically
+from tconv_swap.runtime.program import Constant, Kernel
+
+logger = logging.getLogger("tconv_swap")
+
+OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--ptxas-options=-v")
+
+
+@lru_cache(maxsize=1)
+def _kernel_files() -> dict[str, str]:
+    directory = csrc_directory() / "kernels"
+    return {
+        path.relative_to(directory).as_posix(): path.read_text()
+        for path in sorted(directory.rglob("*"))
+        if path.suffix in (".cu", ".cuh")
+    }
+
+
+@lru_cache(maxsize=1)
+def sources_digest() -> bytes:
+    """Returns a digest of every file in csrc/kernels and below."""
+    digest = hashlib.sha256()
+    for name, text in _kernel_files().items():
+        digest.update(f"{name}\0{text}\0".encode())
+    return digest.digest()
+
+
+def _render_constant(name: str, value: Constant) -> str:
+    if isinstance(value, bool):
+        return f"constexpr bool {name} = {'true' if value else 'false'};"
+    if isinstance(value, int):
+        return f"constexpr int {name} = {value};"
+    return f"using {name} = {value};"
+
+
+def render(kernel: Kernel) -> str:
+    """Returns the source that is compiled: the storage types, the named constants, and the kernel's file."""
+    constants = "\n".join(_render_constant(name, value) for name, value in kernel.constants)
+    return f'#include "common/types.cuh"\n{constants}\n#line 1 "{kernel.source}"\n{_kernel_files()[kernel.source]}'
+
+
+def compile_kernel(kernel: Kernel, architecture: str) -> bytes:
+    """Returns the machine code of a kernel for an architecture such as ``"sm_90"``, from the cache on disk if it is
+    complete there.
+    If it cannot be written there, a warning says so.
+
+    Raises:
+        CompileError: with the compiler's log and the path of the rendered source.
+    """
+    return compile_with_log(kernel, architecture)[0]
+
+
+def compile_with_log(kernel: Kernel, architecture: str) -> tuple[bytes, str]:
+    """Returns the same, and the compiler's resource report (registers, spills) of every entry in the source."""
+    source, options = render(kernel), _options(architecture)
+    stem = _stem(kernel, architecture, source)
+    cubin_path, log_path = stem.with_suffix(".cubin"), stem.with_suffix(".log")
+    kept = _read(cubin_path, log_path)
+    if kept is not None:
+        return kept
+    headers = {name: text for name, text in _kernel_files().items() if name.endswith(".cuh")}
+    logger.info("compiling %s for %s", kernel.entry, architecture)
+    try:
+        cubin, log = nvrtc.compile_cubin(source, kernel.source, headers, options)
+    except nvrtc.CompileError as error:
+        path = stem.with_suffix(".cu")
+        with suppress(OSError):  # the compiler's message matters more
+            write_atomically(path, source.encode())
+            raise nvrtc.CompileError(f"{error}\nThe source is in {path}") from None
+        raise
+    try:
+        write_atomically(log_path, f"{_seal(cubin, log)}\n{log}".encode())
+        write_atomically(cubin_path, cubin)
+    except OSError as error:
+        # The disk is full, or `cache clear` is running: the machine code is valid all the same.
+        warn_of_unkept(cache_directory(), error.strerror or str(error))
+    return cubin, log
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What ``compile_all`` did: kernels that it compiled, that it found on disk, and that do not compile, with the
+    error of each."""
+
+    compiled: int = 0
+    found: int = 0
+    failures: tuple[Exception, ...] = ()
+
+
+def compile_all(
+    kernels: Iterable[Kernel], architecture: str, progress: Callable[[int, int], object] | None = None
+) -> Compiled:
+    """Puts the machine code of kernels into the cache, on all cores: the compiler runs without the interpreter's lock.
+    If the caller is interrupted, kernels whose compilation has not begun are left.
+
+    Args:
+        progress: called in the caller's thread with how many are done and how many there are.
+    """
+    wanted = list(dict.fromkeys(kernels))
+    missing = [kernel for kernel in wanted if not is_kept(kernel, architecture)]
+    found = len(wanted) - len(missing)
+    failures: list[Exception] = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(compile_kernel, kernel, architecture) for kernel in missing]
+        try:
+            for done, future in enumerate(as_completed(futures), found + 1):
+                if progress is not None:
+                    progress(done, len(wanted))
+                if isinstance(error := future.exception(), RuntimeError):
+                    failures.append(error)
+                elif error is not None:
+                    raise error
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return Compiled(len(missing) - len(failures), found, tuple(failures))
+
+
+def is_kept(kernel: Kernel, architecture: str) -> bool:
+    """Returns whether the machine code of a kernel is on disk, complete."""
+    stem = _stem(kernel, architecture, render(kernel))
+    return _read(stem.with_suffix(".cubin"), stem.with_suffix(".log")) is not None
+
+
+def _options(architecture: str) -> tuple[str, ...]:
+    return (*OPTIONS, f"--gpu-architecture={architecture}")
+
+
+def _stem(kernel: Kernel, architecture: str, source: str) -> Path:
+    """Returns the path, without its suffix, of what is kept for a kernel and its rendered source."""
+    key = hashlib.sha256()
+    for part in (source, sources_digest(), repr(_options(architecture)), repr(nvrtc.version())):
+        key.update(hashlib.sha256(part if isinstance(part, bytes) else part.encode()).digest())
+    return cache_directory() / "kernels" / f"{kernel.entry}-{architecture}-{key.hexdigest()[:32]}"
+
+
+def _read(cubin_path: Path, log_path: Path) -> tuple[bytes, str] | None:
+    """Returns what was written; None if it is missing, unreadable or damaged."""
+    try:
+        cubin = cubin_path.read_bytes()
+        seal, _, log = log_path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return (cubin, log) if seal == _seal(cubin, log) else None
+
+
+def _seal(cubin: bytes, log: str) -> str:
+    """Returns the first line of a log, a digest: a driver may crash on damaged machine code, so the digest is
+    checked."""
+    digest = hashlib.sha256(cubin)
+    digest.update(log.encode())
+    return f"{len(cubin)} bytes, sha256 with this log {digest.hexdigest()}"
+
+
+@lru_cache(maxsize=16)
+def warn_of_unkept(directory: Path, reason: str) -> None:
+    """Warns once, however many kernels there are."""
+    logger.warning(
+        "compiled kernels are not kept in %s (%s): the next process compiles them again", directory, reason
+    )

@@ -1,0 +1,111 @@
+"""Hands plans and kernels over to csrc/launch.cpp, which returns a handle for the launch."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+import torch
+
+from tconv_swap.runtime import host, jit
+from tconv_swap.runtime.program import Kernel, Output, Plan
+
+_lock = threading.Lock()
+_kernels: dict[tuple[Kernel, str], int] = {}
+
+
+def raise_for(code: int) -> None:
+    if code != 0:
+        raise RuntimeError(host.library().tconv_last_error().decode())
+
+
+def _kernel(kernel: Kernel, architecture: str) -> int:
+    key = (kernel, architecture)
+    if key not in _kernels:
+        handle = ctypes.c_void_p()
+        cubin = jit.compile_kernel(kernel, architecture)
+        raise_for(host.library().tconv_load_kernel(cubin, kernel.entry.encode(), ctypes.byref(handle)))
+        assert handle.value is not None
+        _kernels[key] = handle.value
+    return _kernels[key]
+
+
+def _strides(output: Output) -> list[int]:
+    order = list(range(len(output.shape)))
+    if output.channels_last:
+        order = [0, 2, 3, 1]
+    strides = [0] * len(order)
+    step = 1
+    for dimension in reversed(order):
+        strides[dimension] = step
+        step *= max(output.shape[dimension], 1)
+    return strides
+
+
+def _may_overlap(architecture: str) -> bool:
+    """Returns whether programmatic dependent launch exists (compute capability 9.0 and later). Other kernels do
+    not wait."""
+    return int("".join(filter(str.isdigit, architecture))) >= 90
+
+
+def plan_words(plan: Plan, dtype: torch.dtype, architecture: str) -> list[int]:
+    """Returns a plan as the numbers that tconv_add_program in csrc/launch.cpp reads."""
+    words = [plan.workspace_bytes, len(plan.outputs)]
+    for output in plan.outputs:
+        words += [DTYPE_CODES[output.dtype or dtype], len(output.shape), *output.shape, *_strides(output)]
+    words.append(len(plan.launches))
+    for launch in plan.launches:
+        words += [
+            _kernel(launch.kernel, architecture),
+            launch.grid,
+            launch.block,
+            launch.shared_bytes,
+            int(launch.overlaps_previous and _may_overlap(architecture)),
+            len(launch.arguments),
+        ]
+        for argument in launch.arguments:
+            words += [int(argument.kind), argument.value]
+        words.append(len(launch.tensor_maps))
+        for one in launch.tensor_maps:
+            words += [int(one.base.kind), one.base.value, one.offset]
+            words += [int(one.element), one.swizzle_bytes, one.fetched_bytes, len(one.sizes)]
+            words += [*one.sizes, *one.strides, *one.box, *one.steps]
+        words.append(len(launch.structs))
+        for struct in launch.structs:
+            words += [len(struct), *struct]
+    return words
+
+
+#: c10::ScalarType.
+DTYPE_CODES = {torch.float16: 5, torch.float32: 6, torch.float64: 7, torch.bfloat16: 15}
+
+
+def add_plan(plan: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
+    """Compiles and loads what a plan needs; returns the handle that ``torch.ops.tconv_swap.launch`` takes.
+
+    Raises:
+        BuildError, CompileError: the host part or a kernel cannot be built.
+        RuntimeError: the driver refuses the kernel.
+    """
+    with _lock, torch.cuda.device(device):
+        words = plan_words(plan, dtype, architecture)
+        array = (ctypes.c_int64 * len(words))(*words)
+        handle = ctypes.c_int64()
+        raise_for(host.library().tconv_add_program(array, device.index, ctypes.byref(handle)))
+        return handle.value
+
+
+def drop_plan(handle: int) -> None:
+    """Releases what ``add_plan`` made; the kernels stay loaded."""
+    host.library().tconv_drop_program(ctypes.c_int64(handle))
+
+
+def forget_answers() -> None:
+    """Makes csrc/call.cpp forget its answers: it asks again how each call is computed."""
+    if host.is_loaded():
+        host.library().tconv_forget()
+
+
+def known_answers() -> int:
+    """Returns how many kinds of calls csrc/call.cpp knows."""
+    return int(host.library().tconv_known()) if host.is_loaded() else 0
