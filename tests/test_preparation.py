@@ -112,7 +112,9 @@ def test_a_fresh_process_compiles_nothing(own_cache: Path, monkeypatch: pytest.M
     assert (report.layers, report.found, report.architecture) == (2, 0, "sm_90a")
     script = """
 import json, torch
-from tconv_swap.cuda import jit, nvrtc, plan, choice
+from tconv_swap.runtime import jit, nvrtc
+from tconv_swap.kernels import plan
+from tconv_swap.cuda import choice
 from tconv_swap.kernels.common.epilogue import Epilogue, with_epilogue
 from tconv_swap.kernels.norm import plan as norms
 from tconv_swap.kernels.norm.shape import Activation, Norm

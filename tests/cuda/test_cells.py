@@ -60,7 +60,7 @@ def test_packed_weights_can_be_kept(dtype: torch.dtype) -> None:
 
 def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
     for channels_last in (False, True):
-        for geometry, family in ((GAPS, "narrow_mma"), (WIDE_RGB, "narrow_mma")):
+        for geometry, family in ((GAPS, "narrow_mma"), (WIDE_RGB, "narrow_ffma")):
             for precision in ("tf32", "ieee"):
                 posed = replace(problem(geometry, torch.float32, channels_last), precision=precision)
                 assert plan.plan_forward(posed, True, H200).family == family
@@ -68,7 +68,7 @@ def test_float32_goes_to_tensor_cores_where_most_products_are_of_use() -> None:
 
 def test_depthwise_stays_with_ffma() -> None:
     depthwise = Geometry(2, 64, 64, 64, 64, (4, 4), (2, 2), (1, 1), groups=64)
-    assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow_mma"
+    assert plan.plan_forward(problem(depthwise), True, H200).family == "narrow_ffma"
 
 
 @pytest.mark.parametrize("geometry", LAYERS, ids=str)

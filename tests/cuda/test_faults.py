@@ -16,7 +16,7 @@ from tconv_swap.runtime import cache
 ROOT = Path(__file__).resolve().parents[2]
 KERNEL = (
     "import torch, tconv_swap\n"
-    "from tconv_swap.cuda import host, jit\n"
+    "from tconv_swap.runtime import host, jit\n"
     "from tconv_swap.runtime.program import Kernel\n"
     "def compiled(lanes):\n"
     "    constants = (('Element', 'float'), ('THREADS', 32), ('LANES', lanes))\n"

@@ -155,7 +155,7 @@ def test_the_cache_while_kernels_are_wanted(fault: str, tmp_path: Path) -> None:
         "full": "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n",
     }
     code = NETWORKS + (
-        "from tconv_swap.cuda import cache\n"
+        "from tconv_swap.runtime import cache\n"
         "one = pair('cuda'); same(*one)\n"
         f"{faults[fault]}"
         "same(*one); same(*one, 9); same(*pair('cuda'), 11)\n"

@@ -160,7 +160,8 @@ def test_preparing_times_before_the_first_call(counted: Counted) -> None:
 
 SCRIPT = """
 import json, torch, tconv_swap
-from tconv_swap.cuda import first_use, jit
+from tconv_swap.cuda import first_use
+from tconv_swap.runtime import jit
 first_use.MEASURED = frozenset()
 asked = []
 (measure,) = first_use.measures

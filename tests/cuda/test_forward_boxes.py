@@ -346,7 +346,7 @@ def pixel_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Til
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("nchw_to_nhwc", [False, True])
+@pytest.mark.parametrize("arranged", [False, True])
 @pytest.mark.parametrize("seed", range(24))
 def test_forced_on_random_geometries(seed: int, arranged: bool) -> None:
     """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again,

@@ -232,7 +232,7 @@ def test_kernels_that_stand_in_come_back_where_nothing_is_loaded() -> None:
     """In a process of its own, whose compiler is missing: an autocast still casts what an exported program calls."""
     code = (
         "import torch, tconv_swap\n"
-        "from tconv_swap.cuda import host\n"
+        "from tconv_swap.runtime import host\n"
         "def line(): return [x for x in torch._C._dispatch_dump('tconv_swap::conv_transpose2d_output').splitlines()"
         " if x.startswith('AutocastCUDA')]\n"
         "before = line()\n"

@@ -55,10 +55,10 @@ def constants(made: Plan) -> dict[str, object]:
         (DCGAN, torch.bfloat16, H200, "implicit_gemm"),
         (DCGAN, torch.float64, H200, "general"),
         (DCGAN, torch.float32, TURING, "general"),
-        (DEPTHWISE, torch.float16, H200, "narrow_mma"),
-        (DEPTHWISE, torch.float32, TURING, "narrow_mma"),
+        (DEPTHWISE, torch.float16, H200, "narrow_ffma"),
+        (DEPTHWISE, torch.float32, TURING, "narrow_ffma"),
         (RGB, torch.float32, H200, "col2im"),
-        (RGB, torch.float32, TURING, "narrow_mma"),
+        (RGB, torch.float32, TURING, "narrow_ffma"),
     ],
     ids=str,
 )
@@ -95,7 +95,7 @@ def test_the_family_chosen_for_the_weight(
 @pytest.mark.parametrize(
     ("geometry", "families"),
     [
-        (DCGAN, "im2col_nhwc"),  # the bias's gradient out of the same pass
+        (DCGAN, "im2col_nchw"),  # the bias's gradient out of the same pass
         (KB75, "implicit_gemm, general"),  # rows of grad_output that no tap reads
     ],
     ids=str,

@@ -143,7 +143,7 @@ def test_the_kernels_of_all_schedules_compile() -> None:
             assert spills
             assert kernel.spills or not any(spills), f"{kernel} {log}"
             done[kernel.entry] = done.get(kernel.entry, 0) + 1
-    assert min(done[entry] for entry in ENTRIES if entry != "grad_input_implicit_gemm_mma") >= 4, done
+    assert min(done[entry] for entry in ENTRIES if entry != "grad_input_implicit_gemm_mma") >= 2, done
 
 
 def any_problem(rng: random.Random) -> StridedProblem:

@@ -47,7 +47,9 @@ def test_one_launch_does_all(channels_last: bool) -> None:
         for backend in ("auto", "kernel"):
             (step,) = choice.choose_backward(posed, mask, H200, backend)
             assert step.plan is not None
-            assert (step.family, len(step.plan.launches), step.plan.workspace_bytes) == ("tiny", 1, 0)
+            # The gradient of the input alone is one launch of the narrow family's too, and is left to it.
+            family = "narrow_mma" if mask == (True, False, False) and not channels_last else "tiny"
+            assert (step.family, len(step.plan.launches), step.plan.workspace_bytes) == (family, 1, 0)
             shapes = SMALL.input_shape, SMALL.weight_shape, (SMALL.out_channels,)
             assert [one.shape for one in step.plan.outputs] == [
                 shape for shape, wanted in zip(shapes, mask, strict=True) if wanted
@@ -57,7 +59,7 @@ def test_one_launch_does_all(channels_last: bool) -> None:
 def test_what_one_launch_of_another_family_does_is_left_to_it() -> None:
     """It is the faster: the same launches, and kernels made for the problem."""
     assert tiny_family.claims(problem())
-    assert plan.plan_forward(problem(), True, TURING).family == "narrow_mma"
+    assert plan.plan_forward(problem(), True, TURING).family == "narrow_ffma"
     assert plan.plan_backward(problem(), (True, False, False), TURING).family == "general"
     assert plan.plan_backward(problem(), (True, True, True), TURING).family == "tiny"
 
