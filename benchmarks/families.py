@@ -1,7 +1,7 @@
 """Every family of kernels that can compute a stage of a layer, with the best of its plans as the family ranks them.
 
 The library's choice asks the families in turn and takes the first that claims a problem; a benchmark of what each is
-worth asks all of them. A family is named by its kernel's entry, after ``arranged`` where its plan copies NCHW tensors
+worth asks all of them. A family is named by its kernel's entry, after ``nchw_to_nhwc`` where its plan copies NCHW tensors
 to channels_last first.
 """
 
@@ -73,7 +73,7 @@ _ALL = 1 << 20
 
 
 def family_of(made: Plan) -> str:
-    """The name of what a plan launches: ``"arranged grad_input_implicit_gemm_tma"``."""
+    """The name of what a plan launches: ``"nchw_to_nhwc grad_input_implicit_gemm_tma"``."""
     entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
     mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
     return f"{ARRANGED} {mains}" if "arrange" in entries else mains

@@ -95,7 +95,7 @@ def test_commands_of_ours_work(line: str, tmp_path: Path, monkeypatch: pytest.Mo
 def test_commands_of_the_benchmarks_are_understood(line: str) -> None:
     module, *arguments = shlex.split(line)[2:]
     found = importlib.import_module(module)
-    if hasattr(found, "_parser"):
+    if hasattr(found, "make_parser"):
         found.make_parser().parse_args(arguments)
     else:
         assert callable(found.main)

@@ -33,7 +33,7 @@ def row(
     speedup: float = 2.0,
     error: float = 1e-4,
     theirs: float = 1e-4,
-    family: str = "implicit_gemm",
+    family: str = "halo tile",
     mode: str = "tf32",
     layout: str = "nchw",
     stage: str = "forward",

@@ -30,8 +30,8 @@ from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime.program import Kernel, Part
 
 TURING = plan.Device("sm_75", 30, 64 << 10)
-#: What prepares copies, or adds up what others leave; the kernels that compute what no other can; and those of large images of
-#: stride 1 in NCHW, of which there are two.
+#: What prepares copies, or adds up what others leave; the kernels that compute what no other can; and those of large
+#: images of stride 1 in NCHW, of which there are two.
 AUXILIARY = {
     "arrange",
     "grad_input_general",

@@ -221,7 +221,7 @@ def test_every_kernel_and_why_when_verbose() -> None:
     print_report(make_console(stream), **full_case(), verbose=True)
     flat = squeezed(stream.getvalue())
     assert "forward: halo tile (TF32 tensor cores" in flat
-    assert "forward_implicit_gemm_wgmma: 128 blocks of 256 threads" in flat
+    assert "forward_wgmma: 128 blocks of 256 threads" in flat
     assert "both 0.213 0.141 1.51x faster" in flat
 
 
@@ -282,7 +282,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(width: int) -> None:
     rows = [line.split()[:5] for line in lines]
     assert ["forward", "0.0800", "0.0510", "1.57x", "faster"] in rows
     assert ["error", "8.0e-05", "7.5e-05", "12%", "of"] in rows
-    assert any("implicit_gemm" in line for line in lines) == (width >= 50)
+    assert any("halo tile" in line for line in lines) == (width >= 50)
     for verbose in (False, True):
         assert "…" not in "".join(narrow(verbose))
     assert ["up.1", "forward", "0.0800", "+-1%", "0.0510", "+-1%", "1.57x", "faster"] in [

@@ -107,9 +107,9 @@ def explained(name: str, layer: nn.ConvTranspose2d, shape: tuple[int, ...]) -> L
     )
     narrow = layer.groups > 1 or layer.out_channels < 8
     family, why = (
-        ("narrow_mma", "float32 FFMA") if narrow else ("implicit_gemm", "TF32 tensor cores, 64 x 8x4x4 cells")
+        ("narrow", "float32 FFMA") if narrow else ("halo tile", "TF32 tensor cores, 64 x 8x4x4 cells")
     )
-    entry = "forward_narrow_ffma" if narrow else "forward_implicit_gemm_wgmma"
+    entry = "forward_narrow" if narrow else "forward_wgmma"
     kernel = KernelExplanation(entry, f"{entry}.cu", 128, 256, 205056, {"THREADS": 256})
     work = work_of(geometry, "forward", 4)
     gradients = "grad_input, grad_weight" + (", grad_bias" if layer.bias is not None else "")
