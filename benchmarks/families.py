@@ -1,8 +1,8 @@
 """Every family of kernels that can compute a stage of a layer, with the best of its plans as the family ranks them.
 
 The library's choice asks the families in turn and takes the first that claims a problem; a benchmark of what each is
-worth asks all of them. A family is named by its kernel's entry, after ``nchw_to_nhwc`` where its plan copies NCHW tensors
-to channels_last first.
+worth asks all of them. A family is named by its kernel's entry, after ``nchw_to_nhwc`` where its plan copies NCHW
+tensors to channels_last first.
 """
 
 from __future__ import annotations
