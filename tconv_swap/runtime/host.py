@@ -67,8 +67,7 @@ def library() -> ctypes.CDLL:
         BuildError: as ``build``.
         OSError: the system cannot load it.
     """
-    with _without_stand_ins():  # torch's builder also loads the library
-        loaded = build_and_load()
+    loaded = build_and_load()
     loaded.tconv_last_error.restype = ctypes.c_char_p
     loaded.tconv_known.restype = ctypes.c_int64
     return loaded
@@ -99,7 +98,8 @@ def build_and_load() -> ctypes.CDLL:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    torch.ops.load_library(path)
+    with _without_stand_ins():
+        torch.ops.load_library(path)
     return ctypes.CDLL(str(path))
 
 
@@ -176,6 +176,7 @@ def build() -> Path:
 
 
 def compile_library(directory: Path) -> Path:
+    """Builds the shared library in a new directory, without loading it, and returns its path."""
     from torch.utils import cpp_extension
 
     libraries = Path(torch.__file__).parent / "lib"
@@ -186,13 +187,15 @@ def compile_library(directory: Path) -> Path:
                 sources=[str(csrc_directory() / source) for source in SOURCES],
                 build_directory=str(directory),
                 extra_cflags=list(FLAGS),
-                extra_ldflags=[f"-L{libraries}", "-ltorch_cuda", "-ldl"],
+                extra_ldflags=["-shared", f"-L{libraries}", "-ltorch_cuda", "-ldl"],
                 with_cuda=False,
                 is_python_module=False,
-                is_standalone=False,
+                # Otherwise torch's builder also loads the library, and a process that has it from another cache
+                # would register every op twice, which ends the process.
+                is_standalone=True,
             )
     except RuntimeError as error:
         # If the compiler was killed or the disk was full, the next attempt may succeed.
         kind = RefusedError if _REFUSAL.search(str(error)) else BuildError
         raise kind(f"the host part of tconv_swap does not build from {csrc_directory()}:\n{error}") from error
-    return Path(built or directory / "tconv_swap_host.so")
+    return Path(built)

@@ -182,6 +182,14 @@ def test_what_a_compiler_says_of_a_source(
     assert isinstance(raised.value, host.RefusedError) == refused
 
 
+def test_a_build_does_not_load_the_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that has loaded it from another cache would register every op twice, which ends the process."""
+    for source in host.SOURCES:
+        (own_cache / source).write_text("#include <cstdlib>\nstatic int loaded = (std::abort(), 0);\n")
+    monkeypatch.setattr(host, "csrc_directory", lambda: own_cache)
+    assert host.build().stat().st_size > 0
+
+
 def test_a_failing_build_shows_the_compilers_words(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for source in host.SOURCES:
         (own_cache / source).write_text("#error deliberately broken")
