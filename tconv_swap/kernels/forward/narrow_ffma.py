@@ -12,6 +12,7 @@ from tconv_swap.kernels.common.epilogue import bias_alone
 from tconv_swap.kernels.common.forward_shares import share_of_narrow
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.common.sizes import Words, divisor
+from tconv_swap.kernels.forward.implicit_gemm import MOST_PHASES
 from tconv_swap.kernels.forward.narrow_ffma_choice import choose, terms
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
@@ -32,6 +33,9 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: tool ...
 MULTIPLY_ADDS_PER_ELEMENT = 84
 MULTIPLY_ADDS_PER_OUTPUT = 96
+#: The same of layers with so wide a stride that implicit_gemm does not claim them: beside the narrow kernels there are
+#: only the general ones and PyTorch's, which took 5.7 to 22 times as long (92 products for an output, on an H200).
+MULTIPLY_ADDS_OF_WIDE_STRIDES = 128
 #: ... unless there are so few channels on one side that most of a tensor core's tile would be padding.
 NARROW_CHANNELS = 8
 #: Batch, rows and columns of the maps by which a layer is judged, and those with one row.
@@ -50,6 +54,8 @@ def _claims_layer(layer: Geometry) -> bool:
     """The same of all sizes of a layer."""
     if min(layer.in_channels_per_group, layer.out_channels_per_group) <= NARROW_CHANNELS:
         return True
+    if layer.stride[1] > MOST_PHASES:
+        return terms(layer) <= MULTIPLY_ADDS_OF_WIDE_STRIDES
     one_row = layer.kernel[0] == layer.stride[0] == 1
     batch, height, width = JUDGED_ROW if one_row else JUDGED
     judged = replace(layer, batch=batch, height=height, width=width)

@@ -55,7 +55,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
         return None
     pieces = []
     if output_mask[0]:
-        by_boxes = arranged_grad_input(problem, device) if _summed(problem) >= LEAST_SUMMED else None
+        by_boxes = arranged_grad_input(problem, device) if _by_boxes(problem) else None
         pieces.append(by_boxes or direct_grad_input(problem, device))
     if output_mask[1]:
         pieces.append(arranged_grad_weight(problem, device))
@@ -78,6 +78,13 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     )
 
 
+def _by_boxes(problem: Problem) -> bool:
+    """Returns whether the kernel by boxes computes grad_input from a copy faster than others from what lies there."""
+    enough = gradients_nchw_to_nhwc_pays.LEAST_CHANNELS
+    of_group = gradients_nchw_to_nhwc_pays.enough_channels(problem.geometry, enough)
+    return of_group and _summed(problem) >= LEAST_SUMMED
+
+
 def _summed(problem: Problem) -> int:
     """Products that are summed up for an element of grad_input."""
     return problem.geometry.out_channels_per_group * problem.geometry.taps
@@ -86,10 +93,7 @@ def _summed(problem: Problem) -> int:
 def _pays_alone(problem: Problem, device: Device) -> bool:
     """Whether arranging pays for grad_input alone: many products for it, and nothing better from what lies there."""
     arranged = sum(tensors_of(problem)[index].bytes for index in (GRAD_OUTPUT, WEIGHT))
-    if (
-        _summed(problem) < LEAST_SUMMED
-        or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * arranged
-    ):
+    if not _by_boxes(problem) or problem.geometry.macs * problem.dtype.itemsize < LEAST_MACS_ALONE * arranged:
         return False
     direct = grad_input_implicit_gemm.plan_grad_input(problem, device)
     return direct is None or direct.family == grad_input_implicit_gemm.FAMILY
