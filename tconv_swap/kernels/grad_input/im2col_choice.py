@@ -15,6 +15,7 @@ from tconv_swap.kernels.grad_input.im2col_tile import (
     UnfoldedTile,
     clocks,
     conflicts,
+    fold,
     halves,
     legal,
     macs,
@@ -103,12 +104,19 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     looked_at = dict.fromkeys(
         tile for i in range(len(sizes)) for tile in sorted(plain, key=lambda tile: plain[tile][i])[:LOOKED_AT]
     )
+    most = share_of_unfolded(layer, device)
+    # Of several tiles the first is right for rows of any width.
+    any_width = [tile for tile in plain if most > 1 and fold(layer, tile) == 1]
+    if any(fold(layer, tile) > 1 for tile in looked_at):
+        for i in range(len(sizes)):
+            looked_at.update(dict.fromkeys(sorted(any_width, key=lambda tile: plain[tile][i])[:1]))
     found: dict[Schedule, list[float]] = {}
     for tile in looked_at:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
         passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
-    return covering(found, weights, (), share_of_unfolded(layer, device))
+    first = [one for one in found if most > 1 and fold(layer, one[0]) == 1]
+    return covering(found, weights, first, most)
 
 
 def _least(tile: UnfoldedTile, passes: float, problem: StridedProblem, device: Device) -> float:
