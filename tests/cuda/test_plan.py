@@ -77,6 +77,30 @@ def test_the_family_chosen(
     assert made.outputs[0].channels_last == channels_last
 
 
+#: A kernel that is its stride; 2048 products of an element.
+MASK_HEAD = Geometry(64, 128, 7, 7, 128, (2, 2), (2, 2))
+POSE = Geometry(5, 512, 15, 20, 128, (4, 4), (2, 2), (1, 1))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "copied"),
+    [
+        (MASK_HEAD, torch.float32, True),
+        (MASK_HEAD, torch.float16, False),
+        (replace(MASK_HEAD, out_channels=120), torch.float32, False),
+        (replace(MASK_HEAD, in_channels=32, kernel=(1, 2), stride=(1, 2)), torch.float32, False),
+        (POSE, torch.float32, True),
+        (POSE, torch.float16, False),
+        (replace(POSE, out_channels=136), torch.float16, True),
+    ],
+    ids=str,
+)
+def test_where_the_forward_pass_of_nchw_reads_a_copy(
+    geometry: Geometry, dtype: torch.dtype, copied: bool
+) -> None:
+    assert ("arrange" in [one.kernel.entry for one in forward(geometry, dtype).launches]) == copied
+
+
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     ("geometry", "dtype", "device", "family"),
