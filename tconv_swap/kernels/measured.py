@@ -23,12 +23,14 @@ WIDE_STRIDE = 5
 SMALL_MAP_PIXELS = 64
 SMALL_MAP_CHANNELS = 512
 
-#: Multiply-adds for each element of input, output and weight, channels of either side of a group, and multiply-adds in
-#: all from which cuDNN's gradient of the input is faster in channels_last: with strides what the copy engine cannot
-#: bring for ours; in 16 bits everything.
-INTENSE_UNBOXED, INTENSE_CHANNELS = 500, 128
+#: In channels_last cuDNN's gradient of the input is faster from so many channels on either side and so many
+#: multiply-adds for each element of input, output and weight: with strides, where the copy engine cannot bring
+#: grad_output for ours (five layers).
+INTENSE_CHANNELS, INTENSE_UNBOXED = 128, 500
+#: The same in 16 bits, whoever brings grad_output (seven layers), and multiply-adds in all.
 INTENSE, INTENSE_MACS = 600, 1 << 34
-#: Output channels up to which an even number of them is faster by cuDNN's kernels, which take channels in pairs.
+#: Up to so many output channels, if their number and that of input channels is even: cuDNN's kernels take channels in
+#: pairs (2, 2 and 4 output channels were faster by them in all modes, 1 and 3 by ours).
 FEW_CHANNELS = 4
 
 #: In float32 without TF32 at stride 1, cuDNN's output is faster from this many taps, channels on either side and
@@ -38,11 +40,10 @@ TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
-#: The families of tensor-core tiles. The narrow families were faster than cuDNN wherever they were measured.
+#: The family of tensor-core tiles, and that whose tiles the copy engine brings. The narrow family was slower than cuDNN
+#: only where ``_has_few_pairs`` says so.
 HALO_FAMILY = "implicit_gemm"
-WIDE_FAMILIES = (HALO_FAMILY, "implicit_gemm")
-#: Those that compute the gradient of the input in channels_last; few output channels are the narrow family's.
-COPIED_FAMILIES = (HALO_FAMILY, "implicit_gemm_tma")
+TMA_FAMILY = "implicit_gemm_tma"
 NARROW_FAMILY = "narrow_mma"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
@@ -79,7 +80,7 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
         return None
     if family == NARROW_FAMILY and _has_few_pairs(geometry):
         return _WHY.format(what="2 or 4 output channels in channels_last", speedup="0.45 to 0.94")
-    if family in COPIED_FAMILIES and _is_intense(geometry, family, precision):
+    if family in (HALO_FAMILY, TMA_FAMILY) and _is_intense(geometry, family, precision):
         return _WHY.format(what="many products of an element in channels_last", speedup="0.18 to 0.91")
     return None
 
@@ -88,7 +89,7 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
     """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
-    on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
+    on_hopper = device.compute_capability == 90 and family == HALO_FAMILY
     if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
@@ -129,7 +130,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
     """Returns whether cuDNN computes this output, of float32 without TF32, by a transform whose time does not
     depend on the kernel's size (the table is in docs/kernels/tile.md)."""
     geometry = problem.geometry
-    if device.compute_capability != 90 or family not in WIDE_FAMILIES or not problem.is_ieee:
+    if device.compute_capability != 90 or family != HALO_FAMILY or not problem.is_ieee:
         return False
     return (
         geometry.stride == geometry.dilation == (1, 1)
@@ -142,7 +143,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
 
 
 def _applies(problem: Problem, family: str, device: Device) -> bool:
-    """Returns whether the measurements apply: strides above 1, a wide family, Hopper, not float32 without TF32."""
-    if device.compute_capability != 90 or family not in WIDE_FAMILIES or max(problem.geometry.stride) == 1:
+    """Returns whether the measurements apply: strides above 1, the tiles' family, Hopper, not float32 without TF32."""
+    if device.compute_capability != 90 or family != HALO_FAMILY or max(problem.geometry.stride) == 1:
         return False
     return problem.dtype.itemsize == 2 or problem.precision == "tf32"

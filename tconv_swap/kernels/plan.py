@@ -34,6 +34,7 @@ __all__ = [
     "Problem",
     "backward_candidates",
     "forward_candidates",
+    "in_one_pass",
     "plan_backward",
     "plan_forward",
     "with_weight_layout",
@@ -215,6 +216,11 @@ def _assembled(pieces: Sequence[tuple[Part, tuple[Output, ...]]]) -> Plan:
         tuple(launches),
         workspace_bytes=max((part.workspace_bytes for part in parts), default=0),
     )
+
+
+def in_one_pass(problem: Problem, device: Device) -> bool:
+    """Returns whether a kernel computes the gradients of input and weight in one pass over grad_output."""
+    return _together(problem, False, device) is not None
 
 
 def _together(problem: Problem, wants_bias: bool, device: Device) -> tuple[Part, bool] | None:

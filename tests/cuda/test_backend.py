@@ -164,6 +164,14 @@ def test_classes_measured_to_be_slower_are_left_to_pytorch_on_hopper_alone(
     assert not any(by_pytorch(plan.Device("sm_80", 108, 163 << 10), "auto"))
 
 
+def test_a_gradient_that_one_pass_computes_with_another_stays_ours() -> None:
+    asked = plan.Problem(TWO_CHANNELS, torch.float32, "tf32", True, True)
+    (alone,) = choose_backward(asked, (True, False, False), H200, "auto")
+    assert alone.plan is None
+    (both,) = choose_backward(asked, (True, True, False), H200, "auto")
+    assert both.family == "narrow_joint"
+
+
 def test_a_small_map_whose_weights_have_to_be_packed_is_pytorchs() -> None:
     for weight_channels_last in (False, True):
         asked = plan.Problem(DCGAN2, torch.float16, "ieee", True, weight_channels_last)
