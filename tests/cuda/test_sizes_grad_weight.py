@@ -166,13 +166,6 @@ def test_a_map_of_few_columns_is_tiled_in_place() -> None:
     assert "turned in place" in part.why
 
 
-def test_maps_of_mask_heads_have_a_tile_in_nchw() -> None:
-    """Of larger batches than the size that stands for maps of 14 x 14."""
-    (layer,) = (layer for layer in LAYERS if layer.name == "maskrcnn")
-    problem = plan.Problem(layer.geometry, torch.float32, "tf32", False, False)
-    assert plan.plan_backward(problem, MASK, H200).family == "im2col_nchw"
-
-
 # ---- the arithmetic, emulated ----------------------------------------------------------------------------------
 
 

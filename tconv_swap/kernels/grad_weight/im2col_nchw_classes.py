@@ -27,8 +27,6 @@ from tconv_swap.kernels.problem import Device, Problem
 OTHERWISE = 1.4
 #: The least work of the sizes that take them (grad_weight/implicit_gemm.py): they were measured to be faster there.
 LEAST_MACS = 1 << 32
-#: The same of sizes that stand for others: the batches of small maps are larger than theirs.
-LEAST_STANDING_MACS = 3 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +67,7 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
         most,
         of_size,
         lambda problem, one: (
-            problem.geometry.macs >= LEAST_STANDING_MACS and _cut(problem.geometry, one, device) is not None
+            problem.geometry.macs >= LEAST_MACS and _cut(problem.geometry, one, device) is not None
         ),
         expected,
         lambda one: True,
