@@ -1,16 +1,16 @@
 // Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a) in TF32, grad_output as it lies in NCHW.
 //
-//   M = KERNEL_W taps of a row of the kernel x CHUNK output channels, N = TILE_COLS input channels, K = pixels
+//   M = KERNEL_W taps of a row of the kernel x TILE_CO output channels, N = TILE_CI input channels, K = pixels
 //
 // In TF32 the multiplier takes from shared memory only what lies along k, and k are pixels. The input lies so. Of
 // grad_output k goes by the stride, so it comes from registers: the copy engine brings boxes of it as it lies, and a lane
-// reads its words of them. A tap is an address (grad_weight/im2col_nchw_words.cuh).
+// reads its words of them. A tap is an address (grad_weight/im2col_nchw_fragments.cuh).
 //
 // Covers: float32 (TF32), NCHW; what grad_weight/im2col_nchw.py claims. Warpgroup 0 asks for boxes, the others multiply,
-// BLOCKS times 64 rows each. Pixels are split in `slices`; a slice's sums are gradient[slice][ci][tap][co], which
-// grad_weight/pixel_rows_reduce.cu adds up (sizes.in_weight_order: [ci][co][tap], for a single slice). WITH_BIAS: two warps of
-// warpgroup 0 add up grad_output where a row of taps has its offset in [0, STRIDE_H), for the first input channels:
-// bias_partial[slice][offset][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
+// M_TILES times 64 rows each. Pixels are split in `splits`; a split's sums are gradient[split][ci][tap][co], which
+// grad_weight/pixel_rows_reduce.cu adds up (sizes.in_weight_order: [ci][co][tap], for a single split). WITH_BIAS: two warps of
+// warpgroup 0 add up grad_output where a row of taps has its tap_row_offset in [0, STRIDE_H), for the first input channels:
+// bias_partial[split][tap_row_offset][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
@@ -19,28 +19,28 @@
 #include "common/sizes.cuh"
 #include "common/tma.cuh"
 #include "grad_weight/im2col_nchw_layout.cuh"
-#include "grad_weight/im2col_nchw_words.cuh"
+#include "grad_weight/im2col_nchw_fragments.cuh"
 #include "grad_weight/im2col_nchw_producer.cuh"
 
 /// The multiplies of one warp. While a step is multiplied, the words of the next are read.
-__device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TILE_COLS / 2], int warp, int lane, int stages, u32 out_width) {
-  const WordPlaces places(warp, lane, out_width);
+__device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES][TILE_CI / 2], int warp, int lane, int stages, u32 out_width) {
+  const AAddresses addresses(warp, lane, out_width);
 #pragma unroll
   for (auto& block : sums)
 #pragma unroll
     for (float& sum : block) sum = 0.f;
-  Words even, odd;
+  AFragments even, odd;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.full(), ring.parity);
     const ptx::u64 cols = ptx::swizzled_descriptor<BOX * 4>(ring.data(), 16, 8 * BOX * 4);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      Words& words = step % 2 ? odd : even;
-      places.load(words, ring.data(), step);
+      AFragments& words = step % 2 ? odd : even;
+      addresses.load(words, ring.data(), step);
       ptx::fence_sums();
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b)
-        ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
+      for (int b = 0; b < M_TILES; ++b)
+        ptx::multiply_from_registers<TILE_CI>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
       ptx::commit_multiplies();
       // The step before is multiplied: its words may go, and with the first step its stage.
       ptx::wait_multiplies<1>();
@@ -52,19 +52,19 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
   ptx::wait_multiplies<0>();
 }
 
-__device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2], const Place& place, int warp, int lane, bool in_weight_order,
+__device__ __forceinline__ void store(const float (&sums)[M_TILES][TILE_CI / 2], const Place& place, int warp, int lane, bool in_weight_order,
                                       float* gradient) {
   const int of_tap = in_weight_order ? 1 : CO_GROUP, of_channel = in_weight_order ? TAPS : 1;
-  gradient += (static_cast<long long>(place.slice) * IN_CHANNELS + place.group * CI_GROUP) * (TAPS * CO_GROUP);
+  gradient += (static_cast<long long>(place.split) * IN_CHANNELS + place.group * CI_GROUP) * (TAPS * CO_GROUP);
 #pragma unroll
-  for (int b = 0; b < BLOCKS; ++b) {
-    const Rows rows = Rows::of(warp, b, lane);
+  for (int b = 0; b < M_TILES; ++b) {
+    const FragmentRows rows = FragmentRows::of(warp, b, lane);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int co = place.co + rows.channel[half];
       float* const to = gradient + (place.kh * KERNEL_W + rows.kw) * of_tap + co * of_channel;
 #pragma unroll
-      for (int j = 0; j < TILE_COLS / 8; ++j)
+      for (int j = 0; j < TILE_CI / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (const int ci = place.ci + j * 8 + lane % 4 * 2 + i; ci < CI_GROUP && co < CO_GROUP && rows.kw < KERNEL_W)
@@ -86,24 +86,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
       ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + (place.counts() ? BIAS_WARPS : 0));
+      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + (place.adds_bias() ? BIAS_WARPS : 0));
     }
     ptx::publish_barriers();
   }
   __syncthreads();
   const long long all = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;
-  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
+  const int first_stage = static_cast<int>(all * place.split / sizes.slices);
+  const int stages = static_cast<int>(all * (place.split + 1) / sizes.slices) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {
-    ptx::shrink_registers<FILL_REGISTERS>();
-    if (threadIdx.x == 0) fill(ring, input, grad_output, place, sizes, first_stage, stages);
-    if (warp >= 4 - BIAS_WARPS && place.counts()) add_bias(ring, place, warp - (4 - BIAS_WARPS), lane, stages, bias_partial);
+    ptx::shrink_registers<PRODUCER_REGISTERS>();
+    if (threadIdx.x == 0) produce(ring, input, grad_output, place, sizes, first_stage, stages);
+    if (warp >= 4 - BIAS_WARPS && place.adds_bias()) add_bias(ring, place, warp - (4 - BIAS_WARPS), lane, stages, bias_partial);
   } else {
-    ptx::grow_registers<MULTIPLY_REGISTERS>();
-    float sums[BLOCKS][TILE_COLS / 2];
-    multiply_all(ring, sums, warp - 4, lane, stages, sizes.out_width);
+    ptx::grow_registers<CONSUMER_REGISTERS>();
+    float sums[M_TILES][TILE_CI / 2];
+    multiply_stages(ring, sums, warp - 4, lane, stages, sizes.out_width);
     store(sums, place, warp - 4, lane, sizes.in_weight_order, gradient);
   }
 }

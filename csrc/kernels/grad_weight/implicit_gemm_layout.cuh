@@ -53,12 +53,12 @@ struct TapAxis {
   __device__ static constexpr int tap(int block, int j) { return block % CLASSES + (block / CLASSES * COUNT + j) * STEP; }
   /// Where the first tap reads, of pixel 0; and how far that is from the multiple of `align` before it.
   __device__ static constexpr int base(int block) { return tap(block, 0) * DILATION - PADDING; }
-  __device__ static constexpr int lead(int block, int align) { return (base(block) % align + align) % align; }
-  __device__ static constexpr int max_lead(int align) {
-    int most = 0;
+  __device__ static constexpr int misalignment(int block, int align) { return (base(block) % align + align) % align; }
+  __device__ static constexpr int max_misalignment(int align) {
+    int largest = 0;
     for (int block = 0; block < BLOCKS; ++block)
-      if (lead(block, align) > most) most = lead(block, align);
-    return most;
+      if (misalignment(block, align) > largest) largest = misalignment(block, align);
+    return largest;
   }
 };
 using TapsH = TapAxis<KERNEL_H, STRIDE_H, DILATION_H, PADDING_H, TAP_ROWS, TAP_ROW_STEP>;
@@ -82,9 +82,9 @@ struct Window {
   using Rows = Rows_;
   using Cols = Cols_;
   /// NCHW: COPY columns are copied in one piece, so a row may have to begin before its first tap.
-  static constexpr int MAX_LEAD = CHANNELS_LAST ? 0 : Cols::max_lead(COPY);
+  static constexpr int MAX_MISALIGNMENT = CHANNELS_LAST ? 0 : Cols::max_misalignment(COPY);
   static constexpr int ROWS = TILE_H + Rows::MAX_SHIFT;
-  static constexpr int COLS = SW == 1 && !CHANNELS_LAST ? round_up(TILE_W + Cols::MAX_SHIFT + MAX_LEAD, COPY)
+  static constexpr int COLS = SW == 1 && !CHANNELS_LAST ? round_up(TILE_W + Cols::MAX_SHIFT + MAX_MISALIGNMENT, COPY)
                                                         : TILE_W + Cols::MAX_SHIFT;
   static constexpr int ROW_PITCH = Cols::PHASES * COLS;
   static constexpr int IMAGE_PITCH = Rows::PHASES * ROWS * ROW_PITCH;
@@ -123,13 +123,13 @@ struct Place {
   int m0, n0, group;           // first channels, in the group
   int tap_block_h, tap_block_w;
   int tile;                    // of the weight: m, n, taps, group
-  int slice;
+  int split;
 
   __device__ __forceinline__ static Place of(int block) {
     Place p;
     constexpr int TILES = M_BLOCKS * N_BLOCKS * TAP_BLOCKS * GROUPS;
     p.tile = block % TILES;
-    p.slice = block / TILES;
+    p.split = block / TILES;
     p.m0 = p.tile % M_BLOCKS * BLOCK_M;
     int rest = p.tile / M_BLOCKS;
     p.n0 = rest % N_BLOCKS * BLOCK_N;
@@ -145,7 +145,7 @@ struct Place {
 /// A tap of a block, by its number; those beyond BLOCK_TAPS repeat the last, and nobody stores them.
 struct Tap {
   int offset;       // positions in grad_output's window
-  bool reads_once;  // its offset lies in [0, STRIDE): with its like it reads all of grad_output, each pixel once
+  bool reads_each_once;  // its offset lies in [0, STRIDE): with its like it reads all of grad_output, each pixel once
 
   __device__ __forceinline__ static Tap of(const Place& place, int number) {
     const int tap = number < BLOCK_TAPS ? number : BLOCK_TAPS - 1;
@@ -154,8 +154,8 @@ struct Tap {
     const int h = base_h + i * TapsH::PITCH, w = base_w + j * TapsW::PITCH;
     Tap made;
     made.offset = OutputWindow::tap_offset(i, j);
-    if (STRIDE_W == 1 && !CHANNELS_LAST) made.offset += TapsW::lead(place.tap_block_w, OUTPUT_COPY);
-    made.reads_once = number < BLOCK_TAPS && h >= 0 && h < STRIDE_H && w >= 0 && w < STRIDE_W &&
+    if (STRIDE_W == 1 && !CHANNELS_LAST) made.offset += TapsW::misalignment(place.tap_block_w, OUTPUT_COPY);
+    made.reads_each_once = number < BLOCK_TAPS && h >= 0 && h < STRIDE_H && w >= 0 && w < STRIDE_W &&
                       TapsH::tap(place.tap_block_h, i) < KERNEL_H && TapsW::tap(place.tap_block_w, j) < KERNEL_W;
     return made;
   }

@@ -11,7 +11,7 @@
 // STAGES stages, and BIAS_THREADS more add up the bias from the stages as they pass.
 //
 // Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding, dilation,
-// groups; tiles whose runs of 8 pixels lie in one piece. Flushes and slices as in grad_weight/implicit_gemm_mma.cu.
+// groups; tiles whose runs of 8 pixels lie in one piece. Flushes and splits as in grad_weight/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -24,24 +24,24 @@
 static_assert(IS_16_BIT && CHANNELS_LAST && WARP_M == 16 && WARPS_M % 4 == 0 && WARPS_K == 1 && WARP_N % 32 == 0);
 static_assert(WARPS_N == 1 || WARP_N % BOX_CHANNELS == 0);
 
-constexpr int ASKING_THREADS = 32;
+constexpr int PRODUCER_THREADS = 32;
 constexpr int BIAS_WARPS = BIAS_THREADS / 32;
 /// Of 16 output channels, that a warp adds up.
-constexpr int BIAS_SLICES = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
+constexpr int BIAS_CHANNEL_GROUPS = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
 /// Steps of 16 pixels that a warp takes at a time, so that its products do not wait for one another.
-constexpr int BIAS_STEPS = BIAS_SLICES < 2 && STEPS % 4 == 0 ? 4 : BIAS_SLICES < 4 && STEPS % 2 == 0 ? 2 : 1;
+constexpr int BIAS_STEPS = BIAS_CHANNEL_GROUPS < 2 && STEPS % 4 == 0 ? 4 : BIAS_CHANNEL_GROUPS < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
-static_assert(!STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
+static_assert(!STORES_THROUGH_SHARED || STAGED_BYTES <= BARRIERS);
 
 /// One thread.
-__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const PixelSizes& sizes, const TensorMap& input,
+__device__ __forceinline__ void produce(Ring ring, const Place& place, const PixelSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
   ptx::prefetch_map(input);
   ptx::prefetch_map(grad_output);
-  const int first = sizes.first_tile(place.slice), count = sizes.tiles_of(place.slice);
+  const int first = sizes.first_tile(place.split), count = sizes.tiles_of(place.split);
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
     const auto [image, row, col] = TilePlace<TILE_N, TILE_H, TILE_W>::of(first + index, sizes);
@@ -51,11 +51,11 @@ __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, con
     for (int m = 0; m < INPUT_BLOCKS; ++m)
       ptx::copy_box(ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
-    for (int box = 0; box < Boxes::COUNT; ++box) {
-      const int n = box % Boxes::CHANNEL_BLOCKS, phase = box / Boxes::CHANNEL_BLOCKS;
-      ptx::copy_box(ring.weights() + box * Boxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
-                    col * STRIDE_W + base_col + Boxes::phase_col(phase % Boxes::PHASE_COLS),
-                    row * STRIDE_H + base_row + TapsH::residue(phase / Boxes::PHASE_COLS), image, ring.full());
+    for (int box = 0; box < OutputBoxes::COUNT; ++box) {
+      const int n = box % OutputBoxes::CHANNEL_BLOCKS, phase = box / OutputBoxes::CHANNEL_BLOCKS;
+      ptx::copy_box(ring.weights() + box * OutputBoxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
+                    col * STRIDE_W + base_col + OutputBoxes::phase_col(phase % OutputBoxes::PHASE_COLS),
+                    row * STRIDE_H + base_row + TapsH::residue(phase / OutputBoxes::PHASE_COLS), image, ring.full());
     }
   }
 }
@@ -63,17 +63,17 @@ __device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, con
 /// The bias, by BIAS_THREADS threads: ones times grad_output, 16 pixels x 16 channels at a time, for the taps of the block
 /// that read each pixel once.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int count, float* bias_partial) {
-  const int warp = (threadIdx.x - THREADS - ASKING_THREADS) / 32, lane = threadIdx.x % 32;
+  const int warp = (threadIdx.x - THREADS - PRODUCER_THREADS) / 32, lane = threadIdx.x % 32;
   u32 taps = 0;
   u32 offsets[BLOCK_TAPS];
 #pragma unroll
   for (int i = 0; i < BLOCK_TAPS; ++i) {
-    taps |= static_cast<u32>(Tap::of(place, i).reads_once) << i;
+    taps |= static_cast<u32>(Tap::of(place, i).reads_each_once) << i;
     offsets[i] = tap_offset(i);
   }
   constexpr u32 ONE = PRECISION == ptx::FP16 ? 0x3c003c00 : 0x3f803f80;
   const uint4 ones = make_uint4(ONE, ONE, ONE, ONE);
-  float sums[BIAS_SLICES][2][4] = {};
+  float sums[BIAS_CHANNEL_GROUPS][2][4] = {};
   // Which row of 16 bytes this lane names: lanes 0 to 7 and 16 to 23 of the first 8 pixels, the others of the second.
   const u32 row = (lane / 8 % 2 * OUT_GROUP + lane % 8) * ROW_BYTES;
 #pragma unroll 1
@@ -85,20 +85,20 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
 #pragma unroll 1
       for (int first = 0; first < STEPS; first += BIAS_STEPS) {
         // All are asked for before the first is used: the compiler keeps the order.
-        u32 m[BIAS_STEPS][BIAS_SLICES][4];
+        u32 m[BIAS_STEPS][BIAS_CHANNEL_GROUPS][4];
 #pragma unroll
         for (int step = 0; step < BIAS_STEPS; ++step)
 #pragma unroll
-          for (int i = 0; i < BIAS_SLICES; ++i) {
-            const int slice = warp + i * BIAS_WARPS;
-            if (slice >= BLOCK_N / 16) continue;
-            const u32 at = ring.weights() + slice / 4 * Boxes::BYTES + offsets[tap] + row + Boxes::position((first + step) * STEP) * ROW_BYTES;
-            ptx::load_matrices_transposed(m[step][i], at + ((slice % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
+          for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i) {
+            const int split = warp + i * BIAS_WARPS;
+            if (split >= BLOCK_N / 16) continue;
+            const u32 at = ring.weights() + split / 4 * OutputBoxes::BYTES + offsets[tap] + row + OutputBoxes::position((first + step) * STEP) * ROW_BYTES;
+            ptx::load_matrices_transposed(m[step][i], at + ((split % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
           }
 #pragma unroll
         for (int step = 0; step < BIAS_STEPS; ++step)
 #pragma unroll
-          for (int i = 0; i < BIAS_SLICES; ++i) {
+          for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i) {
             if (warp + i * BIAS_WARPS >= BLOCK_N / 16) continue;
             ptx::mma<PRECISION>(sums[i][0], ones, {m[step][i][0], m[step][i][1]});
             ptx::mma<PRECISION>(sums[i][1], ones, {m[step][i][2], m[step][i][3]});
@@ -110,9 +110,9 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
   }
   // All rows of a product with ones are the same.
   if (lane >= 4) return;
-  const int at_row = place.slice * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
+  const int at_row = place.split * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
 #pragma unroll
-  for (int i = 0; i < BIAS_SLICES; ++i)
+  for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i)
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const int channel = place.n0 + (warp + i * BIAS_WARPS) * 16 + c / 2 * 8 + lane * 2 + c % 2;
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::
 }
 
 /// THREADS threads.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const PixelSizes& sizes, char* shared,
+__device__ __forceinline__ void consume(Ring ring, const Place& place, const PixelSizes& sizes, char* shared,
                                                    float4* partial, Element* gradient) {
   const int lane = threadIdx.x % 32;
   // The same for all threads of a warpgroup, which the compiler should know.
@@ -143,9 +143,9 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
   int tap_offset[WARP_TAPS];
 #pragma unroll
   for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = ::tap_offset(at.t * WARP_TAPS + i) / 16;
-  const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * Boxes::BYTES;
+  const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * OutputBoxes::BYTES;
 
-  const int count = sizes.tiles_of(place.slice);
+  const int count = sizes.tiles_of(place.split);
   int index = 0;
   float sums[FRAGMENTS][4];
   do {
@@ -163,7 +163,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
       // Rolled, the compiler would wait between the multiplies of several flushes.
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
-        multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
+        multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + OutputBoxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
       ptx::commit_multiplies();
       ptx::wait_multiplies<1>();
       if (index > first && lane == 0) ptx::arrive(ring.empty_before());
@@ -172,7 +172,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     ptx::wait_multiplies<0>();
     if (lane == 0) ptx::arrive(ring.empty_before());
     if (end == count) ptx::let_next_launch_start();
-    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split, partial, first > 0);
   } while (index < count);
   if (sizes.through_workspace) return;
   // The results take the stages' place once these are read by all, the bias's warps too.
@@ -180,7 +180,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
   store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_THREADS, 1)
     grad_weight_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                       Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial,
                       const __grid_constant__ PixelSizes sizes) {
@@ -200,10 +200,10 @@ extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THR
   __syncthreads();
 
   if (threadIdx.x < THREADS) {
-    multiply_and_store(ring, place, sizes, shared, partial, gradient);
-  } else if (threadIdx.x < THREADS + ASKING_THREADS) {
-    if (threadIdx.x == THREADS) ask_for_boxes(ring, place, sizes, input, grad_output);
+    consume(ring, place, sizes, shared, partial, gradient);
+  } else if (threadIdx.x < THREADS + PRODUCER_THREADS) {
+    if (threadIdx.x == THREADS) produce(ring, place, sizes, input, grad_output);
   } else if constexpr (WITH_BIAS) {
-    if (adds_bias) add_bias(ring, place, sizes.tiles_of(place.slice), bias_partial);
+    if (adds_bias) add_bias(ring, place, sizes.tiles_of(place.split), bias_partial);
   }
 }

@@ -8,7 +8,7 @@
 // tile's are begun: a stage is filled anew two tiles after it was multiplied.
 //
 // Covers: float16, bfloat16; NCHW and channels_last; any kernel, stride, padding, output padding, dilation, groups;
-// TILE_W 8 or a multiple of 16. Flushes, slices and the bias as in grad_weight/implicit_gemm_mma.cu, but for the bias the threads
+// TILE_W 8 or a multiple of 16. Flushes, splits and the bias as in grad_weight/implicit_gemm_mma.cu, but for the bias the threads
 // read grad_output's stages themselves.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
@@ -25,20 +25,20 @@ static_assert(IS_16_BIT && WARP_M == 16 && WARPS_M % 4 == 0 && STEPS % WARPS_K =
 static_assert(TILE_W % STEP == 0 || (TILE_W == 8 && TILE_H * TILE_W % STEP == 0));
 
 /// Bytes from a run of 8 pixels to the next.
-constexpr int OUT_RUN = (Out::position(8) - Out::position(0)) * 16;
+constexpr int OUT_GROUP_BYTES = (Out::position(8) - Out::position(0)) * 16;
 
 /// The bias: a thread adds up some pixels of 8 channels, for all taps of the block that count.
-constexpr int BIAS_SHARERS = THREADS / (BLOCK_N / 8);
+constexpr int BIAS_RANKS = THREADS / (BLOCK_N / 8);
 
 __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_taps, const Place& place) {
-  const int sharer = threadIdx.x / (BLOCK_N / 8), octet = threadIdx.x % (BLOCK_N / 8);
-  if (sharer >= BIAS_SHARERS) return;
+  const int rank = threadIdx.x / (BLOCK_N / 8), octet = threadIdx.x % (BLOCK_N / 8);
+  if (rank >= BIAS_RANKS) return;
 #pragma unroll
   for (int number = 0; number < BLOCK_TAPS; ++number) {
     if (!(bias_taps >> number & 1)) continue;
     const u32 from = window + octet * Out::OCTET_BYTES + Tap::of(place, number).offset * 16;
 #pragma unroll 1
-    for (int pixel = sharer; pixel < TILE_PIXELS; pixel += BIAS_SHARERS) {
+    for (int pixel = rank; pixel < TILE_PIXELS; pixel += BIAS_RANKS) {
       const uint4 v = ptx::load_shared_vector(from + Out::position(pixel) * 16);
       const u32 words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   extern __shared__ __align__(128) u32 shared[];
   const u32 stages = ptx::pinned(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
-  Feed feed(input, grad_output, place, sizes, stages);
+  Producer producer(input, grad_output, place, sizes, stages);
 
   const int lane = threadIdx.x % 32;
   // The same for all threads of a warpgroup, which the compiler should know.
@@ -69,20 +69,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = Tap::of(place, at.t * WARP_TAPS + i).offset;
   u32 bias_taps = 0;
   if (WITH_BIAS && place.m0 == 0)
-    for (int i = 0; i < BLOCK_TAPS; ++i) bias_taps |= static_cast<u32>(Tap::of(place, i).reads_once) << i;
+    for (int i = 0; i < BLOCK_TAPS; ++i) bias_taps |= static_cast<u32>(Tap::of(place, i).reads_each_once) << i;
   const u32 input_first = at.m * (WARP_M / 8) * In::OCTET_BYTES, output_first = at.n * (WARP_N / 8) * Out::OCTET_BYTES;
 
   float bias[8] = {};
 
-  feed.load(0);
+  producer.load(0);
 #pragma unroll
-  for (int s = 0; s < STAGES - 2; ++s) feed.copy(s);
-  feed.store(0);
-  feed.load(1);
+  for (int s = 0; s < STAGES - 2; ++s) producer.copy(s);
+  producer.store(0);
+  producer.load(1);
   int index = 0;
   float sums[FRAGMENTS][4];
   do {
-    const int first = index, end = sizes.flush < feed.count - index ? index + sizes.flush : feed.count;
+    const int first = index, end = sizes.flush < producer.count - index ? index + sizes.flush : producer.count;
 #pragma unroll
     for (auto& fragment : sums)
 #pragma unroll
@@ -94,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       ptx::wait_multiplies<1>();
       __syncthreads();
       ptx::fence_sums();
-      const ptx::u64 a = ptx::matrix_descriptor(feed.input_stage(index) + input_first, 128, In::OCTET_BYTES);
-      const ptx::u64 b = ptx::matrix_descriptor(feed.output_stage(index) + output_first, OUT_RUN, Out::OCTET_BYTES);
+      const ptx::u64 a = ptx::matrix_descriptor(producer.input_stage(index) + input_first, 128, In::OCTET_BYTES);
+      const ptx::u64 b = ptx::matrix_descriptor(producer.output_stage(index) + output_first, OUT_GROUP_BYTES, Out::OCTET_BYTES);
 #pragma unroll 1
       for (int i = 0; i < STEPS / WARPS_K; ++i) {
         const int step = i * WARPS_K + warp_k;
@@ -105,15 +105,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                                               b + Out::position(step * STEP) + tap_offset[tap]);
       }
       ptx::commit_multiplies();
-      feed.copy(index + STAGES - 2);
-      if (WITH_BIAS && bias_taps) add_bias(bias, feed.output_stage(index), bias_taps, place);
-      feed.store(index + 1);
-      feed.load(index + 2);
+      producer.copy(index + STAGES - 2);
+      if (WITH_BIAS && bias_taps) add_bias(bias, producer.output_stage(index), bias_taps, place);
+      producer.store(index + 1);
+      producer.load(index + 2);
     }
     ptx::wait_multiplies<0>();
-    if (end == feed.count) ptx::let_next_launch_start();
-    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, first > 0);
-  } while (index < feed.count);
+    if (end == producer.count) ptx::let_next_launch_start();
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
+  } while (index < producer.count);
   if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   if (WITH_BIAS && place.m0 == 0) {
     // Everything has been multiplied: the stages are free.
@@ -122,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
 #pragma unroll
     for (int c = 0; c < 8; ++c) all[threadIdx.x * 8 + c] = bias[c];
     __syncthreads();
-    const int row = place.slice * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
+    const int row = place.split * BIAS_ROWS + place.tap_block_w * TapsH::BLOCKS + place.tap_block_h;
     for (int c = threadIdx.x; c < BLOCK_N && place.n0 + c < CO_GROUP; c += THREADS) {
       float sum = 0.f;
-      for (int sharer = 0; sharer < BIAS_SHARERS; ++sharer) sum += all[sharer * BLOCK_N + c];
+      for (int rank = 0; rank < BIAS_RANKS; ++rank) sum += all[rank * BLOCK_N + c];
       bias_partial[row * OUT_CHANNELS + place.group * CO_GROUP + place.n0 + c] = sum;
     }
   }

@@ -8,7 +8,7 @@
 // multiplied, the next step's words are loaded. The input is rounded to TF32 in its stage, one tile ahead.
 //
 // Covers: float32 (TF32); NCHW and channels_last; any kernel, stride, padding, output padding, dilation, groups.
-// Flushes, slices and the bias as in grad_weight/implicit_gemm_mma.cu.
+// Flushes, splits and the bias as in grad_weight/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "grad_weight/implicit_gemm_layout.cuh"
@@ -27,7 +27,7 @@ static_assert(TILE_PIXELS % (2 * STEP * WARPS_K) == 0, "steps come in pairs");
 using Rows = u32[WARP_TAPS][4];
 
 /// `from`: this lane's place in the step. `bias_masks`: all bits of a tap that counts for the bias (of channels g and
-/// g + 8), none of another. No branches here: the compiler would wait for the multiplies that are under way.
+/// g + 8), none of another. No branches in_bounds: the compiler would wait for the multiplies that are under way.
 __device__ __forceinline__ void load_rows(Rows& rows, u32 from, const int (&tap_bytes)[WARP_TAPS], const u32 (&bias_masks)[WARP_TAPS],
                                           float (&bias)[2]) {
   constexpr int HALF = Out::position_bytes(Out::position(4)), EIGHT = 8 * Out::CHANNEL_STRIDE * 4;
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   extern __shared__ __align__(128) u32 shared[];
   const u32 stages = ptx::pinned(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
-  Feed feed(input, grad_output, place, sizes, stages);
+  Producer producer(input, grad_output, place, sizes, stages);
 
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32 % TILE_WARPS, warp_k = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32 / TILE_WARPS), 0);
@@ -78,20 +78,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   for (int i = 0; i < WARP_TAPS; ++i) {
     const Tap tap = Tap::of(place, at.t * WARP_TAPS + i);
     tap_bytes[i] = Out::position_bytes(tap.offset);
-    bias_masks[i] = tap.reads_once && place.m0 == 0 ? ~0u : 0u;
+    bias_masks[i] = tap.reads_each_once && place.m0 == 0 ? ~0u : 0u;
   }
   const u32 lane_bytes = (at.n * WARP_N + lane / 4) * Out::CHANNEL_STRIDE * 4 + Out::position_bytes(Out::position(lane % 4));
   float bias[2] = {0.f, 0.f};
 
 #pragma unroll
-  for (int s = 0; s < STAGES - 1; ++s) feed.copy(s);
+  for (int s = 0; s < STAGES - 1; ++s) producer.copy(s);
   ptx::wait_copies<STAGES - 2>();
   __syncthreads();
-  feed.round_input(0);
+  producer.round_input(0);
   int index = 0;
   float sums[FRAGMENTS][4];
   do {
-    const int first = index, end = sizes.flush < feed.count - index ? index + sizes.flush : feed.count;
+    const int first = index, end = sizes.flush < producer.count - index ? index + sizes.flush : producer.count;
 #pragma unroll
     for (auto& fragment : sums)
 #pragma unroll
@@ -103,14 +103,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       // All of the tile before is multiplied, by every warpgroup: its stage may be filled.
       ptx::wait_multiplies<0>();
       __syncthreads();
-      const u32 from = feed.output_stage(index) + lane_bytes;
-      const ptx::u64 b = ptx::matrix_descriptor(feed.input_stage(index), In::QUAD_BYTES, 128);
+      const u32 from = producer.output_stage(index) + lane_bytes;
+      const ptx::u64 b = ptx::matrix_descriptor(producer.input_stage(index), In::QUAD_BYTES, 128);
       const auto rows_at = [&](int i) { return from + Out::position_bytes(Out::position((i * WARPS_K + warp_k) * STEP)); };
       const auto input_at = [&](int i) { return b + (i * WARPS_K + warp_k) * (STEP / 4 * In::QUAD_BYTES / 16); };
       load_rows(even, rows_at(0), tap_bytes, bias_masks, bias);
       multiply_rows(sums, even, input_at(0));
-      feed.copy(index + STAGES - 1);
-      feed.round_input(index + 1);
+      producer.copy(index + STAGES - 1);
+      producer.round_input(index + 1);
 #pragma unroll 1
       for (int i = 0;; i += 2) {
         load_rows(odd, rows_at(i + 1), tap_bytes, bias_masks, bias);
@@ -123,13 +123,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       }
     }
     ptx::wait_multiplies<0>();
-    if (end == feed.count) ptx::let_next_launch_start();
-    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, first > 0);
-  } while (index < feed.count);
+    if (end == producer.count) ptx::let_next_launch_start();
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
+  } while (index < producer.count);
   if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 
   if (WITH_BIAS && place.m0 == 0) {
-    const int row = place.slice * BIAS_ROWS + (place.tap_block_w * TapsH::BLOCKS + place.tap_block_h) * BIAS_WRITERS +
+    const int row = place.split * BIAS_ROWS + (place.tap_block_w * TapsH::BLOCKS + place.tap_block_h) * BIAS_WRITERS +
                     warp_k * WARPS_T + at.t;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

@@ -6,14 +6,14 @@
 // A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps of one
 // chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in registers; they
 // leave at the end, in the gradient's own order of memory: as they are, or where sizes.split as float32 to
-// partial[slice], a slice being what one column of tiles and one walk add up. Every sum has a fixed order.
+// partial[split], a split being what one column of tiles and one walk add up. Every sum has a fixed order.
 // Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A warp
 // owns M_TILES * 16 channels and N_TILES * 8 taps, and takes units of 16 pixels of a row, two steps of k each. The input
 // goes from memory to registers (grad_weight/narrow_mma_input.cuh): INPUT_VECTOR neighbouring pixels at once in NCHW.
 //
 // WITH_BIAS: the sum of grad_output over batch and pixels beside it, from the tiles that lie in shared memory anyway. A
 // tile adds up the output pixels from its own first to the next tile's first; the plan sees to it that it holds them.
-// A slice has two rows of `bias_result`: its sum, and what rounding left of it.
+// A split has two rows of `bias_result`: its sum, and what rounding left of it.
 #include "common/compensated_sum.cuh"
 #include "grad_weight/narrow_mma_input.cuh"
 
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int tiles_down = static_cast<int>(sizes.down.value), tiles_across = static_cast<int>(sizes.across.value);
   const int first = static_cast<int>(block.rest) * sizes.repeat, left = sizes.batch * tiles_down - first;
   const int steps = sizes.repeat < left ? sizes.repeat : left;
-  const long long slice = (long long)block.rest * tiles_across + tile_w;
+  const long long split = (long long)block.rest * tiles_across + tile_w;
   const int co0 = chunk / KH_CHUNKS * CHUNK_CO, kh0 = chunk % KH_CHUNKS;
   const Position start = Position::of(sizes, first);
 
@@ -239,8 +239,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int channel = group0 * CO_GROUP + co0 + c;
       if (sizes.split) {
         const auto partial = static_cast<float*>(bias_result);
-        partial[2 * slice * OUT_CHANNELS + channel] = total.sum;
-        partial[(2 * slice + 1) * OUT_CHANNELS + channel] = total.remainder();
+        partial[2 * split * OUT_CHANNELS + channel] = total.sum;
+        partial[(2 * split + 1) * OUT_CHANNELS + channel] = total.remainder();
       } else {
         static_cast<Element*>(bias_result)[channel] = store_as<Element>(total.value());
       }
@@ -248,7 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   }
   if (warp_k > 0) return;
 
-  const long long first_result = slice * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
+  const long long first_result = split * ((long long)IN_CHANNELS * CO_GROUP * TAPS);
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
