@@ -1,12 +1,12 @@
-// Gradient of the weight, any geometry, any dtype, NCHW and channels_last: a product over all input pixels.
+// Gradient of the weight, any geometry, any dtype, NCHW and channels_last: an implicit GEMM over all input pixels.
 //
 //   grad_weight[ci, co, kh, kw] = sum over n, ih, iw, with
 //       oh = ih * STRIDE_H - PADDING_H + kh * DILATION_H inside the output (and the same horizontally)
 //       of input[n, ci, ih, iw] * grad_output[n, co, oh, ow]
 //
-// A block computes one tile of one group over one split of the pixels: m = input channels of the group,
-// n = (tap, output channel), k = pixels. Slices go to partial[split, ...] in the weight's own order of memory;
-// split_k_reduce adds them in a fixed order, so the same input gives the same bits.
+// A block computes one tile of one group over one split of the pixels: m = input channels of the group, n = (tap,
+// output channel), k = pixels. Splits go to partial[split, ...] in the weight's own memory order;
+// common/split_k_reduce.cu adds them up in a fixed order, so the same input gives the same bits.
 #include "common/images.cuh"
 #include "common/tile_gemm.cuh"
 

@@ -1,16 +1,18 @@
-// Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a) in TF32, grad_output as it lies in NCHW.
+// Gradient of the weight (and of the bias) with wgmma (sm_90a) in TF32 and NCHW, grad_output read where it lies: an
+// implicit GEMM whose im2col happens on the way from shared memory to registers.
 //
 //   M = KERNEL_W taps of a row of the kernel x TILE_CO output channels, N = TILE_CI input channels, K = pixels
 //
-// In TF32 the multiplier takes from shared memory only what lies along k, and k are pixels. The input lies so. Of
-// grad_output k goes by the stride, so it comes from registers: the copy engine brings boxes of it as it lies, and a lane
-// reads its words of them. A tap is an address (grad_weight/im2col_nchw_fragments.cuh).
+// In TF32 wgmma reads from shared memory only operands that are contiguous along k, and k are pixels. The input is. In
+// grad_output k advances by the stride, so it comes from registers: TMA loads boxes of it as it lies, and each lane
+// loads its A fragments from them. A tap is an address (grad_weight/im2col_nchw_fragments.cuh).
 //
-// Covers: float32 (TF32), NCHW; what grad_weight/im2col_nchw.py claims. Warpgroup 0 asks for boxes, the others multiply,
-// M_TILES times 64 rows each. Pixels are split in `splits`; a split's sums are gradient[split][ci][tap][co], which
-// grad_weight/pixel_rows_reduce.cu adds up (sizes.in_weight_order: [ci][co][tap], for a single split). WITH_BIAS: two warps of
-// warpgroup 0 add up grad_output where a row of taps has its tap_row_offset in [0, STRIDE_H), for the first input channels:
-// bias_partial[split][tap_row_offset][2][co], the sum and what rounding left of it. Without it grad_output comes rounded to TF32.
+// Covers: float32 (TF32), NCHW; what grad_weight/im2col_nchw.py claims. Warpgroup 0 is the producer, the others are
+// the consumers, which multiply M_TILES times 64 rows each. The pixels are cut into splits; a split's sums are
+// gradient[split][ci][tap][co], which grad_weight/pixel_rows_reduce.cu adds up (sizes.in_weight_order: [ci][co][tap],
+// of a single split). WITH_BIAS: for the first input channels, two warps of warpgroup 0 add up grad_output where a row
+// of taps has its offset in [0, STRIDE_H): bias_partial[split][offset][2][co], the sum and what rounding left of it.
+// Without it TMA rounds grad_output to TF32.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
@@ -22,7 +24,7 @@
 #include "grad_weight/im2col_nchw_fragments.cuh"
 #include "grad_weight/im2col_nchw_producer.cuh"
 
-/// The multiplies of one warp. While a step is multiplied, the words of the next are read.
+/// The consumer: one warp's multiplies. While a step is multiplied, the next step's fragments are loaded.
 __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES][TILE_CI / 2], int warp, int lane, int stages, u32 out_width) {
   const AAddresses addresses(warp, lane, out_width);
 #pragma unroll
@@ -35,14 +37,14 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES
     const ptx::u64 cols = ptx::swizzled_descriptor<BOX * 4>(ring.data(), 16, 8 * BOX * 4);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      AFragments& words = step % 2 ? odd : even;
-      addresses.load(words, ring.data(), step);
+      AFragments& fragments = step % 2 ? odd : even;
+      addresses.load(fragments, ring.data(), step);
       ptx::fence_sums();
 #pragma unroll
       for (int b = 0; b < M_TILES; ++b)
-        ptx::multiply_from_registers<TILE_CI>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
+        ptx::multiply_from_registers<TILE_CI>(sums[b], fragments[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
       ptx::commit_multiplies();
-      // The step before is multiplied: its words may go, and with the first step its stage.
+      // The step before is multiplied, so its registers are free; after the first step also the stage before is.
       ptx::wait_multiplies<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
@@ -54,7 +56,7 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES
 
 __device__ __forceinline__ void store(const float (&sums)[M_TILES][TILE_CI / 2], const Place& place, int warp, int lane, bool in_weight_order,
                                       float* gradient) {
-  const int of_tap = in_weight_order ? 1 : CO_GROUP, of_channel = in_weight_order ? TAPS : 1;
+  const int tap_stride = in_weight_order ? 1 : CO_GROUP, channel_stride = in_weight_order ? TAPS : 1;
   gradient += (static_cast<long long>(place.split) * IN_CHANNELS + place.group * CI_GROUP) * (TAPS * CO_GROUP);
 #pragma unroll
   for (int b = 0; b < M_TILES; ++b) {
@@ -62,7 +64,7 @@ __device__ __forceinline__ void store(const float (&sums)[M_TILES][TILE_CI / 2],
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int co = place.co + rows.channel[half];
-      float* const to = gradient + (place.kh * KERNEL_W + rows.kw) * of_tap + co * of_channel;
+      float* const to = gradient + (place.kh * KERNEL_W + rows.kw) * tap_stride + co * channel_stride;
 #pragma unroll
       for (int j = 0; j < TILE_CI / 8; ++j)
 #pragma unroll
@@ -91,9 +93,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     ptx::publish_barriers();
   }
   __syncthreads();
-  const long long all = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;
-  const int first_stage = static_cast<int>(all * place.split / sizes.slices);
-  const int stages = static_cast<int>(all * (place.split + 1) / sizes.slices) - first_stage;
+  const long long all_stages = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;
+  const int first_stage = static_cast<int>(all_stages * place.split / sizes.slices);
+  const int stages = static_cast<int>(all_stages * (place.split + 1) / sizes.slices) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {

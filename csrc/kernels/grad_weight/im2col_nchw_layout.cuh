@@ -1,9 +1,10 @@
-// Of grad_weight/im2col_nchw.cu: which of the gradient's entries a block holds, and how a stage lies.
+// Of grad_weight/im2col_nchw.cu: which entries of the gradient a block computes, and the layout of a stage.
 //
-// A stage is IMAGES x ROWS x COLS pixels of the input, in boxes of BOX pixels, [box][channel][BOX pixels], then grad_output,
-// [block of columns][image][row][channel][OUT_BOX_COLS columns], all swizzled as boxes are. FragmentRows of the input are sizes.line pixels
-// apart in memory; what lies beyond its width or height are zeros. WHOLE_ROWS: a stage has whole rows, and its boxes hold
-// grad_output's columns from the first to the last, else from LEFT_HALO columns before the first pixel's.
+// A stage is IMAGES x ROWS x COLS pixels of the input, in boxes of BOX pixels, [box][channel][BOX pixels], then
+// grad_output, [box of columns][image][row][channel][OUT_BOX_COLS columns], all with TMA's swizzle. Rows of the input
+// are sizes.line pixels apart in memory; what lies beyond its width or height is zero. WHOLE_ROWS: a stage has whole
+// rows, and its boxes hold grad_output's columns from the first to the last; else they begin LEFT_HALO columns before
+// the first pixel's.
 #pragma once
 
 using ptx::u32;
@@ -29,9 +30,9 @@ static_assert(WARPGROUPS * M_TILES * 64 >= KERNEL_W * TILE_CO && TILE_CO % 16 ==
 
 using Ring = StageRing<STAGES, 0, STAGE_BYTES, STAGES * STAGE_BYTES>;
 
-/// What a block computes.
+/// Which tile and split a block computes.
 struct Place {
-  int ci, co;  // the first, in the group
+  int ci, co;  // first channels, in the group
   int kh, group, split;
 
   __device__ __forceinline__ explicit Place(int block) {

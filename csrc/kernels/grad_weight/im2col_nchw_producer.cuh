@@ -1,13 +1,14 @@
-// Of grad_weight/im2col_nchw.cu: the thread that asks for boxes, and the warps that add up grad_output for the bias.
+// Of grad_weight/im2col_nchw.cu: the producer, one thread that issues the TMA copies, and the warps that add up
+// grad_output for the bias.
 #pragma once
 
-/// One thread: produce stage after stage.
+/// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
                                      const StageSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
-  const int of_images = sizes.down * sizes.across;
-  int image = first_stage / of_images * IMAGES;
-  int down = first_stage % of_images / sizes.across, across = first_stage % sizes.across;
+  const int image_stages = sizes.down * sizes.across;
+  int image = first_stage / image_stages * IMAGES;
+  int down = first_stage % image_stages / sizes.across, across = first_stage % sizes.across;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     ptx::arrive_expecting(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
@@ -16,7 +17,7 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
       ptx::copy_box(ring.data() + INPUT_BYTES + block * OUT_BOX_BYTES, grad_output,
                     across * (COLS * STRIDE_W) - LEFT_HALO + block * OUT_BOX_COLS, output_channel,
                     down * (ROWS * STRIDE_H) + place.tap_row_offset(), image, ring.full());
-    // A row's boxes, or where rows lie one after another those of all.
+    // The boxes of each row, or of all rows where they are contiguous.
     const int row_step = COLS % BOX == 0 ? sizes.line - COLS : 0;
     const int pixel = down * (ROWS * sizes.line) + across * COLS;
 #pragma unroll
@@ -31,11 +32,11 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
   }
 }
 
-/// One of the warps that add up grad_output, from stage after stage. Two lanes share channels, 16 bytes in transpose.
+/// One of the warps that add up grad_output, stage by stage. Two lanes share channels, 16 bytes in turns.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int warp, int lane, int stages, float* __restrict__ bias_partial) {
   constexpr int CHANNEL_STEP = BIAS_WARPS * 16, CHANNELS = ceil_div(TILE_CO, CHANNEL_STEP);
   constexpr int END = LEFT_HALO + COLS * STRIDE_W < OUT_BOXES * OUT_BOX_COLS ? LEFT_HALO + COLS * STRIDE_W : OUT_BOXES * OUT_BOX_COLS;
-  // Neighbours in an order in which the swizzle keeps them apart.
+  // Neighbouring lanes take channels that the swizzle keeps in different banks.
   const int first = warp * 16 + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
   CompensatedSum<float> sums[CHANNELS] = {};
   for (int s = 0; s < stages; ++s) {
@@ -49,7 +50,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int warp
 #pragma unroll
         for (int c = 0; c < CHANNELS; ++c) {
           if (TILE_CO % CHANNEL_STEP && first + c * CHANNEL_STEP >= TILE_CO) break;
-          // Channels CHANNEL_STEP apart are flipped alike.
+          // Channels CHANNEL_STEP apart have the same swizzle.
           const uint4 four = ptx::load_shared_vector(block + c * (CHANNEL_STEP * OUT_BOX_COLS * 4) + (quad % (OUT_BOX_COLS / 4) ^ swizzle_of(first)) * 16);
           sums[c].add(__uint_as_float(four.x));
           sums[c].add(__uint_as_float(four.y));

@@ -1,18 +1,22 @@
-// Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a) in TF32, both tensors in channels_last.
+// Gradient of the weight (and of the bias) with wgmma (sm_90a) in TF32, both tensors in channels_last: an implicit
+// GEMM whose im2col happens on the way from shared memory to registers.
 //
-//   M = 32 output channels of a tap a warp, TAP_ROWS x TAP_COLS x CO_BOXES of them, N = TILE_CI input channels, K = pixels
+//   M = 32 output channels of a tap for each warp, TAP_ROWS x TAP_COLS x CO_BOXES of them, N = TILE_CI input channels;
+//   K = pixels
 //
-// In TF32 the multiplier takes from shared memory only what lies along k, and k are pixels; in channels_last nothing lies
-// so. The copy engine brings boxes of both tensors as they lie. Those of the input two warps transpose in place, once for all
-// taps; grad_output's words a lane reads into registers, 16 bytes at a time, where a tap is an address. Which pixel is which
-// k is so chosen that all meet different banks (grad_weight/im2col_nhwc_layout.cuh).
+// In TF32 wgmma reads from shared memory only operands that are contiguous along k, and k are pixels; in channels_last
+// neither operand is. TMA loads boxes of both tensors as they lie. Two warps transpose the input's boxes in place,
+// once for all taps; each lane loads its A fragments of grad_output, 16 bytes at a time, where a tap is an address.
+// The order of the pixels along k is chosen so that no load has bank conflicts (grad_weight/im2col_nhwc_layout.cuh).
 //
-// Covers: float32 (TF32), channels_last; what grad_weight/im2col_nhwc.py claims. Of warpgroup 0 one thread asks for boxes and
-// two warps transpose; the others multiply. Where the images' rows follow one another in both tensors as in one image, the maps and
-// the sizes say so. Pixels are split in splits. A cluster adds up the sums of CLUSTER of them; what is left is gradient[splits / CLUSTER][ci][tap][co]
-// (grad_weight/pixel_rows_reduce.cu). WITH_BIAS: warps that have words of the first input channels' blocks and of a tap whose offset
-// lies in [0, stride) also add them up: bias_partial[split][offset][2][co], the sum and what rounding left of it. Without it
-// grad_output comes rounded to TF32.
+// Covers: float32 (TF32), channels_last; what grad_weight/im2col_nhwc.py claims. One thread of warpgroup 0 is the
+// producer and two of its warps transpose; the other warpgroups are the consumers. Where the rows of all images follow
+// one another in both tensors as those of one image do, the maps and sizes describe one image. The pixels are cut into
+// splits. A cluster adds up the sums of CLUSTER splits; what is left is gradient[splits / CLUSTER][ci][tap][co]
+// (grad_weight/pixel_rows_reduce.cu).
+// WITH_BIAS: the warps that have A fragments of the first input channels and of a tap whose offset lies in [0, stride)
+// also add them up: bias_partial[split][offset][2][co], the sum and what rounding left of it. Without it TMA rounds
+// grad_output to TF32.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
@@ -22,10 +26,10 @@
 #include "grad_weight/im2col_nhwc_layout.cuh"
 #include "grad_weight/im2col_nhwc_producer.cuh"
 
-/// One step's words of grad_output, as multiply_from_registers takes them.
+/// One step's A fragments (grad_output), as multiply_from_registers takes them.
 using AFragments = u32[M_TILES][4];
 
-/// What a warp's rows are: of channels lane / 4 * 4 on, one for each block and half of 8 rows.
+/// The rows of a warp: channels lane / 4 * 4 and the next three, one for each m tile and half of 8 rows.
 struct WarpTile {
   int i, j, co_box;
   bool exists;
@@ -39,7 +43,7 @@ struct WarpTile {
   }
 };
 
-/// Where a lane's words lie in a stage.
+/// Where a lane's A fragments lie in a stage.
 struct AAddresses {
   u32 at[STEPS][2];
 
@@ -57,41 +61,41 @@ struct AAddresses {
         at[step][half] = box + row * ROW_BYTES + (lane / 4 ^ (row & 7)) * 16;
       }
   }
-  __device__ __forceinline__ void load(AFragments& words, u32 stage, int step) const {
+  __device__ __forceinline__ void load(AFragments& fragments, u32 stage, int step) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint4 four = ptx::load_shared_vector(stage + at[step][half]);
-      words[0][half * 2] = four.x;
-      words[0][half * 2 + 1] = four.y;
-      words[1][half * 2] = four.z;
-      words[1][half * 2 + 1] = four.w;
+      fragments[0][half * 2] = four.x;
+      fragments[0][half * 2 + 1] = four.y;
+      fragments[1][half * 2] = four.z;
+      fragments[1][half * 2 + 1] = four.w;
     }
   }
 };
 
-/// The bias, from the words that a warp has anyway: a lane's four channels, of the pixels that are its k. Of the taps whose
-/// offset lies in [0, stride), which read every pixel once.
+/// The bias, from the A fragments that a warp loads anyway: a lane's four channels of the pixels that are its k, for the
+/// taps whose offset lies in [0, stride), which read every pixel once.
 struct Bias {
   bool adds;
-  int row;  // of the partial sums of a split
+  int row;  // in the partial sums of a split
   CompensatedSum<float> sums[4] = {};
   float part[4] = {};
 
   __device__ __forceinline__ Bias(const Place& place, const WarpTile& warp_tile) {
-    const int down = place.row_offset(warp_tile.i), across = place.col_offset(warp_tile.j);
+    const int row_offset = place.row_offset(warp_tile.i), col_offset = place.col_offset(warp_tile.j);
     const bool exists = warp_tile.exists && place.kh + warp_tile.i < KERNEL_H && place.kw + warp_tile.j < KERNEL_W;
-    adds = WITH_BIAS && place.ci == 0 && exists && down >= 0 && down < STRIDE_H && across >= 0 && across < STRIDE_W;
-    row = down * STRIDE_W + across;
+    adds = WITH_BIAS && place.ci == 0 && exists && row_offset >= 0 && row_offset < STRIDE_H && col_offset >= 0 && col_offset < STRIDE_W;
+    row = row_offset * STRIDE_W + col_offset;
   }
-  /// The words of a step, which come back rounded.
-  __device__ __forceinline__ void add(AFragments& words) {
+  /// Adds a step's fragments, and rounds them.
+  __device__ __forceinline__ void add(AFragments& fragments) {
     if constexpr (!WITH_BIAS) return;
     if (adds) {
 #pragma unroll
-      for (int q = 0; q < 4; ++q) part[q] += __uint_as_float(words[q / 2][q % 2]) + __uint_as_float(words[q / 2][2 + q % 2]);
+      for (int q = 0; q < 4; ++q) part[q] += __uint_as_float(fragments[q / 2][q % 2]) + __uint_as_float(fragments[q / 2][2 + q % 2]);
     }
 #pragma unroll
-    for (auto& block : words)
+    for (auto& block : fragments)
 #pragma unroll
       for (u32& word : block) word = ptx::nearly_rounded(word);
   }
@@ -120,7 +124,7 @@ struct Bias {
   }
 };
 
-/// The multiplies of one warp. While a step is multiplied, the words of the next are read.
+/// The consumer: one warp's multiplies. While a step is multiplied, the next step's fragments are loaded.
 __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES][TILE_CI / 2], const WarpTile& warp_tile, Bias& bias, int lane,
                                              int stages) {
   const AAddresses addresses(warp_tile, lane);
@@ -135,14 +139,14 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES
     const ptx::u64 cols = ptx::swizzled_descriptor(ring.data(), 16, 8 * ROW_BYTES);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
-      AFragments& words = step % 2 ? odd : even;
-      addresses.load(words, ring.data(), step);
-      bias.add(words);
+      AFragments& fragments = step % 2 ? odd : even;
+      addresses.load(fragments, ring.data(), step);
+      bias.add(fragments);
       ptx::fence_sums();
 #pragma unroll
-      for (int b = 0; b < M_TILES; ++b) ptx::multiply_from_registers<TILE_CI>(sums[b], words[b], cols + step * 32 / 16);
+      for (int b = 0; b < M_TILES; ++b) ptx::multiply_from_registers<TILE_CI>(sums[b], fragments[b], cols + step * 32 / 16);
       ptx::commit_multiplies();
-      // The step before is multiplied: its words may go, and with the first step its stage.
+      // The step before is multiplied, so its registers are free; after the first step also the stage before is.
       ptx::wait_multiplies<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
@@ -152,7 +156,7 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES
   ptx::wait_multiplies<0>();
 }
 
-/// Half of the columns, of both blocks of a cluster: this one's half.
+/// A block of a cluster keeps the sums, over both splits, of half of the columns.
 using HalfOfSums = float[M_TILES][TILE_CI / 4];
 __device__ __forceinline__ void add_other_split(const float (&sums)[M_TILES][TILE_CI / 2], HalfOfSums& half, u32 shared, int thread, int rank) {
   constexpr int QUADS = TILE_CI / 16;
@@ -160,14 +164,14 @@ __device__ __forceinline__ void add_other_split(const float (&sums)[M_TILES][TIL
   for (int b = 0; b < M_TILES; ++b)
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
-      u32 given[4];
+      u32 sent[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float low = sums[b][q * 4 + i], high = sums[b][(QUADS + q) * 4 + i];
         half[b][q * 4 + i] = rank == 0 ? low : high;
-        given[i] = __float_as_uint(rank == 0 ? high : low);
+        sent[i] = __float_as_uint(rank == 0 ? high : low);
       }
-      ptx::store_shared<4>(shared + ((b * QUADS + q) * CONSUMER_THREADS + thread) * 16, given);
+      ptx::store_shared<4>(shared + ((b * QUADS + q) * CONSUMER_THREADS + thread) * 16, sent);
     }
   ptx::meet_cluster();
 #pragma unroll
@@ -180,11 +184,11 @@ __device__ __forceinline__ void add_other_split(const float (&sums)[M_TILES][TIL
       half[b][q * 4 + 2] += other.z;
       half[b][q * 4 + 3] += other.w;
     }
-  // What the other block reads stays until it has.
+  // A block must not end while the other one reads its memory.
   ptx::meet_cluster();
 }
 
-/// COLUMNS input channels from `first` on.
+/// Stores COLUMNS input channels from `first` on.
 template <int COLUMNS>
 __device__ __forceinline__ void store(const float (&sums)[M_TILES][COLUMNS / 2], const Place& place, int first, const WarpTile& warp_tile, int lane,
                                       float* gradient) {
@@ -238,7 +242,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     } else {
       const int rank = static_cast<int>(ptx::cluster_rank());
       HalfOfSums half;
-      // All stages are read, and sums may take their place.
+      // All stages are read, so the sums may take their memory.
       ptx::meet<1, CONSUMER_THREADS>();
       add_other_split(sums, half, ring.base, threadIdx.x - 128, rank);
       store<TILE_CI / 2>(half, place, place.ci + rank * (TILE_CI / 2), warp_tile, lane, gradient);

@@ -1,7 +1,8 @@
-// Of grad_weight/im2col_nhwc.cu: the thread that asks for boxes, and the warps that transpose those of the input.
+// Of grad_weight/im2col_nhwc.cu: the producer, one thread that issues the TMA copies, and the warps that transpose the
+// input's boxes.
 #pragma once
 
-/// One thread: produce stage after stage.
+/// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
                                      const PixelSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
@@ -27,7 +28,7 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
   }
 }
 
-/// One of the warps that transpose the input's boxes where they lie, from [pixel][channel] to [channel][k]: a lane takes four
+/// One of the warps that transpose the input's boxes in place, from [pixel][channel] to [channel][k]: a lane takes four
 /// channels of the four pixels that are 16 bytes of k, twice.
 __device__ __forceinline__ void transpose(Ring ring, int warp, int lane, int stages) {
   const int piece = lane % 8, quad = lane / 8;

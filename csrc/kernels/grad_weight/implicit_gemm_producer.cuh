@@ -1,24 +1,24 @@
-// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_layout.cuh): asynchronously where the bytes go as they are,
-// through registers where 16-bit channels that lie apart are joined. Everything outside the image, the batch or the
-// group becomes zero.
+// Copies of one tile of pixels into a window (grad_weight/implicit_gemm_layout.cuh): asynchronous (cp.async) where the
+// bytes are copied as they are, through registers where 16-bit channels that are not neighbours in memory are
+// interleaved. Everything outside of the image, the batch or the group is zero.
 #pragma once
 
-/// Of a tensor.
+/// Rows and columns of a tensor.
 struct Extent {
   int height, width;
   __device__ __forceinline__ int pixels() const { return height * width; }
 };
 
-/// One tile's part of a tensor.
+/// The part of a tensor that one tile reads.
 struct Source {
   const char* image;  // the first image's first channel of the block
   Extent extent;
   int row, col;       // of position 0: may be negative
-  int images;         // that are left, from the first on
-  int channels;       // that are left, from the first on
+  int images;         // from the first to the last of the tile or the batch
+  int channels;       // from the first to the last of the group
 };
 
-/// `row`, `col`: where the block's first tap reads, of pixel 0.
+/// `row`, `col`: what the block's first tap reads for pixel 0.
 template <class Win>
 __device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
                                               int row, int col, const PixelSizes& sizes) {
@@ -37,6 +37,7 @@ __device__ __forceinline__ Source tile_source(const Element* tensor, const Exten
   return s;
 }
 
+/// Copies tiles of one operand into a window.
 template <class Win>
 struct WindowLoader {
   using Rows = typename Win::Rows;
@@ -44,27 +45,28 @@ struct WindowLoader {
   static constexpr int COPY = Win::COPY;
   static constexpr int COPY_BYTES = COPY * ITEM;
   static constexpr bool THROUGH_REGISTERS = IS_16_BIT && (!CHANNELS_LAST || COPY == 1);
-  /// Neighbouring lanes' copies go to different places in shared memory: past the L1 each would be a request of its own
+  /// Neighbouring lanes copy to distant places in shared memory: without the L1 each copy would be a request of its own
   /// (measured: half as fast).
   static constexpr bool SCATTERS = IS_16_BIT || Win::QUADS;
   static constexpr int PIXEL_ITEMS = CHANNELS_LAST ? Win::TENSOR_CHANNELS : 1;
 
-  /// From one channel to the next, in items.
+  /// Elements from one channel to the next.
   __device__ __forceinline__ static int channel_items(const Extent& extent) { return CHANNELS_LAST ? 1 : extent.pixels(); }
 
-  /// Columns of memory that a row of the window spans, with what precedes it for alignment.
+  /// Columns of memory that a row of the window spans, with those before it for alignment.
   static constexpr int SPAN_COLS =
       Win::SW == 1 ? Win::COLS : Win::COLS * Win::SW + Win::MAX_MISALIGNMENT;
-  static constexpr bool CONTIGUOUS = !CHANNELS_LAST && COPY > 1;  // pieces of neighbouring columns, whatever their phase
+  static constexpr bool CONTIGUOUS = !CHANNELS_LAST && COPY > 1;  // a piece is neighbouring columns of all phases
   static constexpr int PIECES_PER_ROW = CONTIGUOUS ? ceil_div(SPAN_COLS, COPY) : Cols::PHASES * Win::COLS;
-  /// Pieces of one channel (NCHW), or positions.
+  /// Pieces of one channel (NCHW), or positions (channels_last). A piece is what one copy moves.
   static constexpr int PIECES = TILE_N * Rows::PHASES * Win::ROWS * PIECES_PER_ROW;
 
-  /// Where a piece lies; and what a tile's place says about it, packed so that one comparison tells whether it is inside.
+  /// Where a piece goes, and its image, row and column packed so that one comparison tells whether it lies inside the
+  /// tensor.
   struct Piece {
-    unsigned from;  // items from the window's first row and column
+    unsigned from;  // elements from the window's first row and column
     u32 place;      // image << 23 | row << 12 | column, in pixels of the tensor from there
-    int position;   // of its first column, with phase 0 where several columns are copied in one piece
+    int position;   // of its first column; of phase 0 where a piece has columns of all phases
     int column;     // CONTIGUOUS: columns from the first tap's, may be negative
   };
   static constexpr u32 GUARDS = 1u << 31 | 1u << 22 | 1u << 11;
@@ -85,7 +87,7 @@ struct WindowLoader {
       p.column = static_cast<int>(w) - misalignment;
       if constexpr (Win::SW == 1) p.position += w;
     } else {
-      // Neighbouring lanes take neighbouring memory: of NCHW the columns, of channels_last the channels.
+      // Neighbouring lanes read neighbours in memory: columns in NCHW, channels in channels_last.
       const unsigned phase = CHANNELS_LAST ? in_row / Win::COLS : in_row % Cols::PHASES;
       const unsigned col = CHANNELS_LAST ? in_row % Win::COLS : in_row / Cols::PHASES;
       w = col * Win::SW + Cols::residue(phase);
@@ -96,9 +98,9 @@ struct WindowLoader {
     return p;
   }
 
-  /// The pieces of a tile that lie inside: those between two corners.
+  /// The pieces of a tile that lie inside the tensor: those between two corners.
   struct Inside {
-    const char* origin;  // the window's first row and column, of the block's first channel: may lie outside
+    const char* origin;  // the window's first row and column of the block's first channel; may lie outside
     u32 low, high;
     int channels;
 
@@ -118,7 +120,7 @@ struct WindowLoader {
     }
   };
 
-  // The pieces do not depend on the tile: where a thread needs many, they stand in a table.
+  // Pieces do not depend on the tile: where a thread needs many of them, they are computed once and kept in a table.
   static constexpr bool TABLE = CHANNELS_LAST || THROUGH_REGISTERS;
   static constexpr int TABLE_BYTES = TABLE ? PIECES * 16 : 0;
 
@@ -172,7 +174,7 @@ struct WindowLoader {
     }
   }
 
-  // ---- through registers: 8 channels of COPY columns (channels_last: of one pixel) a slot -----------------------
+  // ---- through registers: a slot is 8 channels of COPY columns (channels_last: of one pixel) --------------------
 
   static constexpr int OCTETS = Win::CHANNELS / 8;
   static constexpr int SLOTS = THROUGH_REGISTERS ? ceil_div(PIECES * OCTETS, THREADS) : 1;
@@ -188,7 +190,7 @@ struct WindowLoader {
 
   __device__ __forceinline__ void load(u32 table, const Source& source, int misalignment) {
     const Inside inside(source, misalignment);
-    // Pinned, and 32 bits: else the compiler finds the address of every load anew, from the tile's origin.
+    // Pinned, and 32 bits: otherwise the compiler computes the address of every load from the tile's origin again.
     const u32 next_channel = ptx::pinned(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -229,21 +231,22 @@ struct WindowLoader {
           words[i] = e % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
         }
         int position = first_position + e;
-        bool wanted = true;
+        bool in_window = true;
         if constexpr (CONTIGUOUS && Win::SW > 1) {
-          const unsigned column = first_column + e;  // negative: too large
+          const unsigned column = first_column + e;  // a negative column becomes too large
           const unsigned col = column / Win::SW;
           const int phase = Cols::phase_of_residue(column % Win::SW);
-          wanted = col < Win::COLS && phase >= 0;
+          in_window = col < Win::COLS && phase >= 0;
           position = first_position + phase * Win::COLS + col;
         }
-        if (wanted) ptx::store_shared<4>(plane + position * 16, words);
+        if (in_window) ptx::store_shared<4>(plane + position * 16, words);
       }
     }
   }
 };
 
 /// Round a window of float32 to TF32, where the multiplier would truncate; all threads, a part each.
+/// Rounds a float32 window to TF32, where the tensor cores would truncate. By all threads, a part each.
 template <class Win>
 __device__ __forceinline__ void round_window(u32 window) {
 #pragma unroll 4
@@ -257,9 +260,9 @@ __device__ __forceinline__ void round_window(u32 window) {
 static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + WindowLoader<InputWindow>::TABLE_BYTES + WindowLoader<OutputWindow>::TABLE_BYTES,
               "the plan and the kernel must agree");
 
-/// Both operands of a block, tile by tile of its split, through a ring of STAGES stages. `copy` starts what goes
-/// asynchronously; what goes through registers is asked for by `load` and put down by `store`. Tiles beyond the last do
-/// nothing.
+/// Loads both operands of a block, tile by tile of its split, into a ring of STAGES stages. `copy` issues the
+/// asynchronous copies; `load` begins what goes through registers, and `store` writes it to shared memory. Tiles beyond
+/// the last do nothing.
 struct Producer {
   const Element *input, *grad_output;
   const Place& place;
@@ -301,7 +304,7 @@ struct Producer {
     }
     ptx::commit_copies();
   }
-  /// Round an input that has arrived to TF32.
+  /// Rounds an input that has arrived to TF32.
   __device__ __forceinline__ void round_input(int index) const {
     if (index < count) round_window<InputWindow>(input_stage(index));
   }

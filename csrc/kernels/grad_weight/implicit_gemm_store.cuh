@@ -1,9 +1,10 @@
-// Where the sums of grad_weight_*.cu go: with one split straight to the gradient, else to the workspace in the order
-// of the threads, [split][tile][warp][sum][lane] in units of 4 floats, which grad_weight/split_k_reduce.cu adds up.
+// Where the sums of grad_weight/implicit_gemm_*.cu go: with one split to the gradient, else to the workspace in the
+// order of the threads, [split][tile][warp][sum][lane] in units of 4 floats, which grad_weight/split_k_reduce.cu adds
+// up.
 #pragma once
 
 constexpr int WEIGHT_TILES = M_BLOCKS * N_BLOCKS * TAP_BLOCKS * GROUPS;
-/// Fragments of 16 x 8 sums of one warp: [m][tap][n], m the rows, which are input channels (SWAPPED: output channels).
+/// Fragments of 16 x 8 sums of one warp: [m][tap][n], where m are rows of input channels (SWAPPED: of output channels).
 constexpr int M_FRAGMENTS = (SWAPPED ? WARP_N : WARP_M) / 16, N_FRAGMENTS = (SWAPPED ? WARP_M : WARP_N) / 8;
 constexpr int FRAGMENTS = M_FRAGMENTS * N_FRAGMENTS * WARP_TAPS;
 constexpr int TILE_WARPS = WARPS_M * WARPS_N * WARPS_T;
@@ -12,13 +13,14 @@ constexpr long long SPLIT_UNITS = static_cast<long long>(WEIGHT_TILES) * TILE_WA
 /// Rows of partial sums of the bias that one split writes.
 constexpr int BIAS_ROWS = TAP_BLOCKS * BIAS_WRITERS;
 
+/// Which part of a block's tile a warp computes.
 struct WarpPlace {
   int m, n, t;
   __device__ __forceinline__ explicit WarpPlace(int warp)
       : m(warp % WARPS_M), n(warp / WARPS_M % WARPS_N), t(warp / (WARPS_M * WARPS_N)) {}
 };
 
-/// put(offset in the gradient, which of the 4) for the sums of one lane of a fragment that exist.
+/// Calls put(offset in the gradient, which of the 4 sums) for each existing sum of one lane of a fragment.
 template <class Put>
 __device__ __forceinline__ void for_each_sum(const Place& place, const WarpPlace& warp, int fragment, int lane, const Put& put) {
   const int tap = warp.t * WARP_TAPS + fragment / N_FRAGMENTS % WARP_TAPS;
@@ -33,7 +35,7 @@ __device__ __forceinline__ void for_each_sum(const Place& place, const WarpPlace
   }
 }
 
-/// Add a warp's sums, [fragment][4], to its partial sums, or set them. `split` counts the warps along k too.
+/// Adds a warp's sums, [fragment][4], to its partial sums, or sets them. `split` counts the warps along k too.
 __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane, int split,
                                               float4* partial, bool add) {
   float4* to = partial + split * SPLIT_UNITS + (static_cast<long long>(place.tile) * TILE_WARPS + warp) * (FRAGMENTS * 32) + lane;
@@ -48,12 +50,12 @@ __device__ __forceinline__ void store_partial(const float (&sums)[FRAGMENTS][4],
   }
 }
 
-/// One fragment of every warp along m at a time passes through shared memory, so that neighbours leave together. A row, of
-/// one input channel, begins a quarter of the banks after the one before.
+/// One fragment of every warp along m at a time passes through shared memory, so that neighbours are stored together.
+/// Each row, of one input channel, begins a quarter of the banks after the one before.
 constexpr int STAGED_ROWS = WARPS_M * 16, ROW_SUMS = BLOCK_N * BLOCK_TAPS, STAGED_PITCH = round_up(ROW_SUMS, 32) + 8;
 constexpr int STAGED_BYTES = STAGED_ROWS * STAGED_PITCH * 4;
 constexpr bool STORES_THROUGH_SHARED = !SWAPPED && STAGED_BYTES <= SHARED_BYTES;
-/// Output channels that leave as one piece.
+/// Output channels that one instruction stores.
 constexpr int STORE_VECTOR = WEIGHT_CHANNELS_LAST && IS_16_BIT && CO_GROUP % 8 == 0 && BLOCK_N % 8 == 0 ? 8 : 1;
 
 __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGMENTS][4], const Place& place, const WarpPlace& at,
@@ -95,7 +97,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
   }
 }
 
-/// Store a block's sums, which are all there is, to the gradient: THREADS threads. `shared` is free.
+/// Stores a block's sums, which are the only split's, to the gradient. By THREADS threads; `shared` is free.
 __device__ __forceinline__ void store_gradient(const float (&sums)[FRAGMENTS][4], const Place& place, int warp, int lane,
                                                float* shared, Element* gradient) {
   const WarpPlace at(warp);

@@ -1,17 +1,18 @@
-// Gradient of the weight (and of the bias) on Hopper (sm_90a), in 16 bits, both tensors in channels_last: the product of
-// grad_weight/implicit_gemm_wgmma.cu, with both operands brought by the copy engine (TMA) as they lie in memory.
+// Gradient of the weight (and of the bias) on Hopper (sm_90a), in 16 bits, both tensors in channels_last: the implicit
+// GEMM of grad_weight/implicit_gemm_wgmma.cu, with both operands loaded by TMA as they lie in memory.
 //
-//   M = 64 input channels a warpgroup, N = WARP_N output channels, WARP_TAPS taps; K = 16 pixels a multiply
+//   M = 64 input channels of a warpgroup, N = WARP_N output channels, WARP_TAPS taps; K = 16 pixels of a multiply
 //
-// Both operands lie across k, rows of 64 channels (grad_weight/implicit_gemm_tma.cuh); a tap's shift of grad_output is only another
-// start address. What of a box lies outside its tensor is zero. A box may hold channels of the next group: they make
-// rows and columns of the product that nobody stores.
+// Both operands lie across k, in rows of 64 channels (grad_weight/implicit_gemm_tma.cuh); a tap's shift of grad_output
+// only changes the start address. What a box holds outside of its tensor is zero. A box may hold channels of the next
+// group: they become rows and columns of the product that are not stored.
 //
-// The first THREADS threads multiply and store. Of the warp after them one thread asks for the boxes, through a ring of
-// STAGES stages, and BIAS_THREADS more add up the bias from the stages as they pass.
+// The first THREADS threads are the consumers: they multiply and store. One thread of the next warp is the producer,
+// which loads boxes into a ring of STAGES stages. BIAS_THREADS more threads add up the bias from the stages.
 //
-// Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding, dilation,
-// groups; tiles whose runs of 8 pixels lie in one piece. Flushes and splits as in grad_weight/implicit_gemm_mma.cu.
+// Covers: float16, bfloat16; channels in multiples of 8; strides up to 8; any kernel, padding, output padding,
+// dilation, groups; tiles whose groups of 8 pixels are contiguous. Flushes and splits as in
+// grad_weight/implicit_gemm_mma.cu.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -26,15 +27,15 @@ static_assert(WARPS_N == 1 || WARP_N % BOX_CHANNELS == 0);
 
 constexpr int PRODUCER_THREADS = 32;
 constexpr int BIAS_WARPS = BIAS_THREADS / 32;
-/// Of 16 output channels, that a warp adds up.
+/// Groups of 16 output channels that a warp adds up.
 constexpr int BIAS_CHANNEL_GROUPS = BIAS_WARPS ? ceil_div(BLOCK_N / 16, BIAS_WARPS) : 1;
-/// Steps of 16 pixels that a warp takes at a time, so that its products do not wait for one another.
+/// Steps of 16 pixels that a warp takes at a time, so that their products are independent.
 constexpr int BIAS_STEPS = BIAS_CHANNEL_GROUPS < 2 && STEPS % 4 == 0 ? 4 : BIAS_CHANNEL_GROUPS < 4 && STEPS % 2 == 0 ? 2 : 1;
 static_assert(!WITH_BIAS || BIAS_WARPS > 0);
 static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the plan and the kernel must agree");
 static_assert(!STORES_THROUGH_SHARED || STAGED_BYTES <= BARRIERS);
 
-/// One thread.
+/// The producer, one thread.
 __device__ __forceinline__ void produce(Ring ring, const Place& place, const PixelSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
@@ -60,8 +61,8 @@ __device__ __forceinline__ void produce(Ring ring, const Place& place, const Pix
   }
 }
 
-/// The bias, by BIAS_THREADS threads: ones times grad_output, 16 pixels x 16 channels at a time, for the taps of the block
-/// that read each pixel once.
+/// The bias, by BIAS_THREADS threads: a row of ones times grad_output, 16 pixels x 16 channels at a time, for the taps of
+/// the block that read each pixel once.
 __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int count, float* bias_partial) {
   const int warp = (threadIdx.x - THREADS - PRODUCER_THREADS) / 32, lane = threadIdx.x % 32;
   u32 taps = 0;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
   constexpr u32 ONE = PRECISION == ptx::FP16 ? 0x3c003c00 : 0x3f803f80;
   const uint4 ones = make_uint4(ONE, ONE, ONE, ONE);
   float sums[BIAS_CHANNEL_GROUPS][2][4] = {};
-  // Which row of 16 bytes this lane names: lanes 0 to 7 and 16 to 23 of the first 8 pixels, the others of the second.
+  // The row that this lane addresses for ldmatrix: lanes 0 to 7 and 16 to 23 the first 8 pixels, the others the second.
   const u32 row = (lane / 8 % 2 * OUT_GROUP + lane % 8) * ROW_BYTES;
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
@@ -84,16 +85,16 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
       if (!(taps >> tap & 1)) continue;
 #pragma unroll 1
       for (int first = 0; first < STEPS; first += BIAS_STEPS) {
-        // All are asked for before the first is used: the compiler keeps the order.
+        // All loads are issued before the first is used: the compiler keeps the order.
         u32 m[BIAS_STEPS][BIAS_CHANNEL_GROUPS][4];
 #pragma unroll
         for (int step = 0; step < BIAS_STEPS; ++step)
 #pragma unroll
           for (int i = 0; i < BIAS_CHANNEL_GROUPS; ++i) {
-            const int split = warp + i * BIAS_WARPS;
-            if (split >= BLOCK_N / 16) continue;
-            const u32 at = ring.weights() + split / 4 * OutputBoxes::BYTES + offsets[tap] + row + OutputBoxes::position((first + step) * STEP) * ROW_BYTES;
-            ptx::load_matrices_transposed(m[step][i], at + ((split % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
+            const int channel_group = warp + i * BIAS_WARPS;
+            if (channel_group >= BLOCK_N / 16) continue;
+            const u32 at = ring.weights() + channel_group / 4 * OutputBoxes::BYTES + offsets[tap] + row + OutputBoxes::position((first + step) * STEP) * ROW_BYTES;
+            ptx::load_matrices_transposed(m[step][i], at + ((channel_group % 4 * 2 + lane / 16) ^ at / ROW_BYTES % 8) * 16);
           }
 #pragma unroll
         for (int step = 0; step < BIAS_STEPS; ++step)
@@ -121,7 +122,7 @@ __device__ __forceinline__ void add_bias(Ring ring, const Place& place, int coun
     }
 }
 
-/// Add 16 pixels for a warpgroup's taps from FIRST on. `b`: without a distance between blocks.
+/// Multiplies 16 pixels for a warpgroup's taps from FIRST on. `b`: a descriptor without the distance between blocks.
 template <int FIRST>
 __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::u64 a, ptx::u64 b, const int (&tap_offset)[WARP_TAPS]) {
   if constexpr (FIRST < WARP_TAPS) {
@@ -132,11 +133,11 @@ __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::
   }
 }
 
-/// THREADS threads.
+/// The consumers, THREADS threads.
 __device__ __forceinline__ void consume(Ring ring, const Place& place, const PixelSizes& sizes, char* shared,
                                                    float4* partial, Element* gradient) {
   const int lane = threadIdx.x % 32;
-  // The same for all threads of a warpgroup, which the compiler should know.
+  // The shuffle tells the compiler that all threads of a warpgroup have the same value.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   const int warp = threadIdx.x / 32;
   const WarpPlace at(warpgroup * 4);
@@ -160,7 +161,7 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Pix
       ptx::fence_sums();
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
-      // Rolled, the compiler would wait between the multiplies of several flushes.
+      // In a rolled loop the compiler would wait between the multiplies.
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
         multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + OutputBoxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
@@ -175,7 +176,7 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Pix
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split, partial, first > 0);
   } while (index < count);
   if (sizes.through_workspace) return;
-  // The results take the stages' place once these are read by all, the bias's warps too.
+  // The sums take the stages' memory once all consumers and the bias's warps have read them.
   for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
   store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 }

@@ -1,15 +1,15 @@
-// Gradient of the weight (and of the bias) on Hopper's warpgroup multiply (sm_90a): the product of grad_weight/implicit_gemm_mma.cu,
+// Gradient of the weight (and of the bias) with wgmma (sm_90a): the implicit GEMM of grad_weight/implicit_gemm_mma.cu
 // in 16 bits, with both operands read from shared memory by the tensor cores.
 //
-//   M = 64 input channels a warpgroup, N = WARP_N output channels, WARP_TAPS taps; K = 16 pixels a multiply
+//   M = 64 input channels of a warpgroup, N = WARP_N output channels, WARP_TAPS taps; K = 16 pixels of a multiply
 //
-// Both operands lie across k, [8 channels][position][16 bytes]: 16 pixels are two runs of 8, and a tap's shift of
-// grad_output is only another start address. Multiplies run asynchronously, those of one tile still while the next
-// tile's are begun: a stage is filled anew two tiles after it was multiplied.
+// Both operands lie across k, [8 channels][position][16 bytes]: 16 pixels are two groups of 8, and a tap's shift of
+// grad_output only changes the start address. Multiplies are asynchronous; those of one tile still run while the next
+// tile's begin, so a stage is loaded again two tiles after it was multiplied.
 //
 // Covers: float16, bfloat16; NCHW and channels_last; any kernel, stride, padding, output padding, dilation, groups;
-// TILE_W 8 or a multiple of 16. Flushes, splits and the bias as in grad_weight/implicit_gemm_mma.cu, but for the bias the threads
-// read grad_output's stages themselves.
+// TILE_W 8 or a multiple of 16. Flushes and splits as in grad_weight/implicit_gemm_mma.cu; the bias is added up by all
+// threads from grad_output's stages.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "grad_weight/implicit_gemm_layout.cuh"
@@ -24,10 +24,11 @@ constexpr int STEPS = TILE_PIXELS / STEP;
 static_assert(IS_16_BIT && WARP_M == 16 && WARPS_M % 4 == 0 && STEPS % WARPS_K == 0 && STAGES >= 3);
 static_assert(TILE_W % STEP == 0 || (TILE_W == 8 && TILE_H * TILE_W % STEP == 0));
 
-/// Bytes from a run of 8 pixels to the next.
+/// Bytes from one group of 8 pixels to the next.
 constexpr int OUT_GROUP_BYTES = (Out::position(8) - Out::position(0)) * 16;
 
-/// The bias: a thread adds up some pixels of 8 channels, for all taps of the block that count.
+/// The bias: a thread adds up every BIAS_RANKS-th pixel of 8 channels, for all taps of the block that read each pixel
+/// once.
 constexpr int BIAS_RANKS = THREADS / (BLOCK_N / 8);
 
 __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_taps, const Place& place) {
@@ -60,7 +61,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   Producer producer(input, grad_output, place, sizes, stages);
 
   const int lane = threadIdx.x % 32;
-  // The same for all threads of a warpgroup, which the compiler should know.
+  // The shuffle tells the compiler that all threads of a warpgroup have the same value.
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   const int warp = threadIdx.x / 32 % TILE_WARPS, warp_k = warpgroup * 4 / TILE_WARPS;
   const WarpPlace at(warpgroup * 4 % TILE_WARPS);
@@ -90,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     for (; index < end; ++index) {
       ptx::wait_copies<STAGES - 3>();
       ptx::publish_to_multiplies();
-      // All of the tile before the last is multiplied, by every warpgroup: its stage may be filled.
+      // Every warpgroup has multiplied the tile before the last: its stage may be loaded again.
       ptx::wait_multiplies<1>();
       __syncthreads();
       ptx::fence_sums();
@@ -116,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   } while (index < producer.count);
   if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   if (WITH_BIAS && place.m0 == 0) {
-    // Everything has been multiplied: the stages are free.
+    // Everything is multiplied, so the stages are free.
     __syncthreads();
     float* all = reinterpret_cast<float*>(shared);
 #pragma unroll

@@ -1,16 +1,18 @@
-// Gradient of the weight on Hopper's warpgroup multiply (sm_90a) in TF32, both operands read from shared memory.
+// Gradient of the weight with wgmma (sm_90a) in TF32, both operands read from shared memory, with pixels along k.
 //
-//   128 x TILE_COLS: input channels by chunks of output channels, each of a tap (SWAPPED: the other way round); K = pixels
+//   128 x TILE_COLS: input channels by chunks of output channels, each chunk of one tap (SWAPPED: transposed); K = pixels
 //
-// In TF32 the multiplier takes only what lies along k, and k are pixels. So both operands come as lines of pixels (NCHW's
-// own order, or what common/space_to_depth.cu made of it), by boxes of BOX pixels and many channels: [box][channel][BOX pixels].
-// grad_output lies parted in planes, one for each column of taps and phase of rows (IM2COL_ROWS: each row of taps). A tap
-// is a plane and a shift in whole rows, which is where its box begins. What lies outside is read as zeros. A stage is 32 pixels.
+// In TF32 wgmma reads only operands that are contiguous along k, and k are pixels. So both operands are rows of
+// pixels, one for each image and channel (NCHW itself, or a copy by common/space_to_depth.cu), loaded in boxes of BOX
+// pixels and many channels: [box][channel][BOX pixels]. grad_output is copied to planes, one for each column of taps
+// and phase of rows (IM2COL_ROWS: each row of taps). A tap is a plane and a shift by whole rows of the image, which is
+// where its box begins. What lies outside is read as zero. A stage is 32 pixels.
 //
-// Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; rows of a multiple of 4 pixels, or
-// IM2COL_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
-// rows each. MULTICAST: two blocks copy_to one operand together, each half of it for both. Pixels are split in `splits`; a
-// split's sums are gradient[split][ci][tap][co], which grad_weight/pixel_rows_reduce.cu adds up.
+// Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; image rows of a multiple of 4
+// pixels, or IM2COL_ROWS, or no tap shifted by rows; the layouts that the tensor maps describe. Warpgroup 0 is the
+// producer, the other two are the consumers, 64 rows each. MULTICAST: two blocks of a cluster load one operand
+// together, each half of it for both. The pixels are cut into splits; a split's sums are gradient[split][ci][tap][co],
+// which grad_weight/pixel_rows_reduce.cu adds up.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -20,15 +22,15 @@
 #include "common/sizes.cuh"
 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
-/// A coordinate outside every tensor, with whatever shift.
+/// A coordinate outside of every tensor, whatever is added as a shift.
 constexpr int OUT_OF_BOUNDS = 1 << 28;
 
 constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
-/// The rows by which a tap is shifted, after PAD_ROWS rows.
-__device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : PAD_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
+/// The rows of the image by which a tap is shifted, counted from the ZERO_ROWS rows of zeros before a plane.
+__device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : ZERO_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
 
-/// A part of an operand's box: to every block that shares it, or to this one alone.
+/// Copies a box of an operand to this block, or by multicast to every block of the cluster.
 template <bool MULTICAST_COPY>
 __device__ __forceinline__ void copy_to(u32 to, const TensorMap& map, int pixel, int channel, int image, u32 barrier) {
   if constexpr (MULTICAST_COPY) {
@@ -38,7 +40,7 @@ __device__ __forceinline__ void copy_to(u32 to, const TensorMap& map, int pixel,
   }
 }
 
-/// What a copy brings of one side, and which copies are this block's.
+/// How many boxes one side of the tile takes (ALL), and how many of them this block loads (OWN).
 template <int SIDE, int BOX_CHANNELS, bool MULTICAST_COPY>
 struct Copies {
   static constexpr int ALL = SIDE / BOX_CHANNELS;
@@ -49,7 +51,7 @@ using InputCopies = Copies<INPUT_SIDE, INPUT_BOX_CHANNELS, MULTICAST == INPUT>;
 using OutputCopies = Copies<OUTPUT_SIDE, OUTPUT_BOX_CHANNELS, MULTICAST == OUTPUT>;
 static_assert(CHUNK % OUTPUT_BOX_CHANNELS == 0);
 
-/// One thread: produce stage after stage.
+/// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& planes, const Place& place, u32 rank,
                                      int first_stage, int stages, const LineSizes& sizes) {
   constexpr bool MULTICASTS_INPUT = MULTICAST == INPUT, MULTICASTS_OUTPUT = MULTICAST == OUTPUT;
@@ -127,7 +129,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     multiply_stages(ring, sums, warp / 4 - 1, stages, lane);
     store(sums, place, (warp - 4) * 16, lane, gradient);
   }
-  // Nobody leaves while another may still reach its shared memory.
+  // A block must not end while the other may still write to its shared memory.
   if constexpr (MULTICAST != NONE) {
     __syncwarp();
     ptx::meet_cluster();

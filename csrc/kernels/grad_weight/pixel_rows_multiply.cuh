@@ -1,8 +1,8 @@
-// What the kernels of the gradient of the weight with pixels along k share: the ring of stages, the multiplies, and where
-// the sums go. Included where STAGES, BOX and what grad_weight/pixel_rows_layout.cuh needs are known.
+// Of grad_weight/pixel_rows.cu: the ring of stages, the multiplies, and where the sums go. Included where STAGES, BOX
+// and the constants of grad_weight/pixel_rows_layout.cuh are known.
 //
-// A stage is 32 pixels, in boxes of BOX: [box][row][BOX pixels] of the rows, then of the columns, each row swizzled as a
-// box of the copy engine is (common/tma.cuh).
+// A stage is 32 pixels in boxes of BOX: [box][row][BOX pixels] of the rows, then of the columns, with TMA's swizzle
+// (common/tma.cuh).
 #pragma once
 
 using ptx::u32;
@@ -35,7 +35,7 @@ struct Ring {
   }
 };
 
-/// The multiplies of one warpgroup.
+/// The consumer: one warpgroup's multiplies.
 __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[TILE_COLS / 2], int warpgroup, int stages, int lane) {
 #pragma unroll
   for (float& sum : sums) sum = 0.f;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[TILE_CO
       for (int k = 0; k < BOX / 8; ++k)
         ptx::multiply<ptx::TF32, TILE_COLS>(sums, rows + (box * ROWS_BYTES + k * 32) / 16, cols + (box * COLS_BYTES + k * 32) / 16);
     ptx::commit_multiplies();
-    // All of the stage before is multiplied by this warp.
+    // This warp has multiplied the stage before.
     ptx::wait_multiplies<1>();
     if (s > 0) {
       if constexpr (MULTICAST == NONE) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[TILE_CO
   ptx::wait_multiplies<0>();
 }
 
-/// Where an gradient_offset lies; -1 where a tile reaches beyond the gradient.
+/// Offset of an entry of the gradient; -1 where a tile reaches beyond it.
 __device__ __forceinline__ long long gradient_offset(const Place& place, int in, int out) {
   const int chunk = place.first_chunk + out / CHUNK, tap = chunk / CHANNEL_CHUNKS;
   const int ci = place.ci + in, co = chunk % CHANNEL_CHUNKS * CHUNK + out % CHUNK;

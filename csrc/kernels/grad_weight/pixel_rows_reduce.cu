@@ -1,9 +1,10 @@
-// The last step of grad_weight_{direct,in_place,rows,strips}.cu: adds up the splits' sums [split][ci][tap][co] of the
-// weight's gradient in a fixed order, and brings them to the order of the weight. THREADS_PER_SUM threads share the splits of a
-// sum.
+// The last launch of grad_weight/{im2col_nchw,im2col_nhwc,pixel_rows,stride1}.cu: adds up the splits' sums
+// [split][ci][tap][co] of the weight's gradient in a fixed order, and writes them in the layout of the weight.
+// THREADS_PER_SUM threads share the splits of a sum.
 //
-// With few splits a block makes COLUMNS output channels of all taps of one input channel, and writes them in whole lines.
-// With THREADS_PER_SUM > 1 the splits are most of what moves: a block makes THREADS / THREADS_PER_SUM sums that follow one another.
+// With few splits a block makes COLUMNS output channels of all taps of one input channel, and writes them
+// contiguously. With THREADS_PER_SUM > 1 reading the splits is most of the work: a block makes THREADS /
+// THREADS_PER_SUM neighbouring sums.
 #include "common/mma.cuh"
 
 constexpr int TAPS = KERNEL_H * KERNEL_W;

@@ -1,16 +1,16 @@
-// The last step of grad_weight_*.cu: adds up the splits' partial sums of the weight's gradient, and of the bias's, in
-// a fixed order. A thread adds up a unit of 4 sums; where there are many splits, several threads share them. The last
-// blocks add up the bias: BIAS_LANES threads share the rows of a channel.
+// The last launch of grad_weight/implicit_gemm_*.cu: adds up the splits' partial sums of the weight's gradient and of
+// the bias's in a fixed order. A thread adds up a unit of 4 sums; where there are many splits, several threads share a
+// unit. The last blocks add up the bias: BIAS_LANES threads share the rows of a channel.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "grad_weight/implicit_gemm_layout.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
 
 struct ReduceSizes {
-  int copies;         // of the weight's gradient, to be added up
-  int bias_rows;      // the same of the bias's
-  int weight_blocks;  // that add up the weight's
-  int unit_bits;      // 2^unit_bits threads of a block have units of their own, the others share those
+  int copies;         // partial sums of the weight's gradient
+  int bias_rows;      // partial sums of the bias's gradient
+  int weight_blocks;  // blocks that add up the weight's gradient
+  int unit_bits;      // a block has 2^unit_bits units, which its threads share
 };
 
 __device__ __forceinline__ void add(float4& sum, const float4& part) {

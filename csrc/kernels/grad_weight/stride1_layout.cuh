@@ -1,8 +1,9 @@
-// What a block of grad_weight/stride1.cu computes, and where a col's rows lie in shared memory.
+// Of grad_weight/stride1.cu: what a block computes, and where the rows of a column tile lie in shared memory.
 //
-// Slot s of the ring: a row of the input, [BOX pixels][channel][pixel] in rows of 128 bytes, swizzled, and of grad_output as
-// the copy engine brings it: NCHW [PLANES][channel][OUTPUT_PITCH pixels], every PLANES-th channel in a plane, whose distance
-// in memory is a multiple of 16 bytes; channels_last [32 channels][pixel][channel], swizzled.
+// Stage s of the ring holds a row of the input, [BOX pixels][channel][pixel] in rows of 128 bytes, swizzled, and a row
+// of grad_output as TMA writes it: NCHW [PLANES][channel][OUTPUT_PITCH pixels], where every PLANES-th channel is in
+// the same plane, so that its distance in memory is a multiple of 16 bytes; channels_last [32
+// channels][pixel][channel], swizzled.
 #pragma once
 
 #include "common/stages.cuh"
@@ -16,7 +17,7 @@ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;
 constexpr int N = TILE_TAP_ROWS * TILE_CI;
 
-// A fragment is what one warp multiplies: 16 output channels of one segment of taps; counted [channels][segment of taps].
+/// A fragment is what one warp multiplies: 16 output channels of one column of taps, counted [channels][column of taps].
 constexpr int FRAGMENTS = ceil_div(CO_GROUP, 16) * KERNEL_W;
 constexpr int BLOCK_FRAGMENTS = 4 * WARPGROUPS * M_TILES;
 constexpr int FRAGMENT_BLOCKS = ceil_div(FRAGMENTS, BLOCK_FRAGMENTS);
@@ -24,19 +25,19 @@ constexpr int CI_TILES = ceil_div(CI_GROUP, TILE_CI), TAP_ROW_TILES = ceil_div(K
 
 constexpr int ITEM = static_cast<int>(sizeof(Element));
 constexpr int BOX_ROW_BYTES = 128, BOX = BOX_ROW_BYTES / ITEM, BOXES = TILE_W / BOX;
-/// Elements of 16 bytes, at whose multiples a box begins.
+/// Elements of 16 bytes: a box begins at a multiple of them.
 constexpr int ALIGNMENT = 16 / ITEM;
-/// AFragments of input that a row of grad_output needs beside the one that comes with it.
+/// Rows of the input that a row of grad_output needs beside the one that is loaded with it.
 constexpr int HALO_ROWS = TILE_TAP_ROWS - 1;
 constexpr int ROW_BYTES = TILE_CI * BOX_ROW_BYTES, BOX_PITCH = (STAGES + HALO_ROWS) * ROW_BYTES;
 
-/// From a channel of a plane (a pixel, in channels_last) of grad_output to the next.
+/// From a channel of a plane (in channels_last, a pixel) of grad_output to the next.
 constexpr int OUTPUT_PITCH_BYTES = CHANNELS_LAST ? BOX_ROW_BYTES : OUTPUT_PITCH * ITEM;
 constexpr int OUTPUT_PIXELS = TILE_W + KERNEL_W - 1, OUTPUT_BOXES = CHANNELS_LAST ? OUTPUT_CHANNELS / BOX : PLANES;
 constexpr int OUTPUT_COPIED = (CHANNELS_LAST ? OUTPUT_PIXELS : OUTPUT_CHANNELS / PLANES) * OUTPUT_PITCH_BYTES;
 constexpr int OUTPUT_BOX_BYTES = round_up(OUTPUT_COPIED, CHANNELS_LAST ? 1024 : 128);
 constexpr int OUTPUT_AT = BOXES * BOX_PITCH, OUTPUT_BYTES = OUTPUT_BOXES * OUTPUT_BOX_BYTES;
-/// channels_last: rows of the input as they come, [32 channels][pixel][channel].
+/// channels_last: rows of the input as TMA writes them, [32 channels][pixel][channel].
 constexpr int RAW_AT = OUTPUT_AT + STAGES * OUTPUT_BYTES, RAW_BYTES = CHANNELS_LAST ? TILE_W * TILE_CI * 4 : 0;
 constexpr int BARRIERS = RAW_AT + RAW_STAGES * RAW_BYTES, RAW_BARRIERS = BARRIERS + STAGES * 16;
 static_assert(SHARED_BYTES == RAW_BARRIERS + RAW_STAGES * 16 + 1024, "the plan and the kernel must agree");
@@ -47,15 +48,15 @@ static_assert(LINEAR_OUTPUT || PLANES == 1);
 struct Ring : StageRing<STAGES, OUTPUT_AT, OUTPUT_BYTES, BARRIERS> {
   using StageRing::StageRing;
   __device__ __forceinline__ u32 output() const { return data(); }
-  /// Where this slot's input comes; `wraps`: and behind the last slot's.
+  /// Where this stage's input is stored; if it `wraps`, also behind the last stage's.
   __device__ __forceinline__ u32 row() const { return base + stage * ROW_BYTES; }
   __device__ __forceinline__ bool wraps() const { return stage < HALO_ROWS; }
-  /// Where the input of the HALO_ROWS slots before and of this one lies.
+  /// Where the input of the HALO_ROWS stages before and of this one lies.
   __device__ __forceinline__ u32 rows() const { return base + (stage < HALO_ROWS ? stage + STAGES - HALO_ROWS : stage - HALO_ROWS) * ROW_BYTES; }
 };
 using RawRing = StageRing<RAW_STAGES, RAW_AT, RAW_BYTES, RAW_BARRIERS>;
 
-/// What a block computes; blocks that read the same are neighbours.
+/// Which tile and split a block computes; blocks that read the same data are neighbours.
 struct Place {
   int first_fragment, ci, tap_row, group, split;
 
@@ -72,7 +73,7 @@ struct Place {
   __device__ __forceinline__ int first_channel() const { return first_fragment / KERNEL_W * 16; }
 };
 
-/// So many rows of grad_output in a col of an image.
+/// `rows` rows of grad_output in a column tile of an image.
 struct Segment {
   int image, col, begin, rows;
 
@@ -85,7 +86,7 @@ struct Segment {
   }
 };
 
-/// Pixels from where a row's box of a plane begins, in NCHW at a multiple of 16 bytes, to what the first segment of taps
+/// Pixels from where a row's box of a plane begins (in NCHW a multiple of 16 bytes) to what the first column of taps
 /// reads.
 __device__ __forceinline__ int misalignment(const GradWeightStripSizes& sizes, int row, int plane) {
   if constexpr (CHANNELS_LAST) return 0;

@@ -1,12 +1,12 @@
-// The warps of grad_weight/stride1.cu that bring rows: one thread asks for boxes; in channels_last the other warps transpose the
-// input's, from one place in shared memory to another.
+// Of grad_weight/stride1.cu: the producer, one thread that issues the TMA copies of rows; in channels_last the other
+// warps transpose the input's rows from one place in shared memory to another.
 #pragma once
 
 constexpr int PRODUCER_WARPS = 4, TRANSPOSE_WARPS = PRODUCER_WARPS - 1;
-/// Four pixels of 32 channels are what a warp turns at a time.
+/// A warp transposes a piece at a time: four pixels of 32 channels.
 constexpr int PIECES = TILE_CI / BOX * (TILE_W / 4);
 
-/// visit(segment, i) for each row that comes, in order: the i-th of grad_output; i < 0 before the first.
+/// Calls visit(segment, i) for each row that is loaded, in order: the i-th of grad_output; i < 0 before the first.
 template <class Visit>
 __device__ __forceinline__ void for_each_row(const Place& place, const GradWeightStripSizes& sizes, int segments, const Visit& visit) {
   for (int c = place.split; c < segments; c += sizes.slices) {
@@ -16,7 +16,7 @@ __device__ __forceinline__ void for_each_row(const Place& place, const GradWeigh
   }
 }
 
-/// One thread. A row of grad_output comes with the row of the input that its first row of taps reads.
+/// The producer, one thread. A row of grad_output is loaded with the row of the input that its first row of taps reads.
 __device__ __forceinline__ void produce(Ring ring, RawRing raw, const TensorMap& input, const TensorMap& grad_output, const Place& place,
                                     const GradWeightStripSizes& sizes, int segments) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.first_channel();
@@ -63,18 +63,19 @@ __device__ __forceinline__ void produce(Ring ring, RawRing raw, const TensorMap&
   });
 }
 
-/// Of eight pixels 0, 2, 4 and 6 come first, then the others: so a warp's addresses of grad_output lie in different banks.
+/// Of eight pixels 0, 2, 4 and 6 are stored first, then the others, so that a warp's fragments of grad_output lie in
+/// different banks.
 __device__ __forceinline__ void transpose(u32 from, u32 to, bool wraps, int warp, int lane) {
 #pragma unroll 4
   for (int piece = warp; piece < PIECES; piece += TRANSPOSE_WARPS) {
     const int box = piece / (TILE_W / 4), quad = piece % (TILE_W / 4);
-    u32 addresses[4];
+    u32 words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      addresses[i] = ptx::load_shared(from + (box * TILE_W + quad / 2 * 8 + quad % 2 + i * 2) * BOX_ROW_BYTES + lane * 4);
+      words[i] = ptx::load_shared(from + (box * TILE_W + quad / 2 * 8 + quad % 2 + i * 2) * BOX_ROW_BYTES + lane * 4);
     const u32 there = to + quad / 8 * BOX_PITCH + (box * BOX + lane) * BOX_ROW_BYTES + (quad % 8 ^ lane % 8) * 16;
-    ptx::store_shared<4>(there, addresses);
-    if (wraps) ptx::store_shared<4>(there + STAGES * ROW_BYTES, addresses);
+    ptx::store_shared<4>(there, words);
+    if (wraps) ptx::store_shared<4>(there + STAGES * ROW_BYTES, words);
   }
 }
 

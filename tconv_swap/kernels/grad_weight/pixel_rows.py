@@ -78,8 +78,8 @@ def claims(problem: Problem, device: Device) -> bool:
     if problem.channels_last or g.batch == 0:
         return False
     image = max(g.in_channels * (g.height * g.width + 3), g.out_channels * g.out_height * g.out_width)
-    max_pad_rows = g.kernel[0] * g.dilation[0] + g.padding[0]
-    plane = (ceil_div(g.out_height, g.stride[0]) + max_pad_rows) * g.width
+    max_zero_rows = g.kernel[0] * g.dilation[0] + g.padding[0]
+    plane = (ceil_div(g.out_height, g.stride[0]) + max_zero_rows) * g.width
     if max(image, g.out_channels * plane) * 4 >= INT32_LIMIT:
         return False
     return g.batch * g.height * g.width * g.taps < INT32_LIMIT
@@ -128,7 +128,7 @@ def plan_with_tile(
         ("DILATION_H", g.dilation[0]),
         ("DILATION_W", g.dilation[1]),
         ("UNFOLD_ROWS", pixel_rows.im2col_rows),
-        ("LEAD", pixel_rows.pad_rows),
+        ("LEAD", pixel_rows.zero_rows),
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
@@ -143,7 +143,7 @@ def plan_with_tile(
     tile_constants: tuple[tuple[str, Constant], ...] = (
         *g.layer_constants,
         ("IM2COL_ROWS", pixel_rows.im2col_rows),
-        ("PAD_ROWS", pixel_rows.pad_rows),
+        ("ZERO_ROWS", pixel_rows.zero_rows),
         ("BOX", pixel_rows.box),
         ("ROW_PHASES", phases[0]),
         ("TILE_COLS", tile.cols),

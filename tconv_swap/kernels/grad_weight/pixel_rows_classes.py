@@ -89,7 +89,7 @@ def planes_of_pixel_rows(geometry: Geometry, pixel_rows: PixelRows) -> tuple[Pla
     g = geometry
     rows, cols = phases_of(g, pixel_rows)
     plane_rows = (
-        g.height if pixel_rows.im2col_rows else ceil_div(g.out_height, g.stride[0]) + pixel_rows.pad_rows
+        g.height if pixel_rows.im2col_rows else ceil_div(g.out_height, g.stride[0]) + pixel_rows.zero_rows
     )
     out = planes_of(rows * cols, g.out_channels, (plane_rows, g.width))
     return out, planes_of(1, g.in_channels, (g.height, g.width))

@@ -37,13 +37,13 @@ class PixelRows:
     rows of the image; with ``im2col_rows`` it has a plane for every tap.
 
     Attributes:
-        pad_rows: rows of zeros before each plane of grad_output.
+        zero_rows: rows of zeros before each plane of grad_output.
         pixels: of an image of the input.
         box: pixels that lie side by side in shared memory: 8, 16 or 32.
     """
 
     im2col_rows: bool
-    pad_rows: int
+    zero_rows: int
     pixels: int
     box: int
 
@@ -60,8 +60,8 @@ def row_shifts(geometry: Geometry) -> list[int]:
 
 def pixel_rows_with(geometry: Geometry, im2col_rows: bool, box: int) -> PixelRows:
     """Returns the rows of pixels with these choices."""
-    pad_rows = 0 if im2col_rows else max(0, -min(row_shifts(geometry)))
-    return PixelRows(im2col_rows, pad_rows, geometry.height * geometry.width, box)
+    zero_rows = 0 if im2col_rows else max(0, -min(row_shifts(geometry)))
+    return PixelRows(im2col_rows, zero_rows, geometry.height * geometry.width, box)
 
 
 def needs_im2col_rows(geometry: Geometry) -> bool:

@@ -152,13 +152,15 @@ def test_random_shapes(seed: int) -> None:
     check(shape, dtype, seed % 2 == 1, seed % 3 == 2, activation, **arguments)
 
 
-@pytest.mark.parametrize("way", ["together", "apart"])
+@pytest.mark.parametrize("launches", ["one", "two"])
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
-def test_both_ways_and_every_cluster(way: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "_apart_microseconds", lambda *_: 0.0 if way == "apart" else float("inf"))
+def test_one_launch_of_every_cluster_and_two_launches_are_right(
+    launches: str, channels_last: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "_two_pass_microseconds", lambda *_: 0.0 if launches == "two" else float("inf"))
     clusters = plan._CLUSTERS if torch.cuda.get_device_capability() >= (9, 0) else (1,)
     for cluster in clusters:
-        if way == "together":
+        if launches == "one":
             monkeypatch.setattr(plan, "_CLUSTERS", (cluster,))
             monkeypatch.setattr(plan, "_has_cluster", lambda *_: True)
         forget()

@@ -105,11 +105,11 @@ def test_sizes_are_not_compiled_in(channels_last: bool, per_image: bool) -> None
 @pytest.mark.parametrize("per_image", [False, True])
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if len(shape) == 4])
-def test_tiles_and_slices_cover_the_tensor_once(name: str, channels_last: bool, per_image: bool) -> None:
+def test_tiles_and_splits_cover_the_tensor_once(name: str, channels_last: bool, per_image: bool) -> None:
     one = norm(SHAPES[name], channels_last=channels_last, per_image=per_image)
     tiling = Tiling.of(one)
     total = one.batch * one.channels * one.pixels
-    if tiling.walks_channels_last:
+    if tiling.channels_innermost:
         assert one.channels % tiling.values == 0
         sets = one.batch if per_image else 1
         assert tiling.items * sets * one.channels == total
@@ -117,8 +117,8 @@ def test_tiles_and_slices_cover_the_tensor_once(name: str, channels_last: bool, 
     else:
         assert one.pixels % tiling.values == 0
         assert tiling.tiles * tiling.items * tiling.values == total
-    for slices in (1, 2, 7, 8, 528):
-        assert tiling.slice(slices) * slices >= tiling.items
+    for splits in (1, 2, 7, 8, 528):
+        assert tiling.split_items(splits) * splits >= tiling.items
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -135,10 +135,10 @@ def test_partial_sums_have_room() -> None:
         one = norm((16, 3, 512, 512), torch.float32, channels_last=channels_last)
         for made in plans(one, DEVICES[1])[::2]:
             reduce, apply = made.launches
-            slices, words = reduce.grid // Tiling.of(one).tiles, apply.structs[0]
-            assert words[12] == slices  # of one block each on this GPU
+            splits, words = reduce.grid // Tiling.of(one).tiles, apply.structs[0]
+            assert words[12] == splits  # of one block each on this GPU
             assert words[13] * words[12] >= Tiling.of(one).items
-            assert made.workspace_bytes == ceil_div(slices, 1) * one.groups * 8
+            assert made.workspace_bytes == ceil_div(splits, 1) * one.groups * 8
 
 
 def test_what_is_not_claimed() -> None:
