@@ -18,7 +18,7 @@ struct Turns {
   __device__ __forceinline__ Turns(ptx::u32 barriers, int team)
       : mine(barriers + team * 8), theirs(barriers + (COUNT - 1 - team) * 8), parity(team == 0) {}
   __device__ __forceinline__ static void set_up(ptx::u32 barriers, int warps) {
-    for (int team = 0; team < COUNT; ++team) ptx::set_up_barrier(barriers + team * 8, warps);
+    for (int team = 0; team < COUNT; ++team) ptx::init_barrier(barriers + team * 8, warps);
   }
   __device__ __forceinline__ void wait() {
     if constexpr (COUNT > 1) ptx::wait_for_phase(mine, parity);

@@ -273,15 +273,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_col2im(const __grid_constant__ TensorMap input, const Element* __restrict__ weight,
                  const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ FoldSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;
   float* const products = reinterpret_cast<float*>(memory + PRODUCTS_AT);
   const auto full = [&](int stage) { return shared + BARRIERS + stage * 8; };
 
   Steps asked(sizes), step = asked;
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) ptx::set_up_barrier(full(stage), 1);
-    ptx::publish_barriers();
+    for (int stage = 0; stage < STAGES; ++stage) ptx::init_barrier(full(stage), 1);
+    ptx::fence_barrier_init();
     for (int stage = 0; stage < STAGES && !asked.done(); ++stage, asked.next())
       bring(input, asked.image, asked.row, asked.first_column(), shared + stage * STAGE_BYTES, full(stage));
   }
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       *reinterpret_cast<uint4*>(memory + PRODUCTS_AT + i) = make_uint4(0, 0, 0, 0);
   }
   load_weights(memory + WEIGHTS_AT, weight);
-  ptx::publish_to_multiplies();
+  ptx::fence_proxy_async();
   __syncthreads();
 
   constexpr int PANEL_UNITS = PANEL_PIXELS / WARP_PIXELS;

@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward_gemm(const Element* __restrict__ input, const Element* __restrict__ weight, const __grid_constant__ Epilogue epilogue,
                   Element* __restrict__ output, long long batch) {
   extern __shared__ __align__(16) char memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   // Blocks of the same outputs side by side: the weight comes once from memory.
   const int image_tiles = static_cast<int>((batch + TILE_M - 1) / TILE_M);
   const long long first_image = static_cast<long long>(blockIdx.x % image_tiles) * TILE_M;

@@ -108,7 +108,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
                                               const Sizes& sizes, int block, int split, int group_row, int group_col) {
   constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
   extern __shared__ __align__(16) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const auto input_stage = [&](int chunk) { return stages + chunk % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int chunk) { return input_stage(chunk) + round_up(INPUT_WORDS, 4) * 4; };
 

@@ -164,7 +164,7 @@ struct WeightFill {
   }
   __device__ __forceinline__ void advance() { next += bytes / 4; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {
-    if (bytes > 0) ptx::copy_bulk(to, next, bytes, barrier);
+    if (bytes > 0) ptx::bulk_copy(to, next, bytes, barrier);
   }
 };
 

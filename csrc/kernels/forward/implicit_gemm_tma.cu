@@ -67,7 +67,7 @@ struct WeightBoxFill {
       if (phase_group == GROUP_ROW * GROUP_COLS + GROUP_COL)
 #pragma unroll
         for (int part = 0; part < BLOCK_M / 64; ++part)
-          ptx::copy_box(to + RANK * TAP_WEIGHTS * 16 + part * WARPGROUP_WEIGHTS, *weight, channel + part * 64, input_channel, TAP,
+          ptx::tma_load(to + RANK * TAP_WEIGHTS * 16 + part * WARPGROUP_WEIGHTS, *weight, channel + part * 64, input_channel, TAP,
                         group, barrier);
     });
   }
@@ -109,7 +109,7 @@ struct Filler {
     if (walk.next()) aim();
   }
   __device__ __forceinline__ void copy_input(const TensorMap& input) const {
-    ptx::arrive_expecting(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
+    ptx::arrive_expect_tx(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
     fill.copy(ring.input(), input, ring.full());
   }
 
@@ -140,16 +140,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     forward_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ Weights::Argument weights,
                   const __grid_constant__ Epilogue epilogue, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
+    ptx::prefetch_tensor_map(input);
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
-      ptx::set_up_barrier(ring.full(), 1);
-      ptx::set_up_barrier(ring.empty(), WARPS);
+      ptx::init_barrier(ring.full(), 1);
+      ptx::init_barrier(ring.empty(), WARPS);
     }
-    if constexpr (STAGGER > 0) ptx::set_up_barrier(shared + STAGGER_BARRIER, 4);
-    ptx::publish_barriers();
+    if constexpr (STAGGER > 0) ptx::init_barrier(shared + STAGGER_BARRIER, 4);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

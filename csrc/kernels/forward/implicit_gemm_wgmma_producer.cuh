@@ -113,7 +113,7 @@ struct InputFill {
               pixels[p][word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
             }
           }
-        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::pinned(thread())), s));
+        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::keep_in_register(thread())), s));
         if constexpr (SWAP_PIXELS) {
           // Of 8 lanes, 2 planes of 4 places, the later ones store each two pixels in the other order: no bank twice.
           const bool swap = column(s) / (2 * COPY_PIXELS) % 2;

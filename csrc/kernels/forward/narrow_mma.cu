@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_narrow_mma(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                   Element* __restrict__ output, const __grid_constant__ Sizes sizes, long long walks) {
   extern __shared__ __align__(16) u32 shared[];
-  const u32 input_tile = ptx::pinned(ptx::shared_address(shared));
+  const u32 input_tile = ptx::keep_in_register(ptx::shared_address(shared));
   u32* const weight_tile = shared + INPUT_WORDS;
   Element* const staged = reinterpret_cast<Element*>(weight_tile + WEIGHT_WORDS);
 

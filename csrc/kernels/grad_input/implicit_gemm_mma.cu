@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_implicit_gemm_mma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                     const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(16) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const auto input_stage = [&](int at) { return stages + at % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int at) { return input_stage(at) + round_up(INPUT_WORDS, 4) * 4; };
 

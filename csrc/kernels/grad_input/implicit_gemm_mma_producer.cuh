@@ -51,7 +51,7 @@ struct InputFill {
           ptx::copy_async_or_zero<BYTES>(stage + to[s], real ? first + from[s] : input, real);
         } else {
           // Pinned: else the compiler finds the address of every copy anew.
-          const char* source = ptx::pinned(inside ? first + from[s] : input);
+          const char* source = ptx::keep_in_register(inside ? first + from[s] : input);
           const u32 next = inside ? static_cast<u32>(next_channel) : 0;
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
@@ -69,11 +69,11 @@ struct InputFill {
   __device__ __forceinline__ void load(int chunk) {
     const char* first = slice_of<SLICE>(chunk);
     const int left = CI_GROUP - (chunk * CHUNK_WORDS + first_k) * 2;
-    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
+    const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const bool inside = to[s] != NOWHERE && has_slice<SLICE>(slices[s]);
-      const char* row = ptx::pinned(first + from[s]);
+      const char* row = ptx::keep_in_register(first + from[s]);
 #pragma unroll
       for (int k = 0; k < K_PER_SLOT; ++k) {
         u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;

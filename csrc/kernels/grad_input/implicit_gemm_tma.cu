@@ -152,14 +152,14 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
         const int chunk = SLICES_FIRST ? inner : outer, slice = SLICES_FIRST ? outer : inner;
         const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + TABLE.col[slice];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-        ptx::arrive_expecting(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
+        ptx::arrive_expect_tx(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
         if constexpr (PHASED) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
         } else if constexpr (GROUPS == 1) {
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
         } else {
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
         }
         ring.advance();
       }
@@ -179,8 +179,8 @@ __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map
         for (int i = SLICES_FIRST ? TABLE.first[part] : 0; i < (SLICES_FIRST ? TABLE.first[part + 1] : TAPS); ++i) {
           const int tap = TABLE.tap[i];
           ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-          ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
+          ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
           ring.advance();
         }
   });
@@ -219,7 +219,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
     bool first = true;
     // One round at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
-    u32 rounds = ptx::pinned(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
+    u32 rounds = ptx::keep_in_register(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
     turns.wait();
 #pragma unroll 1
     do {
@@ -233,15 +233,15 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
           const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
           const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
           ptx::wait_for_phase(weights.full(), weights.parity);
-          ptx::fence_sums();
+          ptx::fence_wgmma();
           // Steps of k of 32 bytes; descriptors count in 16.
 #pragma unroll
           for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
-              ptx::multiply<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
-          ptx::commit_multiplies();
-          ptx::wait_multiplies<1>();
+              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
+          ptx::commit_wgmma();
+          ptx::wait_wgmma<1>();
           release(weights.empty_before(), !first);
           release(input.empty_before(), !first && i == begin);
           first = false;
@@ -251,7 +251,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
       }
     } while (--rounds > 0);
     turns.pass();
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     // Else the compiler reads them as bits before.
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -276,20 +276,20 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     grad_input_implicit_gemm_tma(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                      Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, long long box_bytes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
     InputRing input(shared);
     for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
-      ptx::set_up_barrier(input.full(), 1);
-      ptx::set_up_barrier(input.empty(), TEAM_WARPS);
+      ptx::init_barrier(input.full(), 1);
+      ptx::init_barrier(input.empty(), TEAM_WARPS);
     }
     WeightRing weights(shared);
     for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
-      ptx::set_up_barrier(weights.full(), 1);
-      ptx::set_up_barrier(weights.empty(), TEAM_WARPS);
+      ptx::init_barrier(weights.full(), 1);
+      ptx::init_barrier(weights.empty(), TEAM_WARPS);
     }
     Turns<TEAMS>::set_up(shared + TURN_BARRIERS, TEAM_WARPS);
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

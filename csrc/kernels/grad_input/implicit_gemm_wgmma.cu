@@ -87,8 +87,8 @@ template <int SLICE>
 __device__ __forceinline__ void ask_for_weights(const Ring& ring, const u32* packed, const Work& work, int chunk) {
   constexpr int RUN = CHUNK_STEPS * slice_taps(SLICE) * TAP_WORDS;
   const long long before = static_cast<long long>(taps_before_slice(SLICE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
-  ptx::arrive_expecting(ring.full(), RUN * 4);
-  ptx::copy_bulk(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN,
+  ptx::arrive_expect_tx(ring.full(), RUN * 4);
+  ptx::bulk_copy(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN,
                  RUN * 4, ring.full());
 }
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
           fill.store<SLICE>(s, ring.input());
           if (more) fill.load<NEXT>(s);
         }
-        ptx::publish_to_multiplies();
+        ptx::fence_proxy_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
         ring.advance();
@@ -160,7 +160,7 @@ __device__ __forceinline__ void multiply_tap(AllSums& all, ptx::u64 weights, ptx
     for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
       for (int i = 0; i < MULTIPLIES; ++i)
-        ptx::multiply<PRECISION, MULTIPLY_CELLS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
+        ptx::wgmma<PRECISION, MULTIPLY_CELLS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
                                                       weights + rank_in_slice(KH, KW) * (TAP_WORDS / 4) + m * (WARPS_M / M_PARTS) * 32,
                                                       input + tap_pixels(KH, KW) + image * IMAGE_PITCH + i * 8);
 }
@@ -180,12 +180,12 @@ __device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] A
         } else {
           // The multiplier truncates its sums; adding them here rounds to nearest, once for the three. Meanwhile the
           // other warpgroup multiplies.
-          ptx::fence_sums();
+          ptx::fence_wgmma();
           multiply_tap<false, KH, KW>(three, a, b + CHUNK_PLANES * PLANE_PITCH);
           multiply_tap<true, KH, KW>(three, a + BLOCK_M_TILES * (FRAGMENT_WORDS / 4), b);
           multiply_tap<true, KH, KW>(three, a, b);
-          ptx::commit_multiplies();
-          ptx::wait_multiplies<0>();
+          ptx::commit_wgmma();
+          ptx::wait_wgmma<0>();
 #pragma unroll
           for (int m = 0; m < M_PARTS; ++m) sums.part[m].add(three.part[m]);
         }
@@ -221,15 +221,15 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
       repeat<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value;
         ptx::wait_for_phase(ring.full(), ring.parity);
-        ptx::fence_sums();
+        ptx::fence_wgmma();
         multiply_slice<SLICE>(sums, three, ptx::matrix_descriptor(ring.weights() + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
                               ptx::matrix_descriptor(ring.input() + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
-        ptx::commit_multiplies();
-        ptx::wait_multiplies<1>();
+        ptx::commit_wgmma();
+        ptx::wait_wgmma<1>();
         if (SLICE > 0 || chunk > work.first_chunk) release(ring.empty_before());
         ring.advance();
       });
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     release(ring.empty_before());
 
     Out* to = output;
@@ -247,21 +247,21 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_
     grad_input_implicit_gemm_wgmma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                      const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + FILL_WARPS);
-      ptx::set_up_barrier(ring.empty(), MULTIPLYING_WARPS);
+      ptx::init_barrier(ring.full(), 1 + FILL_WARPS);
+      ptx::init_barrier(ring.empty(), MULTIPLYING_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   if constexpr (NARROW && !INPUT_CHANNELS_LAST) {
     // Cells whose shifted column is outside the map stay zero: nothing writes them.
     const u32 zeros[4] = {0, 0, 0, 0};
     for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += MULTIPLYING + FILL_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
   }
   __syncthreads();
 

@@ -71,8 +71,8 @@ struct InputFill {
     u32(&words)[PLACE_REGISTERS] = staged[SLICE % FILL_AHEAD][s];
     const bool inside = (bits[s] & 16u) != 0;
     // Pinned: else the compiler finds the address of every load anew.
-    const char* from = ptx::pinned(source[s] + slice_distance<SLICE>(sizes));
-    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
+    const char* from = ptx::keep_in_register(source[s] + slice_distance<SLICE>(sizes));
+    const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
     if constexpr (INPUT_CHANNELS_LAST) {
       load_words<16>(words, from, inside);
     } else {

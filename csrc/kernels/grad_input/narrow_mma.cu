@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int tap = 8 * k + 4 * i + t;
         exists[i] = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!TAPS_IN_FOURS && tap < CHUNK_TAPS);
         const int place = TAPS_IN_FOURS ? tap_place(8 * k + 4 * i) + 4 * t : exists[i] ? tap_places[tap] : 0;
-        patch[i] = ptx::pinned(pixel_address + place);
+        patch[i] = ptx::keep_in_register(pixel_address + place);
       }
       Rounded patches[N_TILES][2];
 #pragma unroll

@@ -37,19 +37,19 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
     for (int step = 0; step < STEPS; ++step) {
       Words& words = step % 2 ? odd : even;
       places.load(words, ring.data(), step);
-      ptx::fence_sums();
+      ptx::fence_wgmma();
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
-        ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
-      ptx::commit_multiplies();
+        ptx::wgmma_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
+      ptx::commit_wgmma();
       // The step before is multiplied: its words may go, and with the first step its stage.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
-    if constexpr (STEPS % 2 != 0) ptx::wait_multiplies<0>();
+    if constexpr (STEPS % 2 != 0) ptx::wait_wgmma<0>();
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 __device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2], const Place& place, int warp, int lane, bool in_weight_order,
@@ -81,14 +81,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(grad_output);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(grad_output);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + (place.counts() ? BIAS_WARPS : 0));
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), 4 * WARPGROUPS + (place.counts() ? BIAS_WARPS : 0));
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
   const long long all = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;

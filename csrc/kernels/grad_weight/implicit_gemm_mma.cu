@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
                     float4* __restrict__ partial, float* __restrict__ bias_partial,
                     const __grid_constant__ PixelSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
   Feed feed(input, grad_output, place, sizes, stages);
 

@@ -189,7 +189,7 @@ struct Fill {
   __device__ __forceinline__ void load(u32 table, const Source& source, int lead) {
     const Inside inside(source, lead);
     // Pinned, and 32 bits: else the compiler finds the address of every load anew, from the tile's origin.
-    const u32 next_channel = ptx::pinned(static_cast<u32>(channel_items(source.extent)) * ITEM);
+    const u32 next_channel = ptx::keep_in_register(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const unsigned unit = threadIdx.x + s * THREADS;
@@ -199,7 +199,7 @@ struct Fill {
       if (here) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
       here = here && inside(entry[1]);
       const int left = here ? inside.channels - static_cast<int>(channel) : 0;
-      const char* from = ptx::pinned(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
+      const char* from = ptx::keep_in_register(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
                                      static_cast<unsigned long long>(channel) * next_channel);
 #pragma unroll
       for (u32 c = 0; c < 8; ++c) {

@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       // Pinned: what follows is then a constant offset of each load.
       u32 patch[N_TILES];
 #pragma unroll
-      for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::pinned(unit_address + taps[n]);
+      for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::keep_in_register(unit_address + taps[n]);
       const auto factor = [&](int m, int q) {
         return Factor(x[m][0][q], x[m][1][q], x[m][0][q + 1], x[m][1][q + 1]);
       };

@@ -32,9 +32,9 @@ __device__ __forceinline__ int row_shift(int kh) { return UNFOLD_ROWS ? 0 : LEAD
 template <bool SHARED>
 __device__ __forceinline__ void bring(u32 to, const TensorMap& map, int pixel, int channel, int image, u32 barrier) {
   if constexpr (SHARED) {
-    ptx::copy_box_to_cluster(to, map, pixel, channel, image, barrier, (1 << CLUSTER) - 1);
+    ptx::tma_load_multicast(to, map, pixel, channel, image, barrier, (1 << CLUSTER) - 1);
   } else {
-    ptx::copy_box(to, map, pixel, channel, image, barrier);
+    ptx::tma_load(to, map, pixel, channel, image, barrier);
   }
 }
 
@@ -68,7 +68,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
   int pixel = first_box % boxes_of_line * BOX, image = first_box / boxes_of_line;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), STAGE_BYTES);
+    ptx::arrive_expect_tx(ring.full(), STAGE_BYTES);
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
       const int at = image < sizes.batch ? pixel : NOWHERE;
@@ -98,19 +98,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(planes);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(planes);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), MULTIPLYING_WARPS * CLUSTER);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), MULTIPLYING_WARPS * CLUSTER);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   if constexpr (SHARES == NOBODY) {
     __syncthreads();
   } else {
-    ptx::meet_cluster();
+    ptx::sync_cluster();
   }
   const long long boxes = (long long)sizes.batch * ceil_div(sizes.pixels, BOX), all = (boxes + BOXES - 1) / BOXES;
   const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
@@ -130,6 +130,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   // Nobody leaves while another may still reach its shared memory.
   if constexpr (SHARES != NOBODY) {
     __syncwarp();
-    ptx::meet_cluster();
+    ptx::sync_cluster();
   }
 }

@@ -25,23 +25,23 @@ __device__ __forceinline__ void ask(Ring ring, RawRing raw, const TensorMap& inp
     const int output_bytes = i < 0 ? 0 : OUTPUT_BOXES * OUTPUT_COPIED;
     if constexpr (CHANNELS_LAST) {
       ptx::wait_for_phase(raw.empty(), raw.parity ^ 1);
-      ptx::arrive_expecting(raw.full(), RAW_BYTES);
+      ptx::arrive_expect_tx(raw.full(), RAW_BYTES);
 #pragma unroll
       for (int box = 0; box < TILE_CI / BOX; ++box)
-        ptx::copy_box(raw.data() + box * STRIP * BOX_ROW_BYTES, input, input_channel + box * BOX, column.strip, input_row, column.image,
+        ptx::tma_load(raw.data() + box * STRIP * BOX_ROW_BYTES, input, input_channel + box * BOX, column.strip, input_row, column.image,
                       raw.full());
       raw.advance();
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), output_bytes);
+      ptx::arrive_expect_tx(ring.full(), output_bytes);
     } else {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), BOXES * ROW_BYTES * (ring.twice() ? 2 : 1) + output_bytes);
+      ptx::arrive_expect_tx(ring.full(), BOXES * ROW_BYTES * (ring.twice() ? 2 : 1) + output_bytes);
 #pragma unroll
       for (int box = 0; box < BOXES; ++box) {
         const u32 to = ring.row() + box * BOX_PITCH;
-        ptx::copy_box(to, input, column.strip + box * BOX, input_row, input_channel, column.image, ring.full());
+        ptx::tma_load(to, input, column.strip + box * BOX, input_row, input_channel, column.image, ring.full());
         if (ring.twice())
-          ptx::copy_box(to + SLOTS * ROW_BYTES, input, column.strip + box * BOX, input_row, input_channel, column.image, ring.full());
+          ptx::tma_load(to + SLOTS * ROW_BYTES, input, column.strip + box * BOX, input_row, input_channel, column.image, ring.full());
       }
     }
     if (i >= 0) {
@@ -50,12 +50,12 @@ __device__ __forceinline__ void ask(Ring ring, RawRing raw, const TensorMap& inp
         const u32 to = ring.output() + box * OUTPUT_BOX_BYTES;
         const int col = column.strip - PADDING_W - lead(sizes, row, box);
         if constexpr (CHANNELS_LAST) {
-          ptx::copy_box(to, grad_output, output_channel + box * BOX, col, row, column.image, ring.full());
+          ptx::tma_load(to, grad_output, output_channel + box * BOX, col, row, column.image, ring.full());
         } else if constexpr (LINES) {
           const int pixel = box * (sizes.out_height * sizes.out_width) + row * sizes.out_width + col;
-          ptx::copy_box(to, grad_output, pixel, output_channel / PLANES, column.image, ring.full());
+          ptx::tma_load(to, grad_output, pixel, output_channel / PLANES, column.image, ring.full());
         } else {
-          ptx::copy_box(to, grad_output, col, row, output_channel, column.image, ring.full());
+          ptx::tma_load(to, grad_output, col, row, output_channel, column.image, ring.full());
         }
       }
     }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void turn_rows(Ring ring, RawRing raw, const Place& p
     ptx::wait_for_phase(raw.full(), raw.parity);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     turn(raw.data(), ring.row(), ring.twice(), warp, lane);
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
       ptx::arrive(ring.full());

@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const long long all_steps = (long long)sizes.batch * sizes.height * sizes.across.value;
   const int begin = static_cast<int>(split_index * all_steps / sizes.splits);
   const int end = static_cast<int>((split_index + 1) * all_steps / sizes.splits);
-  const u32 patches = ptx::pinned(ptx::shared_address(shared) + warp * PATCH_BYTES);
+  const u32 patches = ptx::keep_in_register(ptx::shared_address(shared) + warp * PATCH_BYTES);
   float* const sums = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + SUMS_AT);
 
   Patches ahead;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     next_input.fetch(sizes, input, Step(sizes, begin), g, t);
   }
   // Rows g and g + 8 of k = t, then of k = t + 4, in words. A lane reads what it wrote.
-  const u32 weights = ptx::pinned(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
+  const u32 weights = ptx::keep_in_register(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
 #pragma unroll 2
   for (int k = 0; k < K_STEPS; ++k)
 #pragma unroll
@@ -181,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // ldmatrix: lane 8m + r names row r of matrix m: 8 pixels and two pieces of k, then 8 more pixels; transposed 16 pixels,
   // then the second piece.
-  const u32 rows = ptx::pinned(patches + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16);
-  const u32 columns = ptx::pinned(IS_IEEE ? patches + 2 * t * PITCH + g * 4 : patches + lane % 16 * PITCH + lane / 16 * 16);
+  const u32 rows = ptx::keep_in_register(patches + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16);
+  const u32 columns = ptx::keep_in_register(IS_IEEE ? patches + 2 * t * PITCH + g * 4 : patches + lane % 16 * PITCH + lane / 16 * 16);
 
   float sum[M_TILES][N_TILES][4] = {};
   int buffer = 0;

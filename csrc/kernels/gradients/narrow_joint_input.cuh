@@ -34,7 +34,7 @@ struct InputRole {
 
   __device__ __forceinline__ InputRole(u32 shared, int warp)
       : lane(threadIdx.x % 32), warp_c(warp % INPUT_WARPS_C), first_pixel(warp / INPUT_WARPS_C * INPUT_P_TILES * 16) {
-    weights = ptx::pinned(shared + WEIGHTS_AT + (warp_c * INPUT_C_TILES * K_STEPS * PARTS * 32 + lane) * 16);
+    weights = ptx::keep_in_register(shared + WEIGHTS_AT + (warp_c * INPUT_C_TILES * K_STEPS * PARTS * 32 + lane) * 16);
     // Lane 8m + r names row r of matrix m: in NCHW 8 pixels, two pieces of k, then 8 more, permuted so that a lane's results
     // are neighbours; in channels_last 16 pixels, then the second piece of k.
     const int m = lane / 8, r = lane % 8;
@@ -73,7 +73,7 @@ struct InputRole {
 
   __device__ __forceinline__ void work(u32 patches, const RunSizes& sizes, int tile, Element* grad_input) const {
     Sums sum[INPUT_P_TILES] = {};
-    const u32 patch = ptx::pinned(patches + patch_at);
+    const u32 patch = ptx::keep_in_register(patches + patch_at);
 #pragma unroll(IS_IEEE ? 1 : 3)
     for (int step = 0; step < K_STEPS; ++step) {
       uint4 w[INPUT_C_TILES][PARTS];

@@ -95,7 +95,7 @@ struct Gatherer {
       columns |= static_cast<u32>(static_cast<unsigned>(column + kw * DILATION_W) < static_cast<unsigned>(sizes.out_width)) << kw;
     const Element* const from = grad_output + run.image * output_elements(sizes) + at_output(sizes, 0, 0, row, column);
     // Pinned: kept, the places of all rows of taps would take too many registers.
-    const int out_height = ptx::pinned(sizes.out_height), out_width = ptx::pinned(sizes.out_width);
+    const int out_height = ptx::keep_in_register(sizes.out_height), out_width = ptx::keep_in_register(sizes.out_width);
     PackOf<Element, READ> pack{};
     for_taps([&](auto tap, auto slot, auto i) {
       constexpr int TAP = decltype(tap)::value, KW = TAP % KERNEL_W, KH = TAP / KERNEL_W % KERNEL_H, CO = TAP / TAPS;
