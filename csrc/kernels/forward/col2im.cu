@@ -22,7 +22,7 @@
 #include "common/layer.cuh"
 #include "common/sizes.cuh"
 #include "common/tile_index.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 using ptx::u32;
 
@@ -170,10 +170,10 @@ template <int PHASE, int BACK>
 __device__ __forceinline__ void add_products(float (&sums)[RUN], const float* from) {
   constexpr int KH = tap_at<KERNEL_H, DILATION_H>(PHASE + BACK * STRIDE_H);
   if constexpr (KH >= 0) {
-    repeat<0, RUN>([&](auto index) {
+    static_for<0, RUN>([&](auto index) {
       constexpr int OF_RUN = decltype(index)::value, I = OF_RUN / THREAD_CHANNELS, CHANNEL = OF_RUN % THREAD_CHANNELS;
       constexpr int CELL = (I + PADDING_W) / STRIDE_W;
-      repeat<0, REACH_W>([&](auto back_columns) {
+      static_for<0, REACH_W>([&](auto back_columns) {
         constexpr int BACK_W = REACH_W - 1 - decltype(back_columns)::value;
         constexpr int KW = tap_at<KERNEL_W, DILATION_W>((I + PADDING_W) % STRIDE_W + BACK_W * STRIDE_W);
         if constexpr (KW >= 0)
@@ -218,11 +218,11 @@ struct Item {
   __device__ __forceinline__ void add_row(float (&sums)[RUN], const float* row) {
 #pragma unroll
     for (int i = 0; i < RUN; ++i) sums[i] = carried[0][i];
-    repeat<0, STRIDE_H>([&](auto index) {
+    static_for<0, STRIDE_H>([&](auto index) {
       constexpr int PHASE = decltype(index)::value;
       if (phase == PHASE) {
         add_products<PHASE, 0>(sums, row + from);
-        repeat<1, REACH_H>([&](auto back) {
+        static_for<1, REACH_H>([&](auto back) {
           constexpr int BACK = decltype(back)::value;
 #pragma unroll
           for (int i = 0; i < RUN; ++i) carried[BACK - 1][i] = carried[BACK][i];

@@ -14,7 +14,7 @@
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/parts.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/tile_index.cuh"
 
 using ptx::u32;
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constexpr int AHEAD = CHUNKS <= STAGES ? CHUNKS : STAGES - 1;
   for (int chunk = 0; chunk < AHEAD; ++chunk) bring_chunk(chunk, chunk);
   if constexpr (CHUNKS <= STAGES) {
-    repeat<0, CHUNKS>([&](auto index) {
+    static_for<0, CHUNKS>([&](auto index) {
       constexpr int STAGE = decltype(index)::value;
       ptx::wait_copies<CHUNKS - 1 - STAGE>();
       __syncthreads();

@@ -9,7 +9,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
   constexpr int STEP_INPUT = PIXEL_BOXES ? 16 * BOX_ROW_BYTES / 16 : BOXES ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
-    repeat<0, TAPS>([&](auto index) {
+    static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
       if constexpr (ROWS_AXIS.group(KH) == GROUP_ROW && COLS_AXIS.group(KW) == GROUP_COL) {
         constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);
@@ -81,7 +81,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
       add_chunks<0, 0>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
     } else {
-      repeat<0, PHASE_GROUPS>([&](auto index) {
+      static_for<0, PHASE_GROUPS>([&](auto index) {
         constexpr int GROUP = decltype(index)::value;
         if (work.phase_group == GROUP)
           add_chunks<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);

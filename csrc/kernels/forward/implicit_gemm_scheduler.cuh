@@ -154,7 +154,7 @@ struct WeightFill {
 
   __device__ __forceinline__ void aim(const Work& work) {
     int before = 0, taps = group_taps(0);
-    repeat<1, PHASE_GROUPS>([&](auto index) {
+    static_for<1, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (work.phase_group == GROUP) before = taps_before(GROUP), taps = group_taps(GROUP);
     });

@@ -30,7 +30,7 @@
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 /// The threads that follow those that multiply: a whole warpgroup, as only such give back registers.
 constexpr int FILL_THREADS = 128;
@@ -51,7 +51,7 @@ struct WeightBoxFill {
     group = work.group;
     phase_group = work.phase_group;
     int taps = group_taps(0);
-    repeat<1, PHASE_GROUPS>([&](auto index) {
+    static_for<1, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP) taps = group_taps(GROUP);
     });
@@ -60,7 +60,7 @@ struct WeightBoxFill {
   __device__ __forceinline__ void advance() { input_channel += CHUNK_CHANNELS; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {
     if (bytes == 0) return;
-    repeat<0, TAPS / TAPS_OF_BOX>([&](auto index) {
+    static_for<0, TAPS / TAPS_OF_BOX>([&](auto index) {
       constexpr int TAP = decltype(index)::value, KH = TAP / KERNEL_W, KW = TAP % KERNEL_W;
       constexpr int GROUP_ROW = ROWS_AXIS.group(KH), GROUP_COL = COLS_AXIS.group(KW);
       constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);

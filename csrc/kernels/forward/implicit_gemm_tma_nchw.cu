@@ -21,7 +21,7 @@ constexpr int FILL_THREADS = 32 * FILL_WARPS;
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/implicit_gemm_scheduler.cuh"
 #include "forward/implicit_gemm_consumer.cuh"
 #include "forward/implicit_gemm_tma_nchw_producer.cuh"

@@ -26,7 +26,7 @@
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/implicit_gemm_scheduler.cuh"
 #include "forward/implicit_gemm_consumer.cuh"
 
@@ -67,7 +67,7 @@ struct Filler {
         ptx::arrive_expect_tx(ring.full(), weights.bytes);
         weights.copy(ring.weights(), ring.full());
       }
-      repeat<0, PASSES>([&](auto pass) {
+      static_for<0, PASSES>([&](auto pass) {
         constexpr int PASS = decltype(pass)::value;
         if (PASS > 0) fill.load<PASS>();
         fill.store<PASS>(ring.input());

@@ -24,7 +24,7 @@
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/stages.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/stride1_weights.cuh"
 #include "common/sizes.cuh"
 
@@ -145,7 +145,7 @@ __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, p
     constexpr int BEGIN = (KERNEL_H - PHASE) % KERNEL_H;
     ptx::wgmma_from_registers<KERNEL_H * TILE_CHANNELS, PRECISION>(&sums[0][0], rows, weights + BEGIN * CHANNEL_ROWS_BYTES / 16);
   } else {
-    repeat<0, KERNEL_H>([&](auto slot) {
+    static_for<0, KERNEL_H>([&](auto slot) {
       constexpr int A = (PHASE - decltype(slot)::value + KERNEL_H) % KERNEL_H;
       ptx::wgmma_from_registers<TILE_CHANNELS, PRECISION>(sums[decltype(slot)::value], rows, weights + A * CHANNEL_ROWS_BYTES / 16);
     });
@@ -249,7 +249,7 @@ struct Multiplier {
       Sums sums = {};
 #pragma unroll 1
       for (int i = 0; i < rows; i += KERNEL_H)
-        repeat<0, KERNEL_H>([&](auto phase) {
+        static_for<0, KERNEL_H>([&](auto phase) {
           constexpr int PHASE = decltype(phase)::value;
           if (PHASE == 0 || i + PHASE < rows) take<PHASE>(sums, column, i + PHASE);
         });

@@ -25,7 +25,7 @@
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/stages.cuh"
 #include "common/sizes.cuh"
 

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const int channel = work.block * BLOCK_CHANNELS + piece * (16 / static_cast<int>(sizeof(Out)));
   Out* first = output + work.group * CHANNELS_GROUP + channel;
-  repeat<0, M_TILES>([&](auto multiply) {
+  static_for<0, M_TILES>([&](auto multiply) {
     constexpr int M = decltype(multiply)::value;
     int pixel[4];
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
       const Cell cell = cell_of_row(work, sizes, M, i * 4 + lane / 8);
       pixel[i] = cell.pixel < 0 ? -1 : cell.image * sizes.out_pixels() + cell.pixel;
     }
-    repeat<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
+    static_for<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
       constexpr int FIRST = decltype(number)::value * STORED_CHANNELS;
       __syncwarp();
       stage_channels<FIRST>(sums.of[M], staged);

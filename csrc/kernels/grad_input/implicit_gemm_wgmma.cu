@@ -25,7 +25,7 @@
 #include "grad_input/implicit_gemm_wgmma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 constexpr int MULTIPLYING = THREADS / M_PARTS, MULTIPLYING_WARPS = MULTIPLYING / 32;
 static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % (4 * M_PARTS) == 0 && WARP_M_TILES == 1);
@@ -101,7 +101,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
   if (more) {
     const Work work(static_cast<int>(blockIdx.x), sizes);
     fill.aim(work.origin, work.group, work.first_chunk);
-    repeat<0, FILL_AHEAD>([&](auto slice) {
+    static_for<0, FILL_AHEAD>([&](auto slice) {
 #pragma unroll
       for (int s = 0; s < SLOTS; ++s) fill.load<decltype(slice)::value>(s);
     });
@@ -110,7 +110,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
     const Work work(index, sizes);
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      repeat<0, SLICES>([&](auto number) {
+      static_for<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value, NEXT = (SLICE + FILL_AHEAD) % SLICES;
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         if (first_thread) {
@@ -171,7 +171,7 @@ template <int SLICE>
 __device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] AllSums& three, ptx::u64 weights, ptx::u64 input) {
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
-    repeat<0, TAPS>([&](auto index) {
+    static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
       if constexpr (in_slice(SLICE, KH, KW)) {
         const ptx::u64 a = weights + step * slice_taps(SLICE) * (TAP_WORDS / 4), b = input + step * (STEP_WORDS / 4) * PLANE_PITCH;
@@ -218,7 +218,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
     // Unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      repeat<0, SLICES>([&](auto number) {
+      static_for<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value;
         ptx::wait_for_phase(ring.full(), ring.parity);
         ptx::fence_wgmma();

@@ -16,7 +16,7 @@
 // there is one split, else as float32, a slice a split. Every sum has a fixed order.
 #include "common/images.cuh"
 #include "common/mma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/split_tf32.cuh"
 #include "common/tile_index.cuh"
 
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               taps[n][q / 2][part][q % 2] =
                   ptx::load_shared(columns + part * PATCH_PART + (q / 2 * 8 + q % 2) * PITCH + (n0 + n) * 32);
         float part_sum[TOGETHER][M_TILES][4];
-        repeat<0, 6>([&](auto round) {
+        static_for<0, 6>([&](auto round) {
           constexpr int EIGHT = decltype(round)::value / 3, ROUND = decltype(round)::value % 3;
 #pragma unroll
           for (int n = 0; n < TOGETHER; ++n)
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           w[m][part] = ptx::load_shared_vector(weights + ((k * M_TILES + m) * PARTS + part) * 512);
       if constexpr (IS_IEEE) {
         float part_sum[M_TILES][2][4];
-        repeat<0, 3>([&](auto round) {
+        static_for<0, 3>([&](auto round) {
           constexpr int ROUND = decltype(round)::value;
 #pragma unroll
           for (int m = 0; m < M_TILES; ++m)

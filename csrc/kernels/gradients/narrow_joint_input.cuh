@@ -51,7 +51,7 @@ struct InputRole {
   __device__ __forceinline__ static void multiply(Sums& sums, const u32 (&taps)[PARTS][4], const uint4 (&w)[INPUT_C_TILES][PARTS]) {
     const auto half_of = [](const uint4& v, int j) { return make_uint2(j ? v.y : v.x, j ? v.w : v.z); };
     const uint4 patch[2] = {as_vector(taps[0]), as_vector(taps[PARTS - 1])};
-    repeat<0, IS_IEEE ? 3 : 1>([&](auto round) {
+    static_for<0, IS_IEEE ? 3 : 1>([&](auto round) {
       constexpr int ROUND = decltype(round)::value;
 #pragma unroll
       for (int c = 0; c < INPUT_C_TILES; ++c)

@@ -107,7 +107,7 @@ struct WeightRole {
 #pragma unroll
           for (int part = 0; part < PARTS; ++part)
             if (n0 + n < N_TILES) taps[n][q / 2][part][q % 2] = ptx::load_shared(at[q] + part * PATCH_PART + (n0 + n) * 32);
-      repeat<0, 6>([&](auto round) {
+      static_for<0, 6>([&](auto round) {
         constexpr int STEP = decltype(round)::value / 3, ROUND = decltype(round)::value % 3;
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n)

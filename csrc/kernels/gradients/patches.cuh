@@ -10,7 +10,7 @@
 #include "common/compensated_sum.cuh"
 #include "common/images.cuh"
 #include "common/mma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/split_tf32.cuh"
 #include "common/tile_index.cuh"
 
@@ -65,13 +65,13 @@ struct Gatherer {
   template <class Body>
   __device__ __forceinline__ static void for_taps(const Body& body) {
     const int gatherer = (threadIdx.x - FIRST_GATHERING) / PIXELS;
-    repeat<0, GATHERERS>([&](auto own) {
+    static_for<0, GATHERERS>([&](auto own) {
       if (gatherer != decltype(own)::value) return;
-      repeat<0, SLOTS>([&](auto slot) {
+      static_for<0, SLOTS>([&](auto slot) {
         constexpr int AT = (decltype(slot)::value * GATHERERS + decltype(own)::value) * CHUNK;
-        repeat<0, CHUNK>([&](auto i) {
+        static_for<0, CHUNK>([&](auto i) {
           if constexpr (AT + decltype(i)::value < CHUNKS * CHUNK)
-            body(Number<AT + decltype(i)::value>{}, slot, i);
+            body(IndexConstant<AT + decltype(i)::value>{}, slot, i);
         });
       });
     });
