@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int r = 0; r < PHASE_ROWS; ++r)
         bring(coming[r], image + at_output(sizes, 0, channel, oh + r, first_column),
               [&](int column) { return is_row(oh + r) && (unsigned)(first_column + column) < (unsigned)sizes.out_width; });
-      if (WANTS_WEIGHT) coming_input.ask(from + step * row_stride, step < rows);
+      if (WANTS_WEIGHT) coming_input.load(from + step * row_stride, step < rows);
     };
     if (steps > 0) ask(0);
 

@@ -158,7 +158,7 @@ struct GradOutputLoader {
   __device__ __forceinline__ bool is_inside(Place at) const {
     return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)sizes.out_height;
   }
-  __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.ask(corner + at.from, is_inside(at)); }
+  __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.load(corner + at.from, is_inside(at)); }
   __device__ __forceinline__ static void write(float* to, const Raw<LOAD>& raw) {
     if constexpr (CHANNELS_LAST || LOAD == 1) {
 #pragma unroll
