@@ -170,19 +170,19 @@ def test_a_map_of_few_columns_is_tiled_in_place() -> None:
 
 
 class Told:
-    """``PixelSizes`` of common/sizes.cuh, by name."""
+    """``GradWeightTileSizes`` of common/sizes.cuh, by name."""
 
     def __init__(self, words: tuple[int, ...]) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
-        self.slices, self.slice_tiles, self.longer_slices, self.flush, self.through_workspace = words[5:10]
+        self.slices, self.split_tiles, self.longer_splits, self.flush, self.through_workspace = words[5:10]
         self.image_tiles, self.row_tiles = words[10:13], words[13:]
         assert len(words) == 16
 
     def first_tile(self, piece: int) -> int:
-        return piece * self.slice_tiles + min(piece, self.longer_slices)
+        return piece * self.split_tiles + min(piece, self.longer_splits)
 
     def tiles_of(self, piece: int) -> int:
-        return self.slice_tiles + (piece < self.longer_slices)
+        return self.split_tiles + (piece < self.longer_splits)
 
 
 def chosen(rng: random.Random, most: int = 30) -> tuple[plan.Problem, Launch, tuple[Launch, ...]]:

@@ -29,7 +29,7 @@ struct ImageSizes {
 };
 
 /// Of the kernels whose blocks walk down tiles of the input's pixels (gradients/gather.cuh, gradients/depthwise.cu).
-struct WalkSizes {
+struct SegmentSizes {
   int batch, height, width, out_height, out_width;
   int tile_rows;
   int repeat;            // tiles of a walk
@@ -38,7 +38,7 @@ struct WalkSizes {
 };
 
 /// Of the kernels that take pixels of an image as they follow each other (gradients/patches.cuh).
-struct RunSizes {
+struct PatchSizes {
   int batch, height, width, out_height, out_width;
   int pixels;               // of an image of the input
   int all_tiles;            // of all images
@@ -46,14 +46,14 @@ struct RunSizes {
 };
 
 /// Of gradients/large_kernel.cu, whose steps are 16 pixels of a row of the input.
-struct StepSizes {
+struct LargeKernelSizes {
   int batch, height, width, out_height, out_width;
   int splits;            // of the steps of all images
   Divisor rows, across;  // rows of the input, steps of a row
 };
 
 /// Of common/space_to_depth.cu: a tensor of images, and the lines of cells that become of it.
-struct PartSizes {
+struct SpaceToDepthSizes {
   int batch, source_height, source_width;
   int pixel_rows;            // of the input that taps reach cells from
   int cells, pitch;          // of a line, and floats from one to the next
@@ -62,14 +62,14 @@ struct PartSizes {
 };
 
 /// Of grad_weight/pixel_rows.cu, whose pixels lie in lines.
-struct LineSizes {
+struct PixelRowsSizes {
   int batch, width;
   int pixels;  // of an image
   int slices;  // that the stages of all images are cut into
 };
 
 /// Of grad_weight/im2col_nchw.cu, whose stages are images, rows and columns of the input.
-struct StageSizes {
+struct Im2colNchwSizes {
   int batch, out_width;
   int line;             // pixels from a row of the input to the next
   int down, across;     // stages of IMAGES images, below each other and side by side
@@ -78,7 +78,7 @@ struct StageSizes {
 };
 
 /// Of grad_weight/stride1.cu, whose columns are `segment` rows of grad_output in a strip of an image.
-struct GradWeightStripSizes {
+struct GradWeightStride1Sizes {
   int batch, out_height, out_width;
   int segment;
   int flush;                 // columns whose sums are added up before they leave
@@ -87,18 +87,18 @@ struct GradWeightStripSizes {
 };
 
 /// Of the kernels that sum up the weight's gradient over tiles of the input's pixels (grad_weight/implicit_gemm_layout.cuh).
-struct PixelSizes {
+struct GradWeightTileSizes {
   int batch, height, width, out_height, out_width;
   int slices;                      // that the tiles are cut into
-  int slice_tiles, longer_slices;  // tiles of a slice; so many slices, the first, have one more
+  int split_tiles, longer_splits;  // tiles of a slice; so many slices, the first, have one more
   int flush;                       // tiles after which sums go to the workspace
   int through_workspace;           // whether any go there
   Divisor image_tiles, row_tiles;  // tiles of TILE_N images, and of one row of them
 
   __device__ __forceinline__ constexpr int first_tile(int slice) const {
-    return slice * slice_tiles + (slice < longer_slices ? slice : longer_slices);
+    return slice * split_tiles + (slice < longer_splits ? slice : longer_splits);
   }
-  __device__ __forceinline__ constexpr int tiles_of(int slice) const { return slice_tiles + (slice < longer_slices); }
+  __device__ __forceinline__ constexpr int tiles_of(int slice) const { return split_tiles + (slice < longer_splits); }
 };
 
 /// Where a tile of pixels lies: its first image, row and column of the input.
@@ -106,7 +106,7 @@ template <int TILE_N, int TILE_H, int TILE_W>
 struct TilePlace {
   int image, row, col;
 
-  __device__ __forceinline__ static TilePlace of(int tile, const PixelSizes& sizes) {
+  __device__ __forceinline__ static TilePlace of(int tile, const GradWeightTileSizes& sizes) {
     const int images = sizes.image_tiles.quotient(tile), in_image = sizes.image_tiles.remainder(tile, images);
     const int row = sizes.row_tiles.quotient(in_image);
     return {images * TILE_N, row * TILE_H, sizes.row_tiles.remainder(in_image, row) * TILE_W};
@@ -128,7 +128,7 @@ struct Sizes {
 };
 
 /// Of forward/narrow_ffma.cu, whose blocks walk down tiles of cells.
-struct CellWalkSizes {
+struct NarrowFfmaSizes {
   int batch, height, width, out_height, out_width;
   int all_tiles;                // below each other, over all images
   int repeat;                   // tiles of a walk
@@ -136,7 +136,7 @@ struct CellWalkSizes {
 };
 
 /// Of forward/stride1.cu, which goes down strips of images, `segment` rows of the output at a time.
-struct StripSizes {
+struct Stride1Sizes {
   int height, width, out_height, out_width;
   int segment;
   int columns;  // segments of strips, of all images
@@ -146,7 +146,7 @@ struct StripSizes {
 };
 
 /// Of forward/col2im.cu, which goes down strips of images.
-struct FoldSizes {
+struct Col2imSizes {
   int height, out_height, out_width;
   int tiles;        // strips, of tiles of columns, of all images
   int cell_rows;    // that have outputs

@@ -32,7 +32,7 @@ __device__ constexpr bool counts(int plane) {
 constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 /// Whether a tap of this plane reaches a row of cells from one of the rows of pixels.
-__device__ __forceinline__ bool reached(const PartSizes& sizes, int row, int plane) {
+__device__ __forceinline__ bool reached(const SpaceToDepthSizes& sizes, int row, int plane) {
   bool found = UNFOLD_ROWS;
 #pragma unroll
   for (int k = 0; k < KERNEL_H; k += ROW_PHASES)
@@ -44,7 +44,7 @@ __device__ __forceinline__ bool reached(const PartSizes& sizes, int row, int pla
 }
 
 /// A position's pixel of a plane, counted within an image's channel; -1 if there is none.
-__device__ __forceinline__ int pixel(const PartSizes& sizes, int row, int col, int plane) {
+__device__ __forceinline__ int pixel(const SpaceToDepthSizes& sizes, int row, int col, int plane) {
   const int h = (row - LEAD) * STRIDE_H + row_offset(plane / COL_PHASES), w = col * STRIDE_W + col_offset(plane % COL_PHASES);
   const bool inside = static_cast<unsigned>(h) < static_cast<unsigned>(sizes.source_height) &&
                       static_cast<unsigned>(w) < static_cast<unsigned>(sizes.source_width);
@@ -54,7 +54,7 @@ __device__ __forceinline__ int pixel(const PartSizes& sizes, int row, int col, i
 __device__ __forceinline__ float rounded(float value) { return __uint_as_float(ptx::round_to_tf32(__float_as_uint(value))); }
 
 /// Returns this lane's part of the sum of the channel.
-__device__ __forceinline__ CompensatedSum<float> part_channel(const PartSizes& sizes, const float* __restrict__ from, float* __restrict__ to, long long plane_pitch,
+__device__ __forceinline__ CompensatedSum<float> part_channel(const SpaceToDepthSizes& sizes, const float* __restrict__ from, float* __restrict__ to, long long plane_pitch,
                                                               int begin, int end, int lane) {
   CompensatedSum<float> sum{};
   for (int first = begin + lane; first < end; first += 32 * UNROLL) {
@@ -84,7 +84,7 @@ __device__ __forceinline__ CompensatedSum<float> part_channel(const PartSizes& s
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     space_to_depth(const float* __restrict__ source, float* __restrict__ planes, float* __restrict__ bias_partial,
-                const __grid_constant__ PartSizes sizes) {
+                const __grid_constant__ SpaceToDepthSizes sizes) {
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   const int lane = threadIdx.x % 32;

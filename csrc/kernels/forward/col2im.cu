@@ -88,14 +88,14 @@ static_assert(SHARED_BYTES == BARRIERS + STAGES * 8, "the plan and the kernel mu
 
 /// The steps of a block: down a strip of a tile of columns, then the next one.
 struct Steps {
-  const FoldSizes& sizes;
+  const Col2imSizes& sizes;
   int tile;
   int image, column_tile;
   int begin, end;   // cell rows of the strip
   int first, stop;  // input rows that it needs; all others are zeros
   int row;          // first input row of the step
 
-  __device__ __forceinline__ explicit Steps(const FoldSizes& sizes) : sizes(sizes), tile(blockIdx.x) { aim(); }
+  __device__ __forceinline__ explicit Steps(const Col2imSizes& sizes) : sizes(sizes), tile(blockIdx.x) { aim(); }
   __device__ __forceinline__ void aim() {
     const int rest = sizes.column_tiles.quotient(tile);
     column_tile = sizes.column_tiles.remainder(tile, rest);
@@ -236,7 +236,7 @@ struct Item {
 /// The outputs that this step's rows complete.
 __device__ __forceinline__ void fold(Item& item, const float* buffer, const Steps& step, const Epilogue& epilogue,
                                      Element* output) {
-  const FoldSizes& sizes = step.sizes;
+  const Col2imSizes& sizes = step.sizes;
   if (item.phase >= STRIDE_H || item.group >= sizes.tile_groups) return;
   if (step.begins()) item.begin();
   const int x = (step.first_group() + item.group) * GROUP;
@@ -271,7 +271,7 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_col2im(const __grid_constant__ TensorMap input, const Element* __restrict__ weight,
-                 const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ FoldSizes sizes) {
+                 const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ Col2imSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;

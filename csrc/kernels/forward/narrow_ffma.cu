@@ -97,7 +97,7 @@ __device__ __forceinline__ int shared_place(unsigned v) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     forward_narrow_ffma(const Element* __restrict__ input, const Element* __restrict__ weight,
                    const __grid_constant__ Epilogue epilogue, Element* __restrict__ output,
-                   const __grid_constant__ CellWalkSizes sizes) {
+                   const __grid_constant__ NarrowFfmaSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles_x = reinterpret_cast<float*>(shared);
   float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;

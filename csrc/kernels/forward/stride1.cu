@@ -55,7 +55,7 @@ using Ring = StageRing<SLOTS, ROWS_AT, ROW_BYTES, BARRIERS>;
 struct Column {
   int image, strip, begin, rows;
 
-  __device__ __forceinline__ Column(const StripSizes& sizes, int number) {
+  __device__ __forceinline__ Column(const Stride1Sizes& sizes, int number) {
     const int segments = sizes.strips.quotient(number);
     strip = sizes.strips.remainder(number, segments) * STRIP;
     image = sizes.segments.quotient(segments);
@@ -65,14 +65,14 @@ struct Column {
 };
 
 /// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
-__device__ __forceinline__ int lead(const StripSizes& sizes, int row, int plane) {
+__device__ __forceinline__ int lead(const Stride1Sizes& sizes, int row, int plane) {
   const int first = LINES ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
   // Never negative, of rows before the first neither.
   return first & (ALIGNMENT - 1);
 }
 
 /// One thread.
-__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const StripSizes& sizes,
+__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const Stride1Sizes& sizes,
                                      int tile, int first, int step) {
   bool weights = false;
   for (int c = first; c < sizes.columns; c += step) {
@@ -186,7 +186,7 @@ struct Multiplier {
   int lane, warp, first_channel;
   const Epilogue& epilogue;
   Element* output;
-  const StripSizes& sizes;
+  const Stride1Sizes& sizes;
 
   /// Row i of a column's input; its sums begin a new row of the output.
   template <int PHASE>
@@ -259,7 +259,7 @@ struct Multiplier {
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
     forward_stride1(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
-                   Element* __restrict__ output, const __grid_constant__ StripSizes sizes) {
+                   Element* __restrict__ output, const __grid_constant__ Stride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const u32 base = ptx::keep_in_register((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
   const Ring ring(base);

@@ -71,7 +71,7 @@ __device__ __forceinline__ void store(Out* to, const float (&values)[N], int ins
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_input_narrow_mma(const Element* __restrict__ grad_output, const Element* __restrict__ weight,
-                      Out* __restrict__ grad_input, const __grid_constant__ WalkSizes sizes) {
+                      Out* __restrict__ grad_input, const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
   float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE;

@@ -75,7 +75,7 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2]
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grad_weight_im2col_nchw(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ StageSizes sizes) {
+                       float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ Im2colNchwSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);

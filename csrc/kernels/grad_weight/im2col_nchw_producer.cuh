@@ -3,7 +3,7 @@
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const StageSizes& sizes, int first_stage, int stages) {
+                                     const Im2colNchwSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
   const int of_images = sizes.down * sizes.across;
   int image = first_stage / of_images * IMAGES;

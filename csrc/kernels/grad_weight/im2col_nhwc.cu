@@ -203,7 +203,7 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][COLUMNS / 2], 
 
 extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(THREADS, 1)
     grad_weight_im2col_nhwc(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ PixelSizes sizes) {
+                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);

@@ -3,7 +3,7 @@
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const PixelSizes& sizes) {
+                                     const GradWeightTileSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
   const int first = sizes.first_tile(place.slice), stages = sizes.tiles_of(place.slice);
   for (int s = 0; s < stages; ++s) {

@@ -21,7 +21,7 @@ struct Source {
 /// `row`, `col`: where the block's first tap reads, of pixel 0.
 template <class Win>
 __device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
-                                              int row, int col, const PixelSizes& sizes) {
+                                              int row, int col, const GradWeightTileSizes& sizes) {
   const auto place = TilePlace<TILE_N, TILE_H, TILE_W>::of(tile, sizes);
   const int channel = group * Win::GROUP + first_channel;
   Source s;
@@ -263,13 +263,13 @@ static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + Fill<InputWindow>::TABLE_BY
 struct Feed {
   const Element *input, *grad_output;
   const Place& place;
-  const PixelSizes& sizes;
+  const GradWeightTileSizes& sizes;
   int first_tile, count;
   u32 stages;
   Fill<InputWindow> input_fill;
   Fill<OutputWindow> output_fill;
 
-  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const PixelSizes& sizes_,
+  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const GradWeightTileSizes& sizes_,
                                   u32 stages_)
       : input(input_), grad_output(grad_output_), place(place_), sizes(sizes_), stages(stages_) {
     first_tile = sizes.first_tile(place.slice);

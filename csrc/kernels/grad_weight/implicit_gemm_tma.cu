@@ -35,7 +35,7 @@ static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the pl
 static_assert(!STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
 /// One thread.
-__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const PixelSizes& sizes, const TensorMap& input,
+__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const GradWeightTileSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::
 }
 
 /// THREADS threads.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const PixelSizes& sizes, char* shared,
+__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightTileSizes& sizes, char* shared,
                                                    float4* partial, Element* gradient) {
   const int lane = threadIdx.x % 32;
   // The same for all threads of a warpgroup, which the compiler should know.
@@ -183,7 +183,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
 extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
     grad_weight_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                       Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial,
-                      const __grid_constant__ PixelSizes sizes) {
+                      const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   char* const shared = memory + (BOX_ALIGNMENT - ptx::shared_address(memory) % BOX_ALIGNMENT) % BOX_ALIGNMENT;
   Ring ring(ptx::keep_in_register(ptx::shared_address(shared)));

@@ -34,7 +34,7 @@ using BiasSum = CompensatedSum<float, (sizeof(Element) > 2)>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_weight_narrow_mma(const Element* __restrict__ input, const Element* __restrict__ grad_output,
-                       void* __restrict__ result, void* __restrict__ bias_result, const __grid_constant__ WalkSizes sizes) {
+                       void* __restrict__ result, void* __restrict__ bias_result, const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
 

@@ -51,7 +51,7 @@ static_assert(CHUNK % OUTPUT_COPY == 0);
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& planes, const Place& place, u32 rank,
-                                     int first_stage, int stages, const LineSizes& sizes) {
+                                     int first_stage, int stages, const PixelRowsSizes& sizes) {
   constexpr bool SHARES_INPUT = SHARES == INPUT, SHARES_OUTPUT = SHARES == OUTPUT;
   int channel[OutputCopies::OWN], shift[OutputCopies::OWN], plane_images[OutputCopies::OWN];
   const int first_copy = SHARES_OUTPUT ? rank * OutputCopies::OWN : 0;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
     grad_weight_pixel_rows(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap planes, float* __restrict__ gradient,
-                     const __grid_constant__ LineSizes sizes) {
+                     const __grid_constant__ PixelRowsSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);

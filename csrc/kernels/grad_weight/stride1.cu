@@ -84,7 +84,7 @@ __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, p
 }
 
 /// The multiplies of one row of grad_output.
-__device__ __forceinline__ void multiply_row(const GradWeightStripSizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[UNITS][2], int row) {
+__device__ __forceinline__ void multiply_row(const GradWeightStride1Sizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[UNITS][2], int row) {
   const Words words(ring.output() + lead(sizes, row, threadIdx.x % 32 / 4 % PLANES) * ITEM, offsets);
   const ptx::u64 input = ptx::swizzled_descriptor<BOX_ROW_BYTES>(ring.rows(), 16, 8 * BOX_ROW_BYTES);
   const auto input_at = [&](int i) { return input + (i * STEP / BOX * BOX_PITCH + i * STEP % BOX * ITEM) / 16; };
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Place& place, int 
 }
 
 /// A warp that multiplies.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightStripSizes& sizes, int columns, float* gradient) {
+__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightStride1Sizes& sizes, int columns, float* gradient) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   u32 offsets[UNITS][2];
@@ -167,7 +167,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + 32 * FILL_WARPS, 1)
     grad_weight_stride1(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, const __grid_constant__ GradWeightStripSizes sizes) {
+                       float* __restrict__ gradient, const __grid_constant__ GradWeightStride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const u32 base = ptx::keep_in_register((ptx::shared_address(shared) + 1023) & ~1023u);
   const Ring ring(base);

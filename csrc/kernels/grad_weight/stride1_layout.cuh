@@ -76,7 +76,7 @@ struct Place {
 struct Column {
   int image, strip, begin, rows;
 
-  __device__ __forceinline__ Column(const GradWeightStripSizes& sizes, int number) {
+  __device__ __forceinline__ Column(const GradWeightStride1Sizes& sizes, int number) {
     unsigned rest = number;
     strip = sizes.strips.digit(rest) * STRIP;
     begin = sizes.segments.digit(rest) * sizes.segment;
@@ -87,7 +87,7 @@ struct Column {
 
 /// Pixels from where a row's box of a plane begins, in NCHW at a multiple of 16 bytes, to what the first column of taps
 /// reads.
-__device__ __forceinline__ int lead(const GradWeightStripSizes& sizes, int row, int plane) {
+__device__ __forceinline__ int lead(const GradWeightStride1Sizes& sizes, int row, int plane) {
   if constexpr (CHANNELS_LAST) return 0;
   if constexpr (!LINES) return (ALIGNMENT - PADDING_W % ALIGNMENT) % ALIGNMENT;
   return (row * (sizes.out_width % ALIGNMENT) + plane * (sizes.out_height * sizes.out_width % ALIGNMENT)) % ALIGNMENT;

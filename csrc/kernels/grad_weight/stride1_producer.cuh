@@ -8,7 +8,7 @@ constexpr int PIECES = TILE_CI / BOX * (STRIP / 4);
 
 /// visit(column, i) for each row that comes, in order: the i-th of grad_output; i < 0 before the first.
 template <class Visit>
-__device__ __forceinline__ void each_row(const Place& place, const GradWeightStripSizes& sizes, int columns, const Visit& visit) {
+__device__ __forceinline__ void each_row(const Place& place, const GradWeightStride1Sizes& sizes, int columns, const Visit& visit) {
   for (int c = place.slice; c < columns; c += sizes.slices) {
     const Column column(sizes, c);
 #pragma unroll 1
@@ -18,7 +18,7 @@ __device__ __forceinline__ void each_row(const Place& place, const GradWeightStr
 
 /// One thread. A row of grad_output comes with the row of the input that its first row of taps reads.
 __device__ __forceinline__ void ask(Ring ring, RawRing raw, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                    const GradWeightStripSizes& sizes, int columns) {
+                                    const GradWeightStride1Sizes& sizes, int columns) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.first_channel();
   each_row(place, sizes, columns, [&](const Column& column, int i) {
     const int row = column.begin + i, input_row = row + PADDING_H - place.tap_row;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void turn(u32 from, u32 to, bool twice, int warp, int
 }
 
 /// One of TURN_WARPS warps.
-__device__ __forceinline__ void turn_rows(Ring ring, RawRing raw, const Place& place, const GradWeightStripSizes& sizes, int columns, int warp, int lane) {
+__device__ __forceinline__ void turn_rows(Ring ring, RawRing raw, const Place& place, const GradWeightStride1Sizes& sizes, int columns, int warp, int lane) {
   each_row(place, sizes, columns, [&](const Column&, int) {
     ptx::wait_for_phase(raw.full(), raw.parity);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_depthwise(const Element* __restrict__ grad_output, const Element* __restrict__ input,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input,
                        void* __restrict__ grad_weight, void* __restrict__ grad_bias,
-                       const __grid_constant__ WalkSizes sizes) {
+                       const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float shared[];
 
   Digits thread{threadIdx.x};

@@ -36,7 +36,7 @@ constexpr int ROW_TAPS = KERNEL_W * COLUMN, ROW_STRIDE = STRIDE_W * COLUMN, ROW_
 static_assert(ROW_TAPS % PIECE == 0 && ROW_STRIDE % PIECE == 0 && ROW_PADDING % PIECE == 0);  // as rows of grad_output are
 static_assert(GROUPS == 1 && CHANNELS_LAST == WEIGHT_CHANNELS_LAST && DILATION_H == 1 && DILATION_W == 1);
 // Whether pixels travel together, two of them.
-__device__ __forceinline__ bool in_pairs(const StepSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
+__device__ __forceinline__ bool in_pairs(const LargeKernelSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
 
 // Of a warp's patches: an odd number of 16 bytes for each pixel.
 constexpr int PITCH = WARP_TAPS * ITEM + 16, PATCH_PART = 16 * PITCH, PATCH_BYTES = PARTS * PATCH_PART;
@@ -55,7 +55,7 @@ static_assert(SHARED_BYTES == SUMS_AT + 2 * SUMS_BYTES, "the plan and the kernel
 struct Step {
   long long image;
   int row, column;
-  __device__ __forceinline__ Step(const StepSizes& sizes, int index) {
+  __device__ __forceinline__ Step(const LargeKernelSizes& sizes, int index) {
     unsigned rest = index;
     column = sizes.across.digit(rest) * 16, row = sizes.rows.digit(rest), image = rest;
   }
@@ -64,7 +64,7 @@ struct Step {
 // The input of a step as fragments: rows g and g + 8 of each m tile, of pixels 2t, 2t + 1 and 2t + 8, 2t + 9.
 struct Input {
   u32 words[M_TILES][2][2][ITEM / 2];
-  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* input, const Step& step, int g, int t) {
+  __device__ __forceinline__ void fetch(const LargeKernelSizes& sizes, const Element* input, const Step& step, int g, int t) {
     const bool pairs = in_pairs(sizes);
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -98,7 +98,7 @@ struct Input {
 // A warp's patches on their way.
 struct Patches {
   u32 words[PIECES][4];
-  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
+  __device__ __forceinline__ void fetch(const LargeKernelSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
     const int out_row = sizes.out_width * COLUMN;
     const int tap = first_tap + lane % PIECES_ACROSS * PIECE;
     Digits digits{static_cast<unsigned>(tap)};
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_pair(Out* to, float first, float second) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradients_large_kernel(const Element* __restrict__ input, const Element* __restrict__ grad_output,
                     const Element* __restrict__ weight, float* __restrict__ input_partial, void* __restrict__ result,
-                    const __grid_constant__ StepSizes sizes) {
+                    const __grid_constant__ LargeKernelSizes sizes) {
   extern __shared__ float4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Digits block{blockIdx.x};

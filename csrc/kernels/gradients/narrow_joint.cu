@@ -35,7 +35,7 @@ constexpr int BARRIERS_AT = PATCHES_AT + 2 * PATCH_BYTES;
 static_assert(SHARED_BYTES == BARRIERS_AT + 8 * (STAGES + 1), "the plan and the kernel must agree");
 
 /// Ask for the input of a tile. By one thread.
-__device__ __forceinline__ void bring(const TensorMap& input, const RunSizes& sizes, int tile, u32 stage, u32 full) {
+__device__ __forceinline__ void bring(const TensorMap& input, const PatchSizes& sizes, int tile, u32 stage, u32 full) {
   const Run run = Run::of(sizes, tile);
   ptx::arrive_expect_tx(full, STAGE_BYTES);
 #pragma unroll
@@ -58,7 +58,7 @@ static_assert(GATHER_WARPS == 0 || (GATHER_WARPS == 4 && INPUT_WARPS == 4 && WEI
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_narrow_joint(const __grid_constant__ TensorMap input, const Element* __restrict__ grad_output,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input, float* __restrict__ partial,
-                       float* __restrict__ bias_partial, const __grid_constant__ RunSizes sizes) {
+                       float* __restrict__ bias_partial, const __grid_constant__ PatchSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;

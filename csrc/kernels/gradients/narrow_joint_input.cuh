@@ -71,7 +71,7 @@ struct InputRole {
     });
   }
 
-  __device__ __forceinline__ void work(u32 patches, const RunSizes& sizes, int tile, Element* grad_input) const {
+  __device__ __forceinline__ void work(u32 patches, const PatchSizes& sizes, int tile, Element* grad_input) const {
     Sums sum[INPUT_P_TILES] = {};
     const u32 patch = ptx::keep_in_register(patches + patch_at);
 #pragma unroll(IS_IEEE ? 1 : 3)
@@ -103,7 +103,7 @@ struct InputRole {
 
   __device__ __forceinline__ static uint4 as_vector(const u32 (&m)[4]) { return make_uint4(m[0], m[1], m[2], m[3]); }
 
-  __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], const RunSizes& sizes, int tile,
+  __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], const PatchSizes& sizes, int tile,
                                         Element* grad_input) const {
     const Run run = Run::of(sizes, tile);
     const int pixel0 = run.pixel + first_pixel, g = lane / 4, t = lane % 4;

@@ -34,7 +34,7 @@ constexpr int PATCH_BYTES = PARTS * PATCH_PART;
 // Where a tile begins.
 struct Run {
   int image, pixel;
-  __device__ __forceinline__ static Run of(const RunSizes& sizes, int tile) {
+  __device__ __forceinline__ static Run of(const PatchSizes& sizes, int tile) {
     const int image = sizes.tiles.quotient(tile);
     return {image, sizes.tiles.remainder(tile, image) * PIXELS};
   }
@@ -54,12 +54,12 @@ constexpr int READ = IN_FOURS ? 4 : 1;
 static_assert(!IN_FOURS || (STRIDE_W % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST));
 
 struct Gatherer {
-  const RunSizes& sizes;
+  const PatchSizes& sizes;
   Element values[SLOTS][CHUNK];
   bool last_row, last_column;
   BiasSum bias[WITH_BIAS ? OUT_CHANNELS : 1] = {};
 
-  __device__ __forceinline__ explicit Gatherer(const RunSizes& sizes) : sizes(sizes) {}
+  __device__ __forceinline__ explicit Gatherer(const PatchSizes& sizes) : sizes(sizes) {}
 
   // body(tap, slot, which of the slot's chunk), constants all, for each tap of this thread's.
   template <class Body>

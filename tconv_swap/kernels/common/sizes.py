@@ -31,8 +31,8 @@ def image_sizes(geometry: Geometry, counted: tuple[int, int] | None = None) -> W
     )
 
 
-def walk_sizes(geometry: Geometry, tile: tuple[int, int], repeat: int, split: bool) -> Words:
-    """``WalkSizes``, of the kernels whose blocks walk down ``repeat`` tiles of so many rows and columns of the input;
+def segment_sizes(geometry: Geometry, tile: tuple[int, int], repeat: int, split: bool) -> Words:
+    """``SegmentSizes``, of the kernels whose blocks walk down ``repeat`` tiles of so many rows and columns of the input;
     with ``split`` their sums go to the workspace."""
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
@@ -42,8 +42,8 @@ def walk_sizes(geometry: Geometry, tile: tuple[int, int], repeat: int, split: bo
     )
 
 
-def run_sizes(geometry: Geometry, tile: int) -> Words:
-    """``RunSizes``, of the kernels whose tiles are so many pixels of an image that follow each other."""
+def patch_sizes(geometry: Geometry, tile: int) -> Words:
+    """``PatchSizes``, of the kernels whose tiles are so many pixels of an image that follow each other."""
     pixels = geometry.height * geometry.width
     tiles = ceil_div(pixels, tile)
     return (
@@ -54,8 +54,8 @@ def run_sizes(geometry: Geometry, tile: int) -> Words:
     )
 
 
-def step_sizes(geometry: Geometry, step: int, splits: int) -> Words:
-    """``StepSizes``, of the kernel whose steps are so many pixels of a row."""
+def large_kernel_sizes(geometry: Geometry, step: int, splits: int) -> Words:
+    """``LargeKernelSizes``, of the kernel whose steps are so many pixels of a row."""
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
         splits,
@@ -64,10 +64,10 @@ def step_sizes(geometry: Geometry, step: int, splits: int) -> Words:
     )
 
 
-def part_sizes(
+def space_to_depth_sizes(
     batch: int, source: tuple[int, int], pixel_rows: int, cells: tuple[int, int], pitch: int, segment: int
 ) -> Words:
-    """``PartSizes``, of the kernel that parts ``source`` rows and columns to lines of ``cells``."""
+    """``SpaceToDepthSizes``, of the kernel that parts ``source`` rows and columns to lines of ``cells``."""
     count = cells[0] * cells[1]
     return (
         *(batch, *source, pixel_rows, count, pitch, segment),
@@ -76,21 +76,21 @@ def part_sizes(
     )
 
 
-def line_sizes(geometry: Geometry, slices: int) -> Words:
-    """``LineSizes``, of the kernel whose pixels lie in lines."""
+def pixel_rows_sizes(geometry: Geometry, slices: int) -> Words:
+    """``PixelRowsSizes``, of the kernel whose pixels lie in lines."""
     return geometry.batch, geometry.width, geometry.height * geometry.width, slices
 
 
-def stage_sizes(
+def im2col_nchw_sizes(
     geometry: Geometry, line: int, tile: tuple[int, int], slices: int, in_weight_order: bool
 ) -> Words:
-    """``StageSizes``, of the kernel whose stages are so many rows and columns of the input."""
+    """``Im2colNchwSizes``, of the kernel whose stages are so many rows and columns of the input."""
     down, across = ceil_div(geometry.height, tile[0]), ceil_div(geometry.width, tile[1])
     return geometry.batch, geometry.out_width, line, down, across, slices, int(in_weight_order)
 
 
-def grad_weight_strip_sizes(geometry: Geometry, strip: int, segment: int, flush: int, slices: int) -> Words:
-    """``GradWeightStripSizes``, of the kernel whose columns are ``segment`` rows in a strip of so many columns."""
+def grad_weight_stride1_sizes(geometry: Geometry, strip: int, segment: int, flush: int, slices: int) -> Words:
+    """``GradWeightStride1Sizes``, of the kernel whose columns are ``segment`` rows in a strip of so many columns."""
     return (
         *(geometry.batch, geometry.out_height, geometry.out_width, segment, flush, slices),
         *divisor(ceil_div(geometry.width, strip)),
@@ -106,19 +106,19 @@ def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
 
 
-def pixel_sizes(
+def grad_weight_tile_sizes(
     geometry: Geometry, tile: tuple[int, int, int], slices: int, flush: int, through_workspace: bool
 ) -> Words:
-    """``PixelSizes``, of the kernels that sum up the weight's gradient over tiles of so many images, rows and columns.
+    """``GradWeightTileSizes``, of the kernels that sum up the weight's gradient over tiles of so many images, rows and columns.
     ``flush``: 0 for never before the end."""
     images, rows, cols = (
         ceil_div(size, cut)
         for size, cut in zip((geometry.batch, geometry.height, geometry.width), tile, strict=True)
     )
-    slice_tiles, longer = divmod(images * rows * cols, slices)
+    split_tiles, longer = divmod(images * rows * cols, slices)
     return (
         *(geometry.batch, geometry.height, geometry.width, geometry.out_height, geometry.out_width),
-        *(slices, slice_tiles, longer, flush or INT32_LIMIT - 1, int(through_workspace)),
+        *(slices, split_tiles, longer, flush or INT32_LIMIT - 1, int(through_workspace)),
         *divisor(rows * cols),
         *divisor(cols),
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tconv_swap.geometry import Pair
-from tconv_swap.kernels.common.sizes import part_sizes
+from tconv_swap.kernels.common.sizes import space_to_depth_sizes
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import (
     Argument,
@@ -111,5 +111,5 @@ def space_to_depth(
         grid=ceil_div(warps, _THREADS // 32),
         block=_THREADS,
         arguments=(source, workspace(to), workspace(bias_at or 0), struct(0)),
-        structs=(part_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
+        structs=(space_to_depth_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
     )

@@ -85,7 +85,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 
 def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
-    """``CellWalkSizes`` of csrc/kernels/common/sizes.cuh."""
+    """``NarrowFfmaSizes`` of csrc/kernels/common/sizes.cuh."""
     vertical, horizontal = axes(geometry)
     down = ceil_div(vertical.cells, tile.lanes_h * tile.thread_rows)
     all_tiles = row_tiles(geometry, tile)

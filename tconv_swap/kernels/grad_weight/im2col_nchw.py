@@ -5,7 +5,7 @@ from __future__ import annotations
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, Room
-from tconv_swap.kernels.common.sizes import stage_sizes
+from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
 from tconv_swap.kernels.common.space_to_depth import Planes, bias_rows_of, planes_of, space_to_depth, unparted
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
@@ -194,7 +194,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 struct(0),
             ),
             structs=(
-                stage_sizes(
+                im2col_nchw_sizes(
                     g,
                     pixels.line,
                     (pixels.rows, pixels.cols),

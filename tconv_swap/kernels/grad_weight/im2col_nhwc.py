@@ -8,7 +8,7 @@ from math import prod
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import Room
-from tconv_swap.kernels.common.sizes import Words, pixel_sizes
+from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MOST_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX,
@@ -160,7 +160,7 @@ def _sizes(geometry: Geometry, tile: Tile) -> Words:
     g, p = geometry, tile.pixels
     if rows_follow(g):
         g = replace(g, batch=1, height=g.batch * g.height)
-    return pixel_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
+    return grad_weight_tile_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
 
 
 def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
-from tconv_swap.kernels.common.sizes import pixel_sizes
+from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
@@ -303,7 +303,7 @@ def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, wit
             struct(0),
         ),
         shared_bytes=shared_bytes(schedule.problem, tile),
-        structs=(pixel_sizes(g, tile.shape, slices, flush, through_workspace),),
+        structs=(grad_weight_tile_sizes(g, tile.shape, slices, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import Room
-from tconv_swap.kernels.common.sizes import line_sizes
+from tconv_swap.kernels.common.sizes import pixel_rows_sizes
 from tconv_swap.kernels.common.space_to_depth import bias_rows_of, space_to_depth, unparted
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     choose,
@@ -151,7 +151,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
             grid=blocks_of(g, tile),
             block=_THREADS,
             arguments=(tensor_map(0), tensor_map(1), target, struct(0)),
-            structs=(line_sizes(g, tile.slices),),
+            structs=(pixel_rows_sizes(g, tile.slices),),
             shared_bytes=ring * tile.stage_bytes + EXTRA_BYTES,
             overlaps_previous=True,
             tensor_maps=(

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 
 from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import grad_weight_strip_sizes
+from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import goes_down_strips, of_any_size
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
@@ -221,7 +221,7 @@ def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
             output(0) if direct else workspace(0),
             struct(0),
         ),
-        structs=(grad_weight_strip_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
+        structs=(grad_weight_stride1_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
         shared_bytes=shared,
         tensor_maps=_maps(problem, tile),
     )

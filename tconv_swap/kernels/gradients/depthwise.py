@@ -13,7 +13,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import walk_sizes
+from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
@@ -266,7 +266,7 @@ def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], 
                 place(wants_bias, bias_index, bias_at),
                 struct(0),
             ),
-            structs=(walk_sizes(g, (walk.rows, walk.own_w), repeat, split),),
+            structs=(segment_sizes(g, (walk.rows, walk.own_w), repeat, split),),
             shared_bytes=walk.shared_bytes(problem, output_mask),
         )
     ]
