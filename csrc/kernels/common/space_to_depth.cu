@@ -93,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int of_line = sizes.segments.quotient(work), segment = sizes.segments.remainder(work, of_line);
   const long long image = of_line;  // n and channel
   if (image >= (long long)sizes.batch * CHANNELS) return;
-  const int begin = segment * sizes.segment, end = begin + sizes.segment < sizes.cells ? begin + sizes.segment : sizes.cells;
+  const int begin = segment * sizes.segment, end = begin + sizes.segment < sizes.positions ? begin + sizes.segment : sizes.positions;
   CompensatedSum<float> sum = part_channel(sizes, source + image * (static_cast<long long>(sizes.source_height) * sizes.source_width),
                                            planes + image * sizes.pitch, plane_pitch, begin, end, lane);
   if constexpr (WITH_BIAS) {

@@ -64,18 +64,18 @@ __device__ __forceinline__ Origin tile_origin(int tile, const Sizes& sizes) {
 }
 
 /// A cell of the tile: where its first output pixel lies, and whether it exists.
-struct Cell {
+struct Position {
   int image, row, col;
   bool inside;
 };
 
-__device__ __forceinline__ Cell cell_at(const Origin& origin, int n, int h, int w, const Sizes& sizes) {
+__device__ __forceinline__ Position position_at(const Origin& origin, int n, int h, int w, const Sizes& sizes) {
   if constexpr (FLAT) {
-    const int cell = origin.image + w, image = sizes.image_cells.quotient(cell);
-    const int pixel = sizes.image_cells.remainder(cell, image), row = sizes.row_cells.quotient(pixel);
-    return {image, row, sizes.row_cells.remainder(pixel, row), image < sizes.batch};
+    const int index = origin.image + w, image = sizes.image_positions.quotient(index);
+    const int pixel = sizes.image_positions.remainder(index, image), row = sizes.row_positions.quotient(pixel);
+    return {image, row, sizes.row_positions.remainder(pixel, row), image < sizes.batch};
   } else {
-    const Cell cell{origin.image + n, origin.row + h, origin.col + w, true};
-    return {cell.image, cell.row, cell.col, cell.image < sizes.batch && cell.row < sizes.cells_h && cell.col < sizes.cells_w};
+    const Position position{origin.image + n, origin.row + h, origin.col + w, true};
+    return {position.image, position.row, position.col, position.image < sizes.batch && position.row < sizes.positions_h && position.col < sizes.positions_w};
   }
 }

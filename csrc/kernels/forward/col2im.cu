@@ -99,10 +99,10 @@ struct Steps {
   __device__ __forceinline__ void aim() {
     const int rest = sizes.column_tiles.quotient(tile);
     column_tile = sizes.column_tiles.remainder(tile, rest);
-    image = sizes.strips.quotient(rest);
-    const int strip = sizes.strips.remainder(rest, image);
-    begin = FIRST_ROW + sizes.strips.quotient(strip * sizes.cell_rows);
-    end = FIRST_ROW + sizes.strips.quotient((strip + 1) * sizes.cell_rows);
+    image = sizes.row_tiles.quotient(rest);
+    const int strip = sizes.row_tiles.remainder(rest, image);
+    begin = FIRST_ROW + sizes.row_tiles.quotient(strip * sizes.position_rows);
+    end = FIRST_ROW + sizes.row_tiles.quotient((strip + 1) * sizes.position_rows);
     row = first = most(begin - (REACH_H - 1), 0);
     stop = most(least(end, sizes.height), first + 1);
   }

@@ -79,7 +79,7 @@ struct OutCell {
 };
 
 __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int row, int col) {
-  const Cell cell = cell_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
+  const Position cell = position_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
   const int out_row = cell.row * CELL_ROWS + at.stack_row + at.phase_row, out_col = cell.col * STRIDE_W + at.phase_col;
   return {static_cast<long long>(cell.image) * at.sizes.out_pixels() + static_cast<long long>(out_row) * at.sizes.out_width + out_col,
           cell.image < at.sizes.batch ? at.sizes.out_height - out_row : 0, at.sizes.out_width - out_col};
@@ -203,22 +203,22 @@ constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && PART_COLS == WARP_COLS && PHASE_R
 
 /// Where in a part's channel the outputs of a cell begin, of its phase row `a`.
 __device__ __forceinline__ int in_whole_rows(int cell, int a, const Sizes& sizes) {
-  const int row = sizes.row_cells.quotient(cell);
-  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_cells.remainder(cell, row) * PHASE_COLS;
+  const int row = sizes.row_positions.quotient(cell);
+  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_positions.remainder(cell, row) * PHASE_COLS;
 }
 
 /// `to`: of image 0's first output of the part's first channel; `cell_row`: the first one, of all images' rows.
 __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int cell_row, const Sizes& sizes) {
   constexpr int RUN = power_dividing(2 * PHASE_ROWS * PHASE_COLS, STORE_MOST), RUNS = PART_PIXELS / RUN;
-  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.cells_h - cell_row;
+  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.positions_h - cell_row;
 #pragma unroll
   for (int pass = 0; pass < ceil_div(PART_CHANNELS * RUNS, 32); ++pass) {
     const int i = pass * 32 + lane, channel = i / RUNS, output = i % RUNS * RUN;
     // PHASE_ROWS rows of outputs to a row of cells: as many outputs as the cells have.
-    const int row = sizes.row_cells.quotient(output / (PHASE_ROWS * PHASE_COLS));
-    const int image = sizes.image_cells.quotient((cell_row + row) * sizes.cells_w);
+    const int row = sizes.row_positions.quotient(output / (PHASE_ROWS * PHASE_COLS));
+    const int image = sizes.image_positions.quotient((cell_row + row) * sizes.positions_w);
     const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * sizes.out_pixels() +
-                            (cell_row - image * sizes.cells_h) * (PHASE_ROWS * sizes.out_width) + output;
+                            (cell_row - image * sizes.positions_h) * (PHASE_ROWS * sizes.out_width) + output;
     if (channel < least(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
   }
 }
@@ -277,7 +277,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
     }
     if constexpr (WHOLE_ROWS) {
       store_whole_rows(staged, output + first_half * PART_CHANNELS * out_pixels, at.channels_left - first_half * PART_CHANNELS,
-                       sizes.row_cells.quotient(at.origin.image + at.col), sizes);
+                       sizes.row_positions.quotient(at.origin.image + at.col), sizes);
       continue;
     }
     const Place mine(lane);
@@ -291,11 +291,11 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
       Out* to;
       if constexpr (DENSE) {
-        const int cell = at.origin.image + at.col + out_col, image = sizes.image_cells.quotient(cell);
-        to = output + image * image_distance + channel * out_pixels + sizes.image_cells.remainder(cell, image);
+        const int cell = at.origin.image + at.col + out_col, image = sizes.image_positions.quotient(cell);
+        to = output + image * image_distance + channel * out_pixels + sizes.image_positions.remainder(cell, image);
         inside = inside && image < sizes.batch;
       } else if constexpr (FLAT) {
-        const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
+        const Position cell = position_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
         to = output + cell.image * image_distance + channel * out_pixels +
              static_cast<long long>(cell.row * CELL_ROWS + at.stack_row + at.phase_row + cell_row) * sizes.out_width +
              cell.col * STRIDE_W + at.phase_col + out_col % STRIDE_W;

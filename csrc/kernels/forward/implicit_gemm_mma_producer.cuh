@@ -22,7 +22,7 @@ struct InputFill {
   __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
                                        const Sizes& sizes) {
     next_channel = channel_bytes(sizes);
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
             (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     next_word = chunk_index * CHUNK_WORDS;
@@ -37,9 +37,9 @@ struct InputFill {
       int image, pixel;
       bool inside = place < PLACES;
       if constexpr (FLAT) {
-        const int cell = origin.image + w, in_batch = sizes.image_cells.quotient(cell);
+        const int cell = origin.image + w, in_batch = sizes.image_positions.quotient(cell);
         image = in_batch - first_image;
-        pixel = sizes.image_cells.remainder(cell, in_batch);
+        pixel = sizes.image_positions.remainder(cell, in_batch);
         inside = inside && in_batch < sizes.batch;
       } else {
         const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;

@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
           const bool pair = PAIR && !OUTPUT_CHANNELS_LAST;
           if (pair && e == 1) continue;
           const int position = 2 * t + e;
-          const Cell cell = cell_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
+          const Position cell = position_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
                                     h + row * FRAGMENT_H + position / FRAGMENT_W % FRAGMENT_H,
                                     w + col * FRAGMENT_W + position % FRAGMENT_W, sizes);
 #pragma unroll

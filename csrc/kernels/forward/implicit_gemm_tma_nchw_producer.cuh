@@ -22,8 +22,8 @@ struct BoxFill {
     const Origin& origin = walk.work.origin;
     ptx::arrive_expect_tx(raw.full(), RAW_BYTES);
     if constexpr (FLAT) {
-      const int image = walk.sizes.image_cells.quotient(origin.image);
-      ptx::tma_load(raw.data(), input, walk.sizes.image_cells.remainder(origin.image, image), channel, 0, image, raw.full());
+      const int image = walk.sizes.image_positions.quotient(origin.image);
+      ptx::tma_load(raw.data(), input, walk.sizes.image_positions.remainder(origin.image, image), channel, 0, image, raw.full());
     } else {
 #pragma unroll
       for (int image = 0; image < TILE_N; ++image)

@@ -21,8 +21,8 @@ struct BoxFill {
     this->group = group;
     if constexpr (PIXEL_BOXES) {
       channel += group * CI_GROUP;
-      image = sizes.image_cells.quotient(origin.image);
-      col = sizes.image_cells.remainder(origin.image, image);
+      image = sizes.image_positions.quotient(origin.image);
+      col = sizes.image_positions.remainder(origin.image, image);
     }
   }
   __device__ __forceinline__ void advance() { channel += CHUNK_WORDS * CHANNELS_PER_WORD; }

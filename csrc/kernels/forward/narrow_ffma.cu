@@ -109,9 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group0 = block.next(TILES_GROUP) * BLOCK_GROUPS;
   const int walk_rest = sizes.across.quotient(block.rest);
   const int cell_w0 = sizes.across.remainder(block.rest, walk_rest) * (LANES_W * THREAD_COLUMNS);
-  const int block_phase_h = sizes.walks.quotient(walk_rest);
-  const int tile0 = sizes.walks.remainder(walk_rest, block_phase_h) * sizes.repeat;
-  const int tiles = sizes.repeat < sizes.all_tiles - tile0 ? sizes.repeat : sizes.all_tiles - tile0;
+  const int block_phase_h = sizes.segments.quotient(walk_rest);
+  const int tile0 = sizes.segments.remainder(walk_rest, block_phase_h) * sizes.segment_tiles;
+  const int tiles = sizes.segment_tiles < sizes.all_tiles - tile0 ? sizes.segment_tiles : sizes.all_tiles - tile0;
   const int batch = sizes.batch, height = sizes.height, width = sizes.width;
   const Phase block_taps_h = Vertical::phase(block_phase_h);
 

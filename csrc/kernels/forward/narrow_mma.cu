@@ -176,7 +176,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Element* output, co
                                            const OutputTile& tile, int m_tile, int h, int w) {
   const int m = m_of_row(m_tile, threadIdx.x % 32 / 4), first = w + threadIdx.x % 4 * 2;
   const DirectStore store(output, epilogue, sizes, tile, m);
-  const int rows = m < M ? sizes.cells_h - tile.cell_h : 0, columns = sizes.cells_w - tile.cell_w;
+  const int rows = m < M ? sizes.positions_h - tile.cell_h : 0, columns = sizes.positions_w - tile.cell_w;
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
 #pragma unroll

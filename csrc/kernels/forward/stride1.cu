@@ -56,8 +56,8 @@ struct Column {
   int image, strip, begin, rows;
 
   __device__ __forceinline__ Column(const Stride1Sizes& sizes, int number) {
-    const int segments = sizes.strips.quotient(number);
-    strip = sizes.strips.remainder(number, segments) * STRIP;
+    const int segments = sizes.column_tiles.quotient(number);
+    strip = sizes.column_tiles.remainder(number, segments) * STRIP;
     image = sizes.segments.quotient(segments);
     begin = sizes.segments.remainder(segments, image) * sizes.segment;
     rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;

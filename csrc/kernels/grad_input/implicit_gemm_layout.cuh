@@ -204,11 +204,11 @@ __device__ __forceinline__ Place place_of(const Origin& origin, int n, int h, in
   Place place;
   bool inside;
   if constexpr (FLAT) {
-    const int cell = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_cells.quotient(cell);
-    const int in_image = sizes.image_cells.remainder(cell, image), row = sizes.row_cells.quotient(in_image);
-    place.image = image - sizes.image_cells.quotient(origin.image);
+    const int cell = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_positions.quotient(cell);
+    const int in_image = sizes.image_positions.remainder(cell, image), row = sizes.row_positions.quotient(in_image);
+    place.image = image - sizes.image_positions.quotient(origin.image);
     place.row = row * STEP_H;
-    place.col = sizes.row_cells.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
+    place.col = sizes.row_positions.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
     inside = image < sizes.batch && place.col < sizes.width;
     place.slices = 0xffffffffu;
   } else {

@@ -17,7 +17,7 @@ struct InputFill {
 
   __device__ __forceinline__ InputFill(const Element* grad_output, const Origin& origin, int group, const Sizes& sizes)
       : sizes(sizes), next_channel(channel_bytes(sizes)) {
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     input = reinterpret_cast<const char*>(grad_output) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
             group * CI_GROUP * static_cast<long long>(next_channel);
     first_k = SHARERS > 1 ? threadIdx.x / (THREADS / SHARERS) : 0;

@@ -118,8 +118,8 @@ struct Work {
     group = index % GROUPS;
     const int tile = index / GROUPS;
     if constexpr (DENSE) {
-      row = sizes.row_cells.quotient(tile * TILE_CELLS);
-      col = sizes.row_cells.remainder(tile * TILE_CELLS, row);
+      row = sizes.row_positions.quotient(tile * TILE_CELLS);
+      col = sizes.row_positions.remainder(tile * TILE_CELLS, row);
     } else {
       int lines = tile;
       if constexpr (!FLAT) {

@@ -21,15 +21,15 @@ __device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes
   const int place = m * MULTIPLY_PLACES + (warp * 2 + row / 8) * GROUP_PLACES + row % 8;
   if constexpr (DENSE) {
     const int cell = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_CELLS + place;
-    const int image = sizes.image_cells.quotient(cell);
-    return {image, image < sizes.batch ? sizes.image_cells.remainder(cell, image) : -1};
+    const int image = sizes.image_positions.quotient(cell);
+    return {image, image < sizes.batch ? sizes.image_positions.remainder(cell, image) : -1};
   } else {
     const int line = place / TILE_W, down = line % WARPGROUP_H, further = line / WARPGROUP_H;
     int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + down;
     int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further;
     const int col = work.col + place % TILE_W;
     if constexpr (FLAT) {
-      image = further == 0 ? sizes.image_cells.quotient(at_row * sizes.out_width) : sizes.batch;
+      image = further == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
       at_row -= image * sizes.out_height;
     }
     const bool inside = at_row < sizes.out_height && col < sizes.out_width && image < sizes.batch;

@@ -39,7 +39,7 @@ struct InputFill {
 
   /// To the first chunk of other work.
   __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index) {
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     const char* chunk = input + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
                         (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     left = CI_GROUP - chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;

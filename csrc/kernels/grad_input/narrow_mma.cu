@@ -84,9 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int iw0 = sizes.across.digit(block.rest) * TILE_W;
   const int split = block.next(SPLITS), chunk0 = split * CHUNKS_HERE;
   const int chunks = CHUNKS - chunk0 < CHUNKS_HERE ? CHUNKS - chunk0 : CHUNKS_HERE;
-  const int first = static_cast<int>(block.rest) * sizes.repeat;
+  const int first = static_cast<int>(block.rest) * sizes.segment_tiles;
   const int left = sizes.batch * static_cast<int>(sizes.down.value) - first;
-  const int steps = (sizes.repeat < left ? sizes.repeat : left) * chunks;
+  const int steps = (sizes.segment_tiles < left ? sizes.segment_tiles : left) * chunks;
   Position at = Position::of(sizes, first);
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;

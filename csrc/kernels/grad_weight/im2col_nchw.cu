@@ -92,8 +92,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   __syncthreads();
   const long long all = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;
-  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
+  const int first_stage = static_cast<int>(all * place.slice / sizes.splits);
+  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.splits) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {

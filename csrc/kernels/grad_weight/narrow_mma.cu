@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group0 = block.next(GROUPS / BLOCK_GROUPS) * BLOCK_GROUPS;
   const int tile_w = sizes.across.digit(block.rest), iw0 = tile_w * TILE_W;
   const int tiles_down = static_cast<int>(sizes.down.value), tiles_across = static_cast<int>(sizes.across.value);
-  const int first = static_cast<int>(block.rest) * sizes.repeat, left = sizes.batch * tiles_down - first;
-  const int steps = sizes.repeat < left ? sizes.repeat : left;
+  const int first = static_cast<int>(block.rest) * sizes.segment_tiles, left = sizes.batch * tiles_down - first;
+  const int steps = sizes.segment_tiles < left ? sizes.segment_tiles : left;
   const long long slice = (long long)block.rest * tiles_across + tile_w;
   const int co0 = chunk / KH_CHUNKS * CHUNK_CO, kh0 = chunk % KH_CHUNKS;
   const Position start = Position::of(sizes, first);

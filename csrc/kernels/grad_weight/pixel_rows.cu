@@ -113,8 +113,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
     ptx::sync_cluster();
   }
   const long long boxes = (long long)sizes.batch * ceil_div(sizes.pixels, BOX), all = (boxes + BOXES - 1) / BOXES;
-  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
+  const int first_stage = static_cast<int>(all * place.slice / sizes.splits);
+  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.splits) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {

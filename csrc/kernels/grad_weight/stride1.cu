@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     for (auto& unit : sums)
 #pragma unroll
       for (float& sum : unit) sum = 0.f;
-    for (int flush = 0; flush < sizes.flush && c < columns; ++flush, c += sizes.slices) {
+    for (int flush = 0; flush < sizes.flush && c < columns; ++flush, c += sizes.splits) {
       const Column column(sizes, c);
 #pragma unroll 1
       for (int i = 0; i < column.rows + LAG; ++i, ++number) {
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + 32 * FILL_WARPS,
     ptx::fence_barrier_init();
   }
   __syncthreads();
-  const int columns = sizes.batch * static_cast<int>(sizes.segments.value * sizes.strips.value);
+  const int columns = sizes.batch * static_cast<int>(sizes.segments.value * sizes.column_tiles.value);
   if (threadIdx.x >= MULTIPLY_THREADS) {
     ptx::shrink_registers<FILL_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - MULTIPLY_THREADS / 32, lane = threadIdx.x % 32;

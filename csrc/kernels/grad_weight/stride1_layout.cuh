@@ -78,7 +78,7 @@ struct Column {
 
   __device__ __forceinline__ Column(const GradWeightStride1Sizes& sizes, int number) {
     unsigned rest = number;
-    strip = sizes.strips.digit(rest) * STRIP;
+    strip = sizes.column_tiles.digit(rest) * STRIP;
     begin = sizes.segments.digit(rest) * sizes.segment;
     image = static_cast<int>(rest);
     rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;

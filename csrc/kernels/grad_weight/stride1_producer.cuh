@@ -9,7 +9,7 @@ constexpr int PIECES = TILE_CI / BOX * (STRIP / 4);
 /// visit(column, i) for each row that comes, in order: the i-th of grad_output; i < 0 before the first.
 template <class Visit>
 __device__ __forceinline__ void each_row(const Place& place, const GradWeightStride1Sizes& sizes, int columns, const Visit& visit) {
-  for (int c = place.slice; c < columns; c += sizes.slices) {
+  for (int c = place.slice; c < columns; c += sizes.splits) {
     const Column column(sizes, c);
 #pragma unroll 1
     for (int i = -LAG; i < column.rows; ++i) visit(column, i);

@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   float sums[SUMS ? SUMS : 1] = {};
 #pragma unroll 1
-  for (int turn = 0; turn < sizes.repeat; ++turn) {
-    unsigned walk = (slice * sizes.repeat + turn) * WALKERS + walker;
+  for (int turn = 0; turn < sizes.segment_tiles; ++turn) {
+    unsigned walk = (slice * sizes.segment_tiles + turn) * WALKERS + walker;
     const int iw0 = sizes.across.digit(walk) * OWN_W, ih0 = sizes.down.digit(walk) * sizes.tile_rows;
     const long long image_index = walk;
     const int rows = sizes.height - ih0 < sizes.tile_rows ? sizes.height - ih0 : sizes.tile_rows;
