@@ -9,6 +9,7 @@
 // comes with it.
 //
 // partial[blocks of columns and matrices][ROWS] takes the sums, added up by pairs; common/split_k_reduce.cu does the rest.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/sizes.cuh"
 #include "common/tile_index.cuh"
@@ -21,12 +22,10 @@ struct ArrangeSizes {
   Divisor row_pieces;       // pieces that hold a block's columns of a row
 };
 
-constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
-
 constexpr int ITEM = static_cast<int>(sizeof(Element));
 constexpr int PIECE = 16 / ITEM;
 /// Elements of a store, and threads that share a column.
-constexpr int VECTOR = common_factor(ROWS, PIECE), VECTORS = BLOCK_ROWS / VECTOR;
+constexpr int VECTOR = gcd(ROWS, PIECE), VECTORS = BLOCK_ROWS / VECTOR;
 constexpr int ROW_BLOCKS = ceil_div(ROWS, BLOCK_ROWS);
 
 static_assert(ROWS % PIECE == 0 || !RAGGED);

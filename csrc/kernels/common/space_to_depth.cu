@@ -10,6 +10,7 @@
 // Covers: float32, NCHW; any kernel, stride, padding, dilation. A warp makes all planes of sizes.segment positions of one channel
 // of an image. WITH_BIAS: it also adds up the pixels it reads, bias_partial[n * segments + segment][2][channel] (the sum, and
 // what rounding left of it), where the planes whose offsets lie in [0, stride) hold every pixel once.
+#include "common/integers.cuh"
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/sizes.cuh"
@@ -28,8 +29,6 @@ __device__ constexpr bool counts(int plane) {
   const int down = row_offset(plane / COL_PHASES), across = col_offset(plane % COL_PHASES);
   return down >= 0 && down < STRIDE_H && across >= 0 && across < STRIDE_W;
 }
-
-constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 /// Whether a tap of this plane reaches a row of cells from one of the rows of pixels.
 __device__ __forceinline__ bool reached(const SpaceToDepthSizes& sizes, int row, int plane) {

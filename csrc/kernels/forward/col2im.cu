@@ -13,6 +13,7 @@
 // which stay in shared memory, and puts their products there too (BUFFERS steps of them). A thread owns some outputs of
 // a cell for the whole strip: an input row completes a row of cells, and what it brings to the rows below is carried in
 // registers. Cell row y has the output rows from y * STRIDE - PADDING on.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/wgmma.cuh"
@@ -25,16 +26,6 @@
 #include "common/static_for.cuh"
 
 using ptx::u32;
-
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-/// Largest power of two up to `limit` that divides n.
-__device__ constexpr int power_dividing(int n, int limit) {
-  int v = limit;
-  while (n % v) v /= 2;
-  return v;
-}
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int ITEM = sizeof(Element);
@@ -103,8 +94,8 @@ struct Steps {
     const int strip = sizes.row_tiles.remainder(rest, image);
     begin = FIRST_ROW + sizes.row_tiles.quotient(strip * sizes.position_rows);
     end = FIRST_ROW + sizes.row_tiles.quotient((strip + 1) * sizes.position_rows);
-    row = first = most(begin - (REACH_H - 1), 0);
-    stop = most(least(end, sizes.height), first + 1);
+    row = first = max_of(begin - (REACH_H - 1), 0);
+    stop = max_of(min_of(end, sizes.height), first + 1);
   }
   __device__ __forceinline__ bool done() const { return tile >= sizes.tiles; }
   __device__ __forceinline__ void next() {
@@ -136,7 +127,7 @@ __device__ constexpr int tap_at(int distance) {
 constexpr int THREAD_CHANNELS = CHANNELS_LAST ? OUT_CHANNELS : 1;
 constexpr int RUN = GROUP * THREAD_CHANNELS;
 /// Elements of one store.
-constexpr int STORE = power_dividing(RUN, 16 / ITEM);
+constexpr int STORE = power_of_two_dividing(RUN, 16 / ITEM);
 
 /// The first `left` outputs of a run.
 template <int STORE>

@@ -13,8 +13,8 @@ constexpr int OUT_PER_WORD = 4 / sizeof(Out);
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (PART_CHANNELS * 8 * PHASES * static_cast<int>(sizeof(Out))));
 constexpr int LINES = WARP_IMAGES * WARP_ROWS;
-constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_dividing(WARP_COLS, PART_FRAGMENTS);
-constexpr int PART_LINES = power_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
+constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_of_two_dividing(WARP_COLS, PART_FRAGMENTS);
+constexpr int PART_LINES = power_of_two_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
 
 /// Outputs of one row of a part, and rows of it.
 constexpr int PART_ROW = PART_COLS * FRAGMENT_W * PHASE_COLS;
@@ -23,7 +23,7 @@ constexpr int PART_PIXELS = PART_ROW * PART_ROWS;
 
 // Pitch of a channel [channel][pixel], in Out, for the banks that the lanes of a warp write: 8 channels (g) of 4
 // neighbouring runs (t).
-constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
+constexpr int LANE_RUN_WORDS = min_of(4, 2 * PHASE_COLS / OUT_PER_WORD);
 constexpr int CHANNEL_PITCH = aligned_to(ceil_div(PART_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
 constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : PART_CHANNELS * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
 
@@ -88,12 +88,12 @@ __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int 
 /// Cells that stand in a row are outputs that do.
 constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
 /// Of those, neighbouring outputs of a store at most, where images are only known to be multiples of so many.
-constexpr int STORE_DENSE = least(4, STORE_MOST);
+constexpr int STORE_DENSE = min_of(4, STORE_MOST);
 
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
                                                     const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int VECTOR = PAIRED_ROWS ? power_dividing(CO_GROUP, 2) : 1;
+  constexpr int VECTOR = PAIRED_ROWS ? power_of_two_dividing(CO_GROUP, 2) : 1;
   constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
   const int channel = channel_of_row(0, g), channels = at.channels_left - channel;
   output += at.out_channel + channel;
@@ -145,9 +145,9 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
 }
 
 /// Outputs of one store: neighbouring pixels of a row of one channel, so many at most; and so many whatever the width is.
-constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(PART_ROW, STORE_MOST)
-                                                 : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
-constexpr int STORE_ANY = power_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
+constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_of_two_dividing(PART_ROW, STORE_MOST)
+                                                 : power_of_two_dividing(STRIDE_W, power_of_two_dividing(PHASE_COLS, STORE_MOST));
+constexpr int STORE_ANY = power_of_two_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
 
 __device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
 /// Where the i-th store of a part reads and writes: channel, line, row within the line's cells, column.
@@ -180,9 +180,9 @@ template <int STORE>
 __device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols, const Sizes& sizes) {
   constexpr int ROW_PASSES = ceil_div(PART_ROW + SECTOR - STORE, 32 * STORE);
   const int lane = threadIdx.x % 32;
-  cols = least(PART_ROW, cols);
+  cols = min_of(PART_ROW, cols);
 #pragma unroll 1
-  for (int channel = 0; channel < least(PART_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
+  for (int channel = 0; channel < min_of(PART_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
 #pragma unroll
     for (int row = 0; row < PART_ROWS; ++row) {
       const int line = row / PHASE_ROWS, out_row = line % WARP_ROWS * CELL_ROWS + row % PHASE_ROWS, image = line / WARP_ROWS;
@@ -209,7 +209,7 @@ __device__ __forceinline__ int in_whole_rows(int cell, int a, const Sizes& sizes
 
 /// `to`: of image 0's first output of the part's first channel; `cell_row`: the first one, of all images' rows.
 __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int cell_row, const Sizes& sizes) {
-  constexpr int RUN = power_dividing(2 * PHASE_ROWS * PHASE_COLS, STORE_MOST), RUNS = PART_PIXELS / RUN;
+  constexpr int RUN = power_of_two_dividing(2 * PHASE_ROWS * PHASE_COLS, STORE_MOST), RUNS = PART_PIXELS / RUN;
   const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.positions_h - cell_row;
 #pragma unroll
   for (int pass = 0; pass < ceil_div(PART_CHANNELS * RUNS, 32); ++pass) {
@@ -219,7 +219,7 @@ __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int
     const int image = sizes.image_positions.quotient((cell_row + row) * sizes.positions_w);
     const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * sizes.out_pixels() +
                             (cell_row - image * sizes.positions_h) * (PHASE_ROWS * sizes.out_width) + output;
-    if (channel < least(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
+    if (channel < min_of(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
   }
 }
 
@@ -253,7 +253,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
                                        : ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * PART_ROW +
                                              (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
           constexpr int RUN = 2 * PHASE_COLS;
-          constexpr int VECTOR = power_dividing(RUN, STORE_MOST);
+          constexpr int VECTOR = power_of_two_dividing(RUN, STORE_MOST);
 #pragma unroll
           for (int half = first_half; half < first_half + PART_CHANNELS / 8; ++half) {
             float run[RUN];
@@ -330,7 +330,7 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, epilogue, channels, at);
   } else if constexpr (DENSE) {
-    constexpr int SOME = least(STORE_ROW, STORE_DENSE);
+    constexpr int SOME = min_of(STORE_ROW, STORE_DENSE);
     if (STORE_ROW > SOME && sizes.out_pixels() % STORE_ROW == 0) {
       store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
     } else if (SOME > STORE_ANY && sizes.out_pixels() % SOME == 0) {

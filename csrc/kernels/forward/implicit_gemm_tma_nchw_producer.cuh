@@ -54,7 +54,7 @@ struct Turn {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       // Past the last piece that one is turned again: the same bytes to the same place.
-      const int piece = least(PIECES - 1, (s * FILL_WARPS + warp) * WARP_PIECES + (IS_16_BIT ? lane / 8 : lane));
+      const int piece = min_of(PIECES - 1, (s * FILL_WARPS + warp) * WARP_PIECES + (IS_16_BIT ? lane / 8 : lane));
       const int w = piece % ROW_PIECES * TURN_PIXELS, plane = piece / ROW_PIECES % CHUNK_PLANES;
       const int row = piece / (ROW_PIECES * CHUNK_PLANES), image = row / HALO_H, h = row % HALO_H;
       // 16 bits: lane 8m + r names channel r of matrix m, then pixel r.

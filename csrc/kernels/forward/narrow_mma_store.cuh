@@ -20,13 +20,13 @@ constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
 constexpr int CELL_PITCH = CELL + CELL_PAD;
 
 /// Elements of one store.
-constexpr int STORE = power_dividing(OUT_LINE_MULTIPLE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
+constexpr int STORE = power_of_two_dividing(OUT_LINE_MULTIPLE, power_of_two_dividing(CELL_PAD ? CELL : LINE, MOST));
 constexpr int STORES = LINE / STORE;
 
 // Pitches of a line and of a channel; eight lanes write neighbouring channels.
 constexpr int LINE_PITCH = round_up(TILE_W * CELL_PITCH * ITEM, 16) / ITEM;
 constexpr int CHANNEL_PITCH =
-    CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 32, 4) * 4 / ITEM;
+    CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 1, 32, 4) * 4 / ITEM;
 constexpr int STAGE_BYTES = DIRECT ? 0 : CHANNEL_LINES * CHANNEL_PITCH * ITEM;
 
 __device__ constexpr int lanes_of_line() {
@@ -105,7 +105,7 @@ struct alignas(COUNT * sizeof(Element)) Run {
 /// The epilogue of no sum, everywhere: no tap overwrites it in pixels without any.
 __device__ __forceinline__ void stage_nothing(Element* staged, const Epilogue& epilogue) {
   constexpr bool OF_CHANNEL = HAS_BIAS || NORMALIZES;
-  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_dividing(OUT_CHANNELS, MOST);
+  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_of_two_dividing(OUT_CHANNELS, MOST);
   for (int i = threadIdx.x * COUNT; i < CHANNEL_LINES * CHANNEL_PITCH; i += THREADS * COUNT) {
     const int channel = CHANNELS_LAST ? i % LINE_PITCH % CELL_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
     Run<COUNT> run;

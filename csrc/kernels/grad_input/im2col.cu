@@ -21,6 +21,7 @@
 // multiples; any kernel, stride, padding, dilation; several groups of whole rounds alone. FOLD_W: columns are two dimensions
 // of the map, so many and the rest, since a box has 256 of them at most. PARTIAL: grad_input is float32 [sizes.splits, ...],
 // each with its share of the rounds.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -30,9 +31,6 @@
 
 using ptx::u32;
 using ptx::u64;
-
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 // ---- the unfolded operand ----------------------------------------------------------------------------------------
 

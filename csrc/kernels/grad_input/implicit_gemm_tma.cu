@@ -21,6 +21,7 @@
 // PARTIAL: grad_input is float32 [sizes.splits, ...], each with its share of the chunks. SLICES_FIRST: all chunks of a slice,
 // then the next slice; else all slices of a chunk. PHASED (whole strides of columns, one group): the map has the phases
 // of columns as a dimension of its own.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -31,10 +32,6 @@
 
 using ptx::u32;
 using ptx::u64;
-
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // ---- slices and taps -------------------------------------------------------------------------------------------
 

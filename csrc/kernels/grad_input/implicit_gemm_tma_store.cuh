@@ -41,7 +41,7 @@ __device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes
 template <int FIRST>
 __device__ __forceinline__ void stage_channels(const float* sums, u32 staged) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int LAST = least(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
+  constexpr int LAST = min_of(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
   if constexpr (sizeof(Out) == 2) {
 #pragma unroll
     for (int c = FIRST; c < LAST; c += 16) {

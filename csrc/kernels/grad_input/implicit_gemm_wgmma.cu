@@ -49,9 +49,9 @@ static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kerne
 
 /// Registers: what the hardware gives each thread at first, and what those that multiply have after the others gave
 /// some back. In eights.
-constexpr int FIRST_REGISTERS = least(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (MULTIPLYING + FILL_THREADS))) / 8 * 8;
+constexpr int FIRST_REGISTERS = min_of(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (MULTIPLYING + FILL_THREADS))) / 8 * 8;
 constexpr int MULTIPLY_REGISTERS =
-    least(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / MULTIPLYING / 8 * 8);
+    min_of(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / MULTIPLYING / 8 * 8);
 constexpr bool MOVE_REGISTERS = FILL_REGISTERS < FIRST_REGISTERS;
 static_assert(MULTIPLYING % 128 == 0 && FILL_THREADS % 128 == 0, "registers move by whole warpgroups");
 

@@ -11,6 +11,7 @@
 // UNFOLD_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
 // rows each. SHARES: two blocks bring one operand together, each half of it for both. Pixels are split in `slices`; a
 // slice's sums are gradient[slice][ci][tap][co], which grad_weight/pixel_rows_reduce.cu adds up.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -22,8 +23,6 @@
 constexpr int FILL_REGISTERS = 40, MULTIPLY_REGISTERS = 232;
 /// A coordinate outside every tensor, with whatever shift.
 constexpr int NOWHERE = 1 << 28;
-
-constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 /// The rows by which a tap is shifted, after LEAD rows.
 __device__ __forceinline__ int row_shift(int kh) { return UNFOLD_ROWS ? 0 : LEAD + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }

@@ -5,13 +5,11 @@
 // in memory is a multiple of 16 bytes; channels_last [32 channels][pixel][channel], swizzled.
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/stages.cuh"
 #include "common/sizes.cuh"
 
 using ptx::u32;
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;
 constexpr int N = TILE_TAP_ROWS * TILE_CI;

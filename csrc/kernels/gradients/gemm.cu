@@ -12,6 +12,7 @@
 // Covers: float32 (TF32), float16, bfloat16; rows of j in multiples of 16 bytes, input channels in multiples of 4; groups ==
 // 1; output positions that are the taps. grad_output and the weight come by boxes, the input by small copies, for its
 // rows need not begin at multiples of 16 bytes. What lies outside a tensor is read as zeros. 128 images at a time.
+#include "common/integers.cuh"
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/pipeline.cuh"
@@ -33,9 +34,8 @@ constexpr int BARRIER_AT = INPUT_AT + CI_BOXES * BOX_BYTES, SUMS_AT = BARRIER_AT
 constexpr int SUMS_PITCH = CHANNELS + 8;
 static_assert(SHARED_BYTES == 1024 + SUMS_AT + (WITH_INPUT ? IMAGES * SUMS_PITCH * 4 : 0), "the plan counts otherwise");
 static_assert(IMAGES == 128 && CHANNELS == 128, "a box has 128 rows");
-constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
 /// Bytes of the input that come together.
-constexpr int VECTOR = common_factor(IN_CHANNELS * ITEM, 16), ROW_VECTORS = CHANNELS * ITEM / VECTOR;
+constexpr int VECTOR = gcd(IN_CHANNELS * ITEM, 16), ROW_VECTORS = CHANNELS * ITEM / VECTOR;
 constexpr int J_BLOCKS = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static_assert(J_BLOCKS % CLUSTER == 0);
 
