@@ -114,7 +114,7 @@ struct Work {
 
 __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
   InputRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - LEAD;
     int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     int k = work.first_round * ROUND_BOXES * BOX_WORDS * WORD;
 #pragma unroll 1
@@ -329,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     Multiplier multiplier(shared);
-    each_work(Work::count(sizes), [&](int index) {
+    for_each_work_tile(Work::count(sizes), [&](int index) {
       const Work work(index, sizes);
       Sums sums;
       multiplier.multiply(sums, work.rounds);

@@ -141,7 +141,7 @@ struct Work {
 
 __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
   InputRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     for (int outer = SLICES_FIRST ? 0 : work.first_chunk; outer < (SLICES_FIRST ? SLICES : work.end_chunk); ++outer)
 #pragma unroll 1
@@ -165,7 +165,7 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     // Slice by slice, or all of them at once: taps are in the order of their slices.
     constexpr int PARTS = SLICES_FIRST ? SLICES : 1;
@@ -205,7 +205,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
     weights.skip<CHUNKS * TAPS>();
   };
   if (TEAMS > 1 && team > 0) skip_work();
-  Turns<TEAMS> turns(shared + TURN_BARRIERS, team);
+  ConsumerOrder<TEAMS> order(shared + TURN_BARRIERS, team);
   const auto compute = [&](int index) {
     const Work work(index, sizes);
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
@@ -217,7 +217,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
     bool first = true;
     // One round at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
     u32 rounds = ptx::keep_in_register(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
-    turns.wait();
+    order.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
@@ -247,7 +247,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
         input.advance();
       }
     } while (--rounds > 0);
-    turns.pass();
+    order.signal_next();
     ptx::wait_wgmma<0>();
     // Else the compiler reads them as bits before.
 #pragma unroll
@@ -266,7 +266,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
       store_nchw(sums, to, work, sizes);
     }
   };
-  each_work(Work::count(sizes), compute, team, TEAMS);
+  for_each_work_tile(Work::count(sizes), compute, team, TEAMS);
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
       ptx::init_barrier(weights.full(), 1);
       ptx::init_barrier(weights.empty(), TEAM_WARPS);
     }
-    Turns<TEAMS>::set_up(shared + TURN_BARRIERS, TEAM_WARPS);
+    ConsumerOrder<TEAMS>::init_barriers(shared + TURN_BARRIERS, TEAM_WARPS);
     ptx::fence_barrier_init();
   }
   __syncthreads();
