@@ -237,7 +237,7 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
     const int y = cell_row * STRIDE_H - PADDING_H + item.phase;
     if (cell_row < step.begin || cell_row >= step.end || y < 0 || y >= sizes.out_height || x >= sizes.out_width) return;
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) sums[i] = finished(sums[i], channel_of(epilogue, item.channel + i % THREAD_CHANNELS), epilogue);
+    for (int i = 0; i < RUN; ++i) sums[i] = apply_epilogue(sums[i], load_channel(epilogue, item.channel + i % THREAD_CHANNELS), epilogue);
     Element* const to = column + y * (sizes.out_width * THREAD_CHANNELS);
     const int left = (sizes.out_width - x) * THREAD_CHANNELS;
     if (STORE == 1 || sizes.out_width * THREAD_CHANNELS % STORE == 0) {

@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int channel = first_channel + warp * 16 + half * 8 + lane / 4;
-    channels[half] = channel_of(epilogue, group * CO_GROUP + channel, channel < CO_GROUP);
+    channels[half] = load_channel(epilogue, group * CO_GROUP + channel, channel < CO_GROUP);
   }
   // Where this lane's address of the turned matrices lies: matrix lane / 8 is half of the warp's channels of one of two
   // fragments. And what this thread stores: 16 bytes `piece` of pixel `pixel`, of one of two fragments.

@@ -325,7 +325,7 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int channel = channel_of_row(0, g + half * 8);
-    channels[half] = channel_of(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
+    channels[half] = load_channel(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, epilogue, channels, at);

@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int n = 0; n < WARP_N_TILES; ++n) {
     const int o = (warp_n * WARP_N_TILES + n) * 8 + 2 * t;
     if (o >= outputs) continue;
-    const Channel low = channel_of(epilogue, channel_at(first_output + o)), high = channel_of(epilogue, channel_at(first_output + o + 1));
+    const Channel low = load_channel(epilogue, channel_at(first_output + o)), high = load_channel(epilogue, channel_at(first_output + o + 1));
 #pragma unroll
     for (int tile = 0; tile < WARP_M_TILES; ++tile)
 #pragma unroll
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int image = (warp_m * WARP_M_TILES + tile) * 16 + half * 8 + g;
         if (image >= images) continue;
         Element* const to = output + (first_image + image) * OUTPUTS + first_output + o;
-        const float x = finished(sums[tile][n][2 * half], low, epilogue), y = finished(sums[tile][n][2 * half + 1], high, epilogue);
+        const float x = apply_epilogue(sums[tile][n][2 * half], low, epilogue), y = apply_epilogue(sums[tile][n][2 * half + 1], high, epilogue);
         if constexpr (IS_16_BIT) {
           *reinterpret_cast<u32*>(to) = ptx::pack_pair<PRECISION>(x, y);
         } else {

@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Channel channels[THREAD_CHANNELS];
 #pragma unroll
   for (int c = 0; c < THREAD_CHANNELS; ++c)
-    channels[c] = channel_of(epilogue, group * CO_GROUP + co + c, group < GROUPS && co + c < CO_GROUP);
+    channels[c] = load_channel(epilogue, group * CO_GROUP + co + c, group < GROUPS && co + c < CO_GROUP);
 
   const int origin_w = SHIFT + (ALL_W ? 0 : thread_taps_w.origin - Horizontal::LOWEST);
   const int thread_x = image * IMAGE + group_local * CI_GROUP * CHANNEL + lane_h * THREAD_ROWS * ROW +
@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < RUN; ++i) {
               const int column = (first + i / RUN_CHANNELS) / PHASES_W, phase_w = (first + i / RUN_CHANNELS) % PHASES_W;
               const int c = c0 + i % RUN_CHANNELS;
-              run[i] = finished(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
+              run[i] = apply_epilogue(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
             }
             store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)out_height * out_width), run, out_width - ow,
                       CO_GROUP - co - c0);

@@ -146,7 +146,7 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
     const Place place = place_of(m, USED_COLUMNS);
     const int channel = group * CO_GROUP + place.channel;
     at[e] = m < M ? staged_at(place.row, place.column, channel) + h * ROW_STEP + (w + 2 * t) * CELL_STEP : -1;
-    channels[e] = channel_of(epilogue, channel, m < M);
+    channels[e] = load_channel(epilogue, channel, m < M);
   }
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
@@ -154,8 +154,8 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
     for (int col = 0; col < UNIT_COLS; ++col)
 #pragma unroll
       for (int cell = 0; cell < 2; ++cell) {
-        const float low = finished(sums.of[row][col][cell], channels[0], epilogue);
-        const float high = finished(sums.of[row][col][2 + cell], channels[1], epilogue);
+        const float low = apply_epilogue(sums.of[row][col][cell], channels[0], epilogue);
+        const float high = apply_epilogue(sums.of[row][col][2 + cell], channels[1], epilogue);
         const int step = row * ROW_STEP + (col * 8 + cell) * CELL_STEP;
         if constexpr (NEIGHBOURS) {
           if (at[0] < 0) continue;

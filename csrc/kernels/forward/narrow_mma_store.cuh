@@ -84,11 +84,11 @@ struct DirectStore {
     const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
     this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.cell_w * CELL;
     at = CHANNELS_LAST ? m : place.channel * sizes.out_pixels() + place.column;
-    channels[0] = channel_of(epilogue, place.channel, m < M), channels[1] = channel_of(epilogue, next.channel, m < M);
+    channels[0] = load_channel(epilogue, place.channel, m < M), channels[1] = load_channel(epilogue, next.channel, m < M);
   }
   __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
     Element* const to = output + (at + cell_h * cell_row + cell_w * CELL);
-    low = finished(low, channels[0], epilogue), high = finished(high, channels[1], epilogue);
+    low = apply_epilogue(low, channels[0], epilogue), high = apply_epilogue(high, channels[1], epilogue);
     if constexpr (IS_16_BIT) {
       __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
     } else {
@@ -112,7 +112,7 @@ __device__ __forceinline__ void stage_nothing(Element* staged, const Epilogue& e
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
       const int each = OF_CHANNEL && CHANNELS_LAST ? channel + k : channel;
-      run.of[k] = element_of(finished(0.f, channel_of(epilogue, each), epilogue));
+      run.of[k] = element_of(apply_epilogue(0.f, load_channel(epilogue, each), epilogue));
     }
     *reinterpret_cast<Run<COUNT>*>(staged + i) = run;
   }

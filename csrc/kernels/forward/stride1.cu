@@ -228,8 +228,8 @@ struct Multiplier {
       for (int r = 0; r < 2; ++r) {
         const int at = j * 8 + r;
         if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
-        const Channel each = channel_of(epilogue, channel + at);
-        const float first = finished(sums[j * 4 + r], each, epilogue), second = finished(sums[j * 4 + 2 + r], each, epilogue);
+        const Channel each = load_channel(epilogue, channel + at);
+        const float first = apply_epilogue(sums[j * 4 + r], each, epilogue), second = apply_epilogue(sums[j * 4 + 2 + r], each, epilogue);
         if (ITEM == 2 && out_width % 2 == 0) {
           if (col < out_width) __stcs(reinterpret_cast<u32*>(to + at * image), ptx::pack_pair<PRECISION>(first, second));
         } else {

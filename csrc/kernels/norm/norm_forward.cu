@@ -133,7 +133,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
           const int j = CHANNELS_LAST ? v : 0;
           float before = (items[u][v] - mean[j]) * scale[j] + shift[j];
           if constexpr (ADDS) before += others[u][v];
-          values[v] = activated(before, s.slope);
+          values[v] = activate(before, s.slope);
         }
         Item::store(z + tile.offset(s, one), values);
       }
