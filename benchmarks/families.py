@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import tiny as tiny_family
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -141,7 +141,7 @@ def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
         *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
     ]
     if grad_weight_implicit_gemm.claims(problem, device):
-        found = choose(problem, device, _ALL, MOST_SCHEDULES)
+        found = choose(problem, device, _ALL, MAX_SCHEDULES)
         for wgmma in (True, False):
             best = next((one for one in found if one.tile.wgmma == wgmma), None)
             if best is not None:
@@ -193,7 +193,7 @@ def _arranged_pieces(
         return []
     if problem.dtype.itemsize != 2 or any(tensor.rows % tensor.piece for tensor in tensors):
         return []
-    if sum(tensor.bytes for tensor in tensors) > MOST_ARRANGED_BYTES:
+    if sum(tensor.bytes for tensor in tensors) > MAX_COPY_BYTES:
         return []
     makers = (gradients_nchw_to_nhwc.arranged_grad_input, gradients_nchw_to_nhwc.arranged_grad_weight)
     made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]

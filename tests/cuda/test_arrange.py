@@ -13,7 +13,7 @@ from tconv_swap.checks import check_forward
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, add_up_sums, arrange, block_for, sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, reduce_row_sums, arrange, block_for, row_sums_bytes
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
 from tconv_swap.runtime.program import (
     Argument,
@@ -202,7 +202,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     with_sums = rows % of.piece == 0
     launches = [arrange(of, input_(0), workspace(0), H200, 256 if with_sums else None)]
     if with_sums:
-        launches.append(add_up_sums(of, 256, 1, H200))
+        launches.append(reduce_row_sums(of, 256, 1, H200))
     launches[0] = replace(launches[0], overlaps_previous=False)
 
     def placed(argument: Argument) -> Argument:
@@ -213,7 +213,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
         "",
         (Output((batch, columns, rows)), Output((rows,))),
         tuple(with_operands(one, placed) for one in launches),
-        256 + (sums_bytes(of, H200) if with_sums else 0),
+        256 + (row_sums_bytes(of, H200) if with_sums else 0),
     )
     torch.manual_seed(0)
     x = torch.randn(batch, rows, columns, device="cuda").to(dtype)

@@ -17,7 +17,7 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, arrange
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
@@ -47,7 +47,7 @@ def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geomet
             width=width,
         )
         image = found.in_channels * found.height * found.width
-        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MOST_ARRANGED_BYTES:
+        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MAX_COPY_BYTES:
             return found
 
 
@@ -225,7 +225,7 @@ def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> N
         batch, columns, matrices, positions = words[:4]
         block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
         assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
-        most = int(constants["MOST_POSITIONS"])
+        most = int(constants["MAX_POSITIONS"])
         most_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
         assert positions <= most
         assert matrices * row_pieces[0] <= most_pieces

@@ -8,7 +8,7 @@ from tconv_swap.runtime.integers import round_up
 WORKSPACE_ALIGNMENT = 256
 #: Bytes that copies of the tensors, arranged anew, may take of a workspace, on top of what partial sums are bounded to
 #: (plan_general.WORKSPACE_LIMIT_BYTES): larger ones stay as they lie.
-MOST_ARRANGED_BYTES = 1 << 30
+MAX_COPY_BYTES = 1 << 30
 
 
 class Room:

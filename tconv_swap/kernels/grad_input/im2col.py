@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, WORKSPACE_ALIGNMENT
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.sizes import cell_sizes, divisor
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
@@ -54,7 +54,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     weights = geometry.in_channels_per_group * geometry.taps
     if weights * problem.item % grad_input_im2col_tile.ALIGNMENT:
         return False
-    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MOST_ARRANGED_BYTES):
+    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
     pixels = geometry.batch * max(geometry.height * geometry.width, problem.cells[0] * problem.cells[1])
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, Room
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, Room
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
 from tconv_swap.kernels.common.space_to_depth import Planes, bias_rows_of, planes_of, space_to_depth, unparted
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
@@ -41,7 +41,7 @@ from tconv_swap.runtime.program import (
 
 _FAMILY = "im2col_nchw"
 #: Kernels of a layer, whatever its sizes.
-MOST_SCHEDULES = 2
+MAX_SCHEDULES = 2
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
@@ -51,7 +51,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     the bias. Empty for what this family does not claim.
 
     Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
-    multiple of 16 bytes, together at most ``MOST_ARRANGED_BYTES``; at most 64 MiB of partial sums, or one copy of the
+    multiple of 16 bytes, together at most ``MAX_COPY_BYTES``; at most 64 MiB of partial sums, or one copy of the
     gradient if that is more; and for the bias 8 bytes for each slice, row of a stride and output channel, or segment
     of a copied image.
     """
@@ -60,8 +60,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         return []
     tiles = [
         tile
-        for tile in choose(problem, device, MOST_SCHEDULES)
-        if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES
+        for tile in choose(problem, device, MAX_SCHEDULES)
+        if _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES
     ]
     if len(tiles) < count and count > 1:
         others = sorted(
@@ -77,7 +77,7 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
     cut = (in_slices(g, tile, device) for tile in candidates(g, device))
-    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
+    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES]
 
 
 def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:

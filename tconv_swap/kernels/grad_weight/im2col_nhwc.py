@@ -9,7 +9,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import Room
 from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
-from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MOST_SCHEDULES, choose
+from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX,
     STEP_LIMIT,
@@ -37,7 +37,7 @@ from tconv_swap.runtime.program import (
 )
 
 __all__ = [
-    "MOST_SCHEDULES",
+    "MAX_SCHEDULES",
     "claims",
     "part_candidates",
     "plan_with_tile",

@@ -35,11 +35,11 @@ _FAMILY = "pixel_rows"
 _THREADS = 384
 _MOST_STAGES_IN_RING = 6
 #: Kernels of a layer, whatever its sizes.
-MOST_SCHEDULES = 2
+MAX_SCHEDULES = 2
 
 
 def part_candidates(
-    problem: Problem, device: Device, with_bias: bool, count: int, most: int = MOST_SCHEDULES
+    problem: Problem, device: Device, with_bias: bool, count: int, most: int = MAX_SCHEDULES
 ) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first; of ``most`` kernels of the layer.
 
@@ -47,7 +47,7 @@ def part_candidates(
     the bias. Empty for what this family does not claim.
 
     Workspace: a copy of grad_output for every column of taps in a stride (and row, where rows are unfolded) and one of
-    the input where it does not lie as lines of pixels already, together at most ``MOST_ARRANGED_BYTES``, what
+    the input where it does not lie as lines of pixels already, together at most ``MAX_COPY_BYTES``, what
     sums have to be short for included; and at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
     if not claims(problem, device):
