@@ -56,7 +56,7 @@ GENERAL = "general"
 #: Kernels that prepare what another multiplies, or add up what it leaves.
 _HELPERS = frozenset(
     (
-        "arrange",
+        "nchw_to_nhwc",
         "forward_implicit_gemm_split_k",
         "grad_weight_split_k_reduce",
         "grad_weight_pixel_rows_reduce",
@@ -76,7 +76,7 @@ def family_of(made: Plan) -> str:
     """The name of what a plan launches: ``"nchw_to_nhwc grad_input_implicit_gemm_tma"``."""
     entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
     mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
-    return f"{ARRANGED} {mains}" if "arrange" in entries else mains
+    return f"{ARRANGED} {mains}" if "nchw_to_nhwc" in entries else mains
 
 
 def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> dict[str, Plan]:

@@ -18,7 +18,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, arrange
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
@@ -56,7 +56,7 @@ def computing(made: Plan) -> Kernel:
     (found,) = (
         one.kernel
         for one in made.launches
-        if one.kernel.entry not in ("forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_split_k")
+        if one.kernel.entry not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
     )
     return found
 
@@ -220,7 +220,7 @@ def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> N
             rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
             dtype,
         )
-        made = arrange(of, input_(0), output(0), H200)
+        made = transpose(of, input_(0), output(0), H200)
         constants, (words,) = dict(made.kernel.constants), made.structs
         batch, columns, matrices, positions = words[:4]
         block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]

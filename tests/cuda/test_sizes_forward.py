@@ -37,7 +37,7 @@ AUXILIARY = (
     "forward_implicit_gemm_pack",
     "forward_narrow_mma_pack",
     "forward_stride1_pack",
-    "arrange",
+    "nchw_to_nhwc",
     "forward_implicit_gemm_split_k",
 )
 #: Which is told the layer, too: one for each dtype, whatever layers there are.
@@ -97,7 +97,7 @@ def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(
                     entry = one.kernel.entry if one.kernel.entry in AUXILIARY else "computes"
                     kernels.setdefault(entry, set()).add(one.kernel)
             assert all(len(found) <= 4 for found in kernels.values()), kernels
-            assert len(kernels.get("arrange", ())) <= 2  # rows that begin between two pieces, and others
+            assert len(kernels.get("nchw_to_nhwc", ())) <= 2  # rows that begin between two pieces, and others
             assert len(kernels.get("forward_implicit_gemm_split_k", ())) <= 1
             assert len(kernels.get("forward_stride1_pack", ())) <= 1
 

@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_up(const float (&sums)[VECTOR], const Block&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    arrange(const Element* __restrict__ from, Element* __restrict__ to, float* __restrict__ partial,
+    nchw_to_nhwc(const Element* __restrict__ from, Element* __restrict__ to, float* __restrict__ partial,
             const __grid_constant__ TransposeSizes sizes) {
   extern __shared__ __align__(128) char memory[];
   ptx::let_next_launch_start();

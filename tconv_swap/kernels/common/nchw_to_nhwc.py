@@ -109,7 +109,7 @@ def _block_of(of: Matrices, rows: int, most: int) -> Block:
     return Block(1, rows, ceil_div(of.columns, strips * of.piece) * of.piece)
 
 
-def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:
+def transpose(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:
     """The launch that transposes ``of``; with ``sums`` it leaves each row's sum there in the workspace, as
     ``row_sums_bytes`` of float32 that ``reduce_row_sums`` adds up.
 
@@ -119,7 +119,7 @@ def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: i
     block = block_for(of, device)
     kernel = Kernel(
         "common/nchw_to_nhwc.cu",
-        "arrange",
+        "nchw_to_nhwc",
         (
             ("Element", ELEMENT_TYPES[of.dtype]),
             ("ROWS", of.rows),
@@ -153,7 +153,7 @@ def row_sums_bytes(of: Matrices, device: Device) -> int:
 
 
 def reduce_row_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
-    """The launch that adds up what ``arrange`` left at ``sums`` into output ``index``: of each row one number."""
+    """The launch that adds up what ``transpose`` left at ``sums`` into output ``index``: of each row one number."""
     slices = block_for(of, device).slices(of)
     return split_k_reduce(of.dtype, of.rows, slices, sums, index, overlaps_previous=True)
 

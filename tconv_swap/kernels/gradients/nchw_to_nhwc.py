@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, Room
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, reduce_row_sums, arrange, row_sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, reduce_row_sums, transpose, row_sums_bytes
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution
@@ -132,7 +132,7 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
     for index in sorted({index for piece in pieces for index in piece.arranged}):
         places[input_(index)] = place = workspace(room.take(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
-        launches.append(arrange(tensors[index], input_(index), place, device, with_sums))
+        launches.append(transpose(tensors[index], input_(index), place, device, with_sums))
     launches[0] = replace(launches[0], overlaps_previous=False)
     outputs = [piece.output for piece in pieces]
     if sums is not None:
@@ -146,7 +146,7 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
         arranged = {input_(i): places[input_(i)] for i in piece.arranged}
         launches += _placed(piece.part, arranged, result, room.bytes)
         if piece.turned is not None:
-            back = arrange(piece.turned, result, output(index), device)
+            back = transpose(piece.turned, result, output(index), device)
             launches.append(replace(back, overlaps_previous=False))
     return Plan(
         ", ".join(("nchw_to_nhwc", *dict.fromkeys(piece.part.family for piece in pieces))),
