@@ -11,13 +11,13 @@ WORKSPACE_ALIGNMENT = 256
 MAX_COPY_BYTES = 1 << 30
 
 
-class Room:
+class WorkspaceLayout:
     """Pieces one after the other."""
 
     def __init__(self) -> None:
         self.bytes = 0
 
-    def take(self, size: int) -> int:
+    def reserve(self, size: int) -> int:
         """Where a piece of so many bytes begins."""
         at = self.bytes
         self.bytes += round_up(size, WORKSPACE_ALIGNMENT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, Room
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
 from tconv_swap.kernels.common.space_to_depth import Planes, bias_rows_of, planes_of, space_to_depth, unparted
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
@@ -121,12 +121,12 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     """The plan that computes the problem with this tile."""
     g, pixels = problem.geometry, tile.pixels
     columns = columns_of(g, pixels)
-    room = Room()
+    memory = WorkspaceLayout()
     launches = []
     into = _input_planes(g, pixels)
     in_base = input_(1)
     if not lies_as_lines(g, pixels):
-        in_at = room.take(into.bytes(g.batch))
+        in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
             space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
@@ -136,9 +136,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
     copies_output = out_line(g) != g.out_width
     if copies_output:
-        out_at = room.take(out.bytes(g.batch))
+        out_at = memory.reserve(out.bytes(g.batch))
         out_base, bias_rows = workspace(out_at), bias_rows_of(g.batch, out)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     if copies_output:
         size = (g.out_height, g.out_width)
         launches.append(
@@ -155,7 +155,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         )
     adds_bias = with_bias and not copies_output
     direct = tile.slices == 1
-    partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.slices * weight_bytes(g))
     ring = tile.ring(g, device)
     launches.append(
         Launch(
@@ -216,7 +216,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         launches.append(
             split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
         )
-    return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), room.bytes)
+    return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), memory.bytes)
 
 
 def _grad_output_map(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import Room
+from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.sizes import pixel_rows_sizes
 from tconv_swap.kernels.common.space_to_depth import bias_rows_of, space_to_depth, unparted
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
@@ -90,14 +90,14 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     g = problem.geometry
     phases = phases_of(g, lines)
     out, into = planes_of_lines(g, lines)
-    room = Room()
-    out_at = room.take(out.bytes(g.batch))
+    memory = WorkspaceLayout()
+    out_at = memory.reserve(out.bytes(g.batch))
     bias_rows = bias_rows_of(g.batch, out)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
     if not lies_as_lines(g):
-        in_at = room.take(into.bytes(g.batch))
+        in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
             space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
@@ -122,7 +122,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         )
     )
     direct = tile.slices == 1 and problem.weight_channels_last
-    partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.slices * weight_bytes(g))
     target = output(0) if direct else workspace(partial_at)
     ring = min(_MOST_STAGES_IN_RING, (device.shared_memory_per_block - EXTRA_BYTES) // tile.stage_bytes)
     tile_constants: tuple[tuple[str, Constant], ...] = (
@@ -164,4 +164,4 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         launches.append(reduce(problem, tile.slices, partial_at))
     if with_bias:
         launches.append(split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1))
-    return Part(_FAMILY, f"wgmma, {tile}, boxes of {lines.box} pixels", tuple(launches), room.bytes)
+    return Part(_FAMILY, f"wgmma, {tile}, boxes of {lines.box} pixels", tuple(launches), memory.bytes)

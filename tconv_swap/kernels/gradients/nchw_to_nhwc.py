@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, Room
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, reduce_row_sums, transpose, row_sums_bytes
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
@@ -125,12 +125,12 @@ def arranged_grad_weight(problem: Problem, device: Device) -> Piece | None:
 def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:
     """What the pieces read is arranged once, the bias's gradient comes with grad_output's arranging."""
     tensors = tensors_of(problem)
-    room = Room()
-    sums = room.take(row_sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
+    memory = WorkspaceLayout()
+    sums = memory.reserve(row_sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
     launches: list[Launch] = []
     places: dict[Argument, Argument] = {}
     for index in sorted({index for piece in pieces for index in piece.arranged}):
-        places[input_(index)] = place = workspace(room.take(tensors[index].bytes))
+        places[input_(index)] = place = workspace(memory.reserve(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
         launches.append(transpose(tensors[index], input_(index), place, device, with_sums))
     launches[0] = replace(launches[0], overlaps_previous=False)
@@ -139,12 +139,12 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
         launches.append(reduce_row_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
         outputs.append(Output((problem.geometry.out_channels,)))
     results = [
-        workspace(room.take(piece.turned.bytes)) if piece.turned else output(i)
+        workspace(memory.reserve(piece.turned.bytes)) if piece.turned else output(i)
         for i, piece in enumerate(pieces)
     ]
     for index, (piece, result) in enumerate(zip(pieces, results, strict=True)):
         arranged = {input_(i): places[input_(i)] for i in piece.arranged}
-        launches += _placed(piece.part, arranged, result, room.bytes)
+        launches += _placed(piece.part, arranged, result, memory.bytes)
         if piece.turned is not None:
             back = transpose(piece.turned, result, output(index), device)
             launches.append(replace(back, overlaps_previous=False))
@@ -153,7 +153,7 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
         "; ".join(("by way of channels_last", *(piece.part.why for piece in pieces))),
         tuple(outputs),
         tuple(launches),
-        room.bytes + max(piece.part.workspace_bytes for piece in pieces),
+        memory.bytes + max(piece.part.workspace_bytes for piece in pieces),
     )
 
 
