@@ -8,7 +8,7 @@ struct IndexConstant {
 
 /// By halves: a compiler allows some 200 calls inside each other, and a kernel may have more taps.
 template <int FROM, int TO, class Body>
-__device__ __forceinline__ void repeat(const Body& body) {
+__device__ __forceinline__ void static_for(const Body& body) {
   if constexpr (TO - FROM == 1) {
     body(IndexConstant<FROM>{});
   } else if constexpr (FROM < TO) {
