@@ -13,7 +13,13 @@ from tconv_swap.checks import check_forward
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, reduce_row_sums, transpose, block_for, row_sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import (
+    Matrices,
+    block_for,
+    reduce_row_sums,
+    row_sums_bytes,
+    transpose,
+)
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
 from tconv_swap.runtime.program import (
     Argument,
@@ -71,7 +77,9 @@ def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = 
 
 
 def arranging(made: Plan, source: ArgumentKind) -> list[Launch]:
-    return [one for one in made.launches if one.kernel.entry == "nchw_to_nhwc" and one.arguments[0].kind == source]
+    return [
+        one for one in made.launches if one.kernel.entry == "nchw_to_nhwc" and one.arguments[0].kind == source
+    ]
 
 
 def workspace_places(made: Plan) -> list[int]:

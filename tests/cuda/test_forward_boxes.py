@@ -196,7 +196,12 @@ FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "launched", "pixels"),
     [
-        (CROP, torch.float16, ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"], False),
+        (
+            CROP,
+            torch.float16,
+            ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
+            False,
+        ),
         (
             DECODER,
             torch.float32,

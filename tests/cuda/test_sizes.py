@@ -56,7 +56,8 @@ def computing(made: Plan) -> Kernel:
     (found,) = (
         one.kernel
         for one in made.launches
-        if one.kernel.entry not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
+        if one.kernel.entry
+        not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
     )
     return found
 
@@ -147,7 +148,11 @@ def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator
         for h in range(tile.rows):
             for w in range(tile.cols):
                 position_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
-                if position_at[0] < told.batch and position_at[1] < told.positions_h and position_at[2] < told.positions_w:
+                if (
+                    position_at[0] < told.batch
+                    and position_at[1] < told.positions_h
+                    and position_at[2] < told.positions_w
+                ):
                     yield position_at
 
 
@@ -177,7 +182,11 @@ def test_every_output_is_in_one_tile(seed: int) -> None:
     assert len(found) == len(set(found)) == geometry.batch * told.positions_h * told.positions_w
     rows = posed.stack if posed.stack > 1 else geometry.stride[0]
     assert (told.positions_h - 1) * rows < geometry.out_height <= told.positions_h * rows
-    assert (told.positions_w - 1) * geometry.stride[1] < geometry.out_width <= told.positions_w * geometry.stride[1]
+    assert (
+        (told.positions_w - 1) * geometry.stride[1]
+        < geometry.out_width
+        <= told.positions_w * geometry.stride[1]
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -3,8 +3,8 @@
 // cell (row, column) is pixel (row * STRIDE_H + row offset i, column * STRIDE_W + column offset j), zero outside the tensor.
 //
 // Column offsets are the taps', so that no tap is shifted along a row (boxes of the copy engine begin at multiples of 16
-// bytes). Row offsets are the taps' residues, each once, and a tap is shifted by whole rows; with UNFOLD_ROWS they are
-// the taps' too. Before them lie LEAD rows of zeros. Cells that no tap reaches from any of sizes.pixel_rows rows of input pixels
+// bytes). Row offsets are the taps' residues, each once, and a tap is shifted by whole rows; with IM2COL_ROWS they are
+// the taps' too. Before them lie ZERO_ROWS rows of zeros. Cells that no tap reaches from any of sizes.pixel_rows rows of input pixels
 // are zero.
 //
 // Covers: float32, NCHW; any kernel, stride, padding, dilation. A warp makes all planes of sizes.segment positions of one channel
@@ -22,7 +22,7 @@ constexpr int UNROLL = PLANES >= 8 ? 1 : 8 / PLANES;
 
 __device__ constexpr int residue(int offset, int stride) { return (offset % stride + stride) % stride; }
 __device__ constexpr int row_offset(int i) {
-  return UNFOLD_ROWS ? i * DILATION_H - PADDING_H : residue(i * DILATION_H - PADDING_H, STRIDE_H);
+  return IM2COL_ROWS ? i * DILATION_H - PADDING_H : residue(i * DILATION_H - PADDING_H, STRIDE_H);
 }
 __device__ constexpr int col_offset(int j) { return j * DILATION_W - PADDING_W; }
 __device__ constexpr bool counts(int plane) {
@@ -32,11 +32,11 @@ __device__ constexpr bool counts(int plane) {
 
 /// Whether a tap of this plane reaches a row of cells from one of the rows of pixels.
 __device__ __forceinline__ bool reached(const SpaceToDepthSizes& sizes, int row, int plane) {
-  bool found = UNFOLD_ROWS;
+  bool found = IM2COL_ROWS;
 #pragma unroll
   for (int k = 0; k < KERNEL_H; k += ROW_PHASES)
     if (const int tap = k + plane / COL_PHASES; tap < KERNEL_H) {
-      const int pixel = row - LEAD - floor_div(tap * DILATION_H - PADDING_H, STRIDE_H);
+      const int pixel = row - ZERO_ROWS - floor_div(tap * DILATION_H - PADDING_H, STRIDE_H);
       found |= pixel >= 0 && pixel < sizes.pixel_rows;
     }
   return found;
@@ -44,7 +44,7 @@ __device__ __forceinline__ bool reached(const SpaceToDepthSizes& sizes, int row,
 
 /// A position's pixel of a plane, counted within an image's channel; -1 if there is none.
 __device__ __forceinline__ int pixel(const SpaceToDepthSizes& sizes, int row, int col, int plane) {
-  const int h = (row - LEAD) * STRIDE_H + row_offset(plane / COL_PHASES), w = col * STRIDE_W + col_offset(plane % COL_PHASES);
+  const int h = (row - ZERO_ROWS) * STRIDE_H + row_offset(plane / COL_PHASES), w = col * STRIDE_W + col_offset(plane % COL_PHASES);
   const bool inside = static_cast<unsigned>(h) < static_cast<unsigned>(sizes.source_height) &&
                       static_cast<unsigned>(w) < static_cast<unsigned>(sizes.source_width);
   return inside ? h * sizes.source_width + w : -1;

@@ -4,11 +4,11 @@
 //
 // In TF32 the multiplier takes only what lies along k, and k are pixels. So both operands come as lines of pixels (NCHW's
 // own order, or what common/space_to_depth.cu made of it), by boxes of BOX pixels and many channels: [box][channel][BOX pixels].
-// grad_output lies parted in planes, one for each column of taps and phase of rows (UNFOLD_ROWS: each row of taps). A tap
+// grad_output lies parted in planes, one for each column of taps and phase of rows (IM2COL_ROWS: each row of taps). A tap
 // is a plane and a shift in whole rows, which is where its box begins. What lies outside is read as zeros. A stage is 32 pixels.
 //
 // Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; rows of a multiple of 4 pixels, or
-// UNFOLD_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
+// IM2COL_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
 // rows each. SHARES: two blocks bring one operand together, each half of it for both. Pixels are split in `slices`; a
 // slice's sums are gradient[slice][ci][tap][co], which grad_weight/pixel_rows_reduce.cu adds up.
 #include "common/integers.cuh"
@@ -24,8 +24,8 @@ constexpr int FILL_REGISTERS = 40, MULTIPLY_REGISTERS = 232;
 /// A coordinate outside every tensor, with whatever shift.
 constexpr int NOWHERE = 1 << 28;
 
-/// The rows by which a tap is shifted, after LEAD rows.
-__device__ __forceinline__ int row_shift(int kh) { return UNFOLD_ROWS ? 0 : LEAD + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
+/// The rows by which a tap is shifted, after ZERO_ROWS rows.
+__device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : ZERO_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
 
 /// A part of an operand's box: to every block that shares it, or to this one alone.
 template <bool SHARED>

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 
-from tconv_swap.kernels.common.forward_shares import share_of_tile
+from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates, power_above
@@ -142,7 +142,11 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         one = _best(layer, _sized(layer, 4096, 1, 1), device)
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
-    most = share_of_stride_one(layer, device) if layer.of_grad_input else share_of_tile(layer, device)
+    most = (
+        share_of_stride_one(layer, device)
+        if layer.of_grad_input
+        else max_implicit_gemm_schedules(layer, device)
+    )
     for make in _classes(layer):
         if len(found) == most:
             break

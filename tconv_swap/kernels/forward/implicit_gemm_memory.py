@@ -170,7 +170,9 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     most = tile.part_bytes // (tile.part_channels * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
     cols = tile.warp_cols if tile.warp_cols <= fragments else power_of_two_dividing(tile.warp_cols, fragments)
-    lines = power_of_two_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
+    lines = power_of_two_dividing(
+        tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1
+    )
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
     return tile.part_channels * aligned_to(ceil_div(pixels, per_word), 4, 32, 4 * run_words % 32) * 4

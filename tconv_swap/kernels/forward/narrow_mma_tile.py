@@ -111,7 +111,9 @@ def _aligned_to(least: int, modulus: int, rest: int) -> int:
 
 def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Elements of the input that travel together."""
-    return power_of_two_dividing(geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item)
+    return power_of_two_dividing(
+        geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item
+    )
 
 
 def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
@@ -157,7 +159,9 @@ def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: boo
     """Elements that one store writes."""
     cell, padded = _cell(geometry, item, channels_last)
     most = power_of_two_dividing(cell if padded else tile.tile_w * cell, 16 // item)
-    return power_of_two_dividing(tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most)
+    return power_of_two_dividing(
+        tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most
+    )
 
 
 def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:

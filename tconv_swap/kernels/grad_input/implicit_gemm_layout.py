@@ -196,7 +196,9 @@ def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
         return power_of_two_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
     if not through_registers(problem, tile):
         return 1
-    return power_of_two_dividing(problem.row_multiple, power_of_two_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS))
+    return power_of_two_dividing(
+        problem.row_multiple, power_of_two_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS)
+    )
 
 
 def slice_taps(problem: StridedProblem) -> list[int]:

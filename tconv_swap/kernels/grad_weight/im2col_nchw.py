@@ -6,7 +6,13 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
 from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
-from tconv_swap.kernels.common.space_to_depth import Planes, bias_rows_of, planes_of, space_to_depth, unparted
+from tconv_swap.kernels.common.space_to_depth import (
+    Planes,
+    bias_partial_rows,
+    identity_constants,
+    planes_of,
+    space_to_depth,
+)
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     Pixels,
@@ -129,7 +135,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
-            space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+            space_to_depth(
+                g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
+            )
         )
     # Copied, grad_output is added up on the way.
     out = _output_planes(g)
@@ -137,7 +145,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     copies_output = out_line(g) != g.out_width
     if copies_output:
         out_at = memory.reserve(out.bytes(g.batch))
-        out_base, bias_rows = workspace(out_at), bias_rows_of(g.batch, out)
+        out_base, bias_rows = workspace(out_at), bias_partial_rows(g.batch, out)
     bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     if copies_output:
         size = (g.out_height, g.out_width)
@@ -149,7 +157,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 out,
                 size,
                 g.out_height,
-                unparted(),
+                identity_constants(),
                 bias_at if with_bias else None,
             )
         )

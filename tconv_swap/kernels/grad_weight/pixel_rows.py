@@ -7,7 +7,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.sizes import pixel_rows_sizes
-from tconv_swap.kernels.common.space_to_depth import bias_rows_of, space_to_depth, unparted
+from tconv_swap.kernels.common.space_to_depth import bias_partial_rows, identity_constants, space_to_depth
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     choose,
     lies_as_lines,
@@ -92,7 +92,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     out, into = planes_of_lines(g, lines)
     memory = WorkspaceLayout()
     out_at = memory.reserve(out.bytes(g.batch))
-    bias_rows = bias_rows_of(g.batch, out)
+    bias_rows = bias_partial_rows(g.batch, out)
     bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
@@ -100,7 +100,9 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
-            space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+            space_to_depth(
+                g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
+            )
         )
     parting = (
         ("KERNEL_H", g.kernel[0]),
@@ -112,8 +114,8 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         ("PADDING_W", g.padding[1]),
         ("DILATION_H", g.dilation[0]),
         ("DILATION_W", g.dilation[1]),
-        ("UNFOLD_ROWS", lines.unfold_rows),
-        ("LEAD", lines.lead),
+        ("IM2COL_ROWS", lines.unfold_rows),
+        ("ZERO_ROWS", lines.lead),
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
@@ -127,8 +129,8 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     ring = min(_MOST_STAGES_IN_RING, (device.shared_memory_per_block - EXTRA_BYTES) // tile.stage_bytes)
     tile_constants: tuple[tuple[str, Constant], ...] = (
         *g.layer_constants,
-        ("UNFOLD_ROWS", lines.unfold_rows),
-        ("LEAD", lines.lead),
+        ("IM2COL_ROWS", lines.unfold_rows),
+        ("ZERO_ROWS", lines.lead),
         ("BOX", lines.box),
         ("ROW_PHASES", phases[0]),
         ("TILE_COLS", tile.cols),

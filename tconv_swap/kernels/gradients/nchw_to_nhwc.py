@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, reduce_row_sums, transpose, row_sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import (
+    Matrices,
+    activation,
+    reduce_row_sums,
+    row_sums_bytes,
+    transpose,
+)
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution

@@ -14,7 +14,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, has_str
 from tconv_swap.kernels.problem import Device, Problem
 
 
-def share_of_narrow(problem: Problem, device: Device) -> int:
+def max_narrow_schedules(problem: Problem, device: Device) -> int:
     """Those of the family that computes what forward/col2im.py leaves over of a narrow layer."""
     if not forward_col2im.computes_some_size(problem, device):
         return MAX_SCHEDULES
@@ -22,7 +22,7 @@ def share_of_narrow(problem: Problem, device: Device) -> int:
     return MAX_SCHEDULES - len(forward_col2im.schedules(layer, device))
 
 
-def share_of_tile(layer: TileProblem, device: Device) -> int:
+def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
     """Those of the halo tile, maps of one pixel apart, which have another one where the layer has another stride for
     them; forward/gemm.py and forward/stride1.py have one each."""
     if layer.of_grad_input:
