@@ -90,7 +90,9 @@ def im2col_nchw_sizes(
     return geometry.batch, geometry.out_width, line, down, across, splits, int(in_weight_order)
 
 
-def grad_weight_stride1_sizes(geometry: Geometry, columns: int, segment: int, flush: int, splits: int) -> Words:
+def grad_weight_stride1_sizes(
+    geometry: Geometry, columns: int, segment: int, flush: int, splits: int
+) -> Words:
     """Returns ``GradWeightStride1Sizes``, for the kernel whose tiles are ``segment`` rows and ``columns`` columns."""
     return (
         *(geometry.batch, geometry.out_height, geometry.out_width, segment, flush, splits),

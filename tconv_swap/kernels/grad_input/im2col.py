@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import tile_count_sizes, divisor
+from tconv_swap.kernels.common.sizes import divisor, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
