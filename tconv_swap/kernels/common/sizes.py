@@ -115,7 +115,8 @@ def grad_weight_tile_sizes(
 ) -> Words:
     """Returns ``GradWeightTileSizes``, for kernels that add up the gradient of the weight over tiles of pixels.
 
-    ``tile``: its images, rows and columns. ``flush``: tiles after which sums go to the workspace, 0 for only at the end.
+    ``tile``: its images, rows and columns. ``flush``: tiles after which sums go to the workspace, or 0 where they go
+    there at the end only.
     """
     images, rows, cols = (
         ceil_div(size, cut)
