@@ -48,7 +48,7 @@ struct FragmentRows {
 /// Whether four pixels of a step are always of one row, so that they are equally far apart for every lane.
 constexpr bool QUADS_STAY_IN_ROW = COLS % 4 == 0;
 
-/// One step's A fragments (grad_output), as multiply_from_registers takes them.
+/// One step's A fragments (grad_output), as wgmma_from_registers takes them.
 using AFragments = u32[M_TILES][4];
 
 /// The bits by which the swizzle permutes the pieces of 16 bytes of a channel.
@@ -93,7 +93,7 @@ struct AAddresses {
       const bool may_be_outside = WHOLE_ROWS && (!QUADS_STAY_IN_ROW || first < PADDING_W ||
                                          first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= MIN_OUT_WIDTH);
       // Pinned: otherwise the compiler computes the addresses of all steps ahead and spills them.
-      const u32 packed = QUADS_STAY_IN_ROW ? 0 : ptx::pinned(pixels[step][quad]);
+      const u32 packed = QUADS_STAY_IN_ROW ? 0 : ptx::keep_in_register(pixels[step][quad]);
       const u32 row = stage + (QUADS_STAY_IN_ROW ? pixel / COLS * ROW_BYTES : packed & ~511u);
 #pragma unroll
       for (int b = 0; b < M_TILES; ++b) {
@@ -112,7 +112,7 @@ struct AAddresses {
 #pragma unroll
       for (int b = 0; b < M_TILES; ++b)
 #pragma unroll
-        for (u32& word : fragments[b]) word = ptx::nearly_rounded(word);
+        for (u32& word : fragments[b]) word = ptx::add_half_ulp_of_tf32(word);
     }
   }
 };

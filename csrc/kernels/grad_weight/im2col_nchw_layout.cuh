@@ -7,9 +7,9 @@
 // the first pixel's.
 #pragma once
 
-using ptx::u32;
+#include "common/integers.cuh"
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+using ptx::u32;
 
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;
 constexpr int CI_TILES = ceil_div(CI_GROUP, TILE_CI), CO_TILES = ceil_div(CO_GROUP, TILE_CO), TILES = CI_TILES * CO_TILES * KERNEL_H;

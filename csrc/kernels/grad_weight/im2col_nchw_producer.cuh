@@ -4,17 +4,17 @@
 
 /// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const StageSizes& sizes, int first_stage, int stages) {
+                                     const Im2colNchwSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
   const int image_stages = sizes.down * sizes.across;
   int image = first_stage / image_stages * IMAGES;
   int down = first_stage % image_stages / sizes.across, across = first_stage % sizes.across;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
+    ptx::arrive_expect_tx(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
 #pragma unroll
     for (int block = 0; block < OUT_BOXES; ++block)
-      ptx::copy_box(ring.data() + INPUT_BYTES + block * OUT_BOX_BYTES, grad_output,
+      ptx::tma_load(ring.data() + INPUT_BYTES + block * OUT_BOX_BYTES, grad_output,
                     across * (COLS * STRIDE_W) - LEFT_HALO + block * OUT_BOX_COLS, output_channel,
                     down * (ROWS * STRIDE_H) + place.tap_row_offset(), image, ring.full());
     // The boxes of each row, or of all rows where they are contiguous.
@@ -22,7 +22,7 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
     const int pixel = down * (ROWS * sizes.line) + across * COLS;
 #pragma unroll
     for (int box = 0; box < IMAGES * IMAGE_BOXES; ++box)
-      ptx::copy_box(ring.data() + box * BOX_BYTES, input, pixel + box % IMAGE_BOXES * BOX + box % IMAGE_BOXES * BOX / COLS * row_step, input_channel,
+      ptx::tma_load(ring.data() + box * BOX_BYTES, input, pixel + box % IMAGE_BOXES * BOX + box % IMAGE_BOXES * BOX / COLS * row_step, input_channel,
                     image + box / IMAGE_BOXES, ring.full());
     ring.advance();
     if (++across == sizes.across) {

@@ -26,7 +26,7 @@
 #include "grad_weight/im2col_nhwc_layout.cuh"
 #include "grad_weight/im2col_nhwc_producer.cuh"
 
-/// One step's A fragments (grad_output), as multiply_from_registers takes them.
+/// One step's A fragments (grad_output), as wgmma_from_registers takes them.
 using AFragments = u32[M_TILES][4];
 
 /// The rows of a warp: channels lane / 4 * 4 and the next three, one for each m tile and half of 8 rows.
@@ -97,7 +97,7 @@ struct Bias {
 #pragma unroll
     for (auto& block : fragments)
 #pragma unroll
-      for (u32& word : block) word = ptx::nearly_rounded(word);
+      for (u32& word : block) word = ptx::add_half_ulp_of_tf32(word);
   }
   __device__ __forceinline__ void flush_stage() {
     if (!WITH_BIAS || !adds) return;
@@ -142,18 +142,18 @@ __device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES
       AFragments& fragments = step % 2 ? odd : even;
       addresses.load(fragments, ring.data(), step);
       bias.add(fragments);
-      ptx::fence_sums();
+      ptx::fence_wgmma();
 #pragma unroll
-      for (int b = 0; b < M_TILES; ++b) ptx::multiply_from_registers<TILE_CI>(sums[b], fragments[b], cols + step * 32 / 16);
-      ptx::commit_multiplies();
+      for (int b = 0; b < M_TILES; ++b) ptx::wgmma_from_registers<TILE_CI>(sums[b], fragments[b], cols + step * 32 / 16);
+      ptx::commit_wgmma();
       // The step before is multiplied, so its registers are free; after the first step also the stage before is.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
     bias.flush_stage();
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 /// A block of a cluster keeps the sums, over both splits, of half of the columns.
@@ -173,19 +173,19 @@ __device__ __forceinline__ void add_other_split(const float (&sums)[M_TILES][TIL
       }
       ptx::store_shared<4>(shared + ((b * QUADS + q) * CONSUMER_THREADS + thread) * 16, sent);
     }
-  ptx::meet_cluster();
+  ptx::sync_cluster();
 #pragma unroll
   for (int b = 0; b < M_TILES; ++b)
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
-      const float4 other = ptx::load_of_cluster(shared + ((b * QUADS + q) * CONSUMER_THREADS + thread) * 16, 1 - rank);
+      const float4 other = ptx::load_cluster_shared(shared + ((b * QUADS + q) * CONSUMER_THREADS + thread) * 16, 1 - rank);
       half[b][q * 4] += other.x;
       half[b][q * 4 + 1] += other.y;
       half[b][q * 4 + 2] += other.z;
       half[b][q * 4 + 3] += other.w;
     }
   // A block must not end while the other one reads its memory.
-  ptx::meet_cluster();
+  ptx::sync_cluster();
 }
 
 /// Stores COLUMNS input channels from `first` on.
@@ -207,21 +207,21 @@ __device__ __forceinline__ void store(const float (&sums)[M_TILES][COLUMNS / 2],
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     grad_weight_im2col_nhwc(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ PixelSizes sizes) {
+                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(grad_output);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(grad_output);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS);
-      ptx::set_up_barrier(each.transposed(), TRANSPOSE_WARPS);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), 4 * WARPGROUPS);
+      ptx::init_barrier(each.transposed(), TRANSPOSE_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
   const int stages = sizes.tiles_of(place.split);
@@ -243,7 +243,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       const int rank = static_cast<int>(ptx::cluster_rank());
       HalfOfSums half;
       // All stages are read, so the sums may take their memory.
-      ptx::meet<1, CONSUMER_THREADS>();
+      ptx::sync_named_barrier<1, CONSUMER_THREADS>();
       add_other_split(sums, half, ring.base, threadIdx.x - 128, rank);
       store<TILE_CI / 2>(half, place, place.ci + rank * (TILE_CI / 2), warp_tile, lane, gradient);
     }

@@ -6,11 +6,10 @@
 // of taps has its own box.
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/sizes.cuh"
 
 using ptx::u32;
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int BOX_CHANNELS = 32, ROW_BYTES = BOX_CHANNELS * 4;
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;

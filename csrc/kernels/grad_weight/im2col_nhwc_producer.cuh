@@ -4,16 +4,16 @@
 
 /// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const PixelSizes& sizes) {
+                                     const GradWeightTileSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
   const int first = sizes.first_tile(place.split), stages = sizes.tiles_of(place.split);
   for (int s = 0; s < stages; ++s) {
     const auto [image, row, col] = TilePlace<IMAGES, ROWS, COLS>::of(first + s, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), STAGE_COPIED);
+    ptx::arrive_expect_tx(ring.full(), STAGE_COPIED);
 #pragma unroll
     for (int box = 0; box < INPUT_BOXES; ++box)
-      ptx::copy_box(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX_CHANNELS, col, row, image, ring.full());
+      ptx::tma_load(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
     for (int i = 0; i < TAP_ROWS; ++i)
 #pragma unroll
@@ -21,7 +21,7 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
         if (first_tap_of_box(j) != j) continue;
 #pragma unroll
         for (int c = 0; c < CO_BOXES; ++c)
-          ptx::copy_box(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX_CHANNELS,
+          ptx::tma_load(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX_CHANNELS,
                         col * STRIDE_W + place.col_offset(j), row * STRIDE_H + place.row_offset(i), image, ring.full());
       }
     ring.advance();
@@ -60,7 +60,7 @@ __device__ __forceinline__ void transpose(Ring ring, int warp, int lane, int sta
           ptx::store_shared<4>(at + to[c] + half * 16 * ROW_BYTES, four);
         }
     }
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::arrive(ring.transposed());
     ring.advance();

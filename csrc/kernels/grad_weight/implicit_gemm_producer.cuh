@@ -21,7 +21,7 @@ struct Source {
 /// `row`, `col`: what the block's first tap reads for pixel 0.
 template <class Win>
 __device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
-                                              int row, int col, const PixelSizes& sizes) {
+                                              int row, int col, const GradWeightTileSizes& sizes) {
   const auto place = TilePlace<TILE_N, TILE_H, TILE_W>::of(tile, sizes);
   const int channel = group * Win::GROUP + first_channel;
   Source s;
@@ -191,7 +191,7 @@ struct WindowLoader {
   __device__ __forceinline__ void load(u32 table, const Source& source, int misalignment) {
     const Inside inside(source, misalignment);
     // Pinned, and 32 bits: otherwise the compiler computes the address of every load from the tile's origin again.
-    const u32 next_channel = ptx::pinned(static_cast<u32>(channel_items(source.extent)) * ITEM);
+    const u32 next_channel = ptx::keep_in_register(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const unsigned unit = threadIdx.x + s * THREADS;
@@ -201,7 +201,7 @@ struct WindowLoader {
       if (in_bounds) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
       in_bounds = in_bounds && inside(entry[1]);
       const int left = in_bounds ? inside.channels - static_cast<int>(channel) : 0;
-      const char* from = ptx::pinned(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
+      const char* from = ptx::keep_in_register(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
                                      static_cast<unsigned long long>(channel) * next_channel);
 #pragma unroll
       for (u32 c = 0; c < 8; ++c) {
@@ -266,13 +266,13 @@ static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + WindowLoader<InputWindow>::
 struct Producer {
   const Element *input, *grad_output;
   const Place& place;
-  const PixelSizes& sizes;
+  const GradWeightTileSizes& sizes;
   int first_tile, count;
   u32 stages;
   WindowLoader<InputWindow> input_loader;
   WindowLoader<OutputWindow> output_loader;
 
-  __device__ __forceinline__ Producer(const Element* input_, const Element* grad_output_, const Place& place_, const PixelSizes& sizes_,
+  __device__ __forceinline__ Producer(const Element* input_, const Element* grad_output_, const Place& place_, const GradWeightTileSizes& sizes_,
                                   u32 stages_)
       : input(input_), grad_output(grad_output_), place(place_), sizes(sizes_), stages(stages_) {
     first_tile = sizes.first_tile(place.split);

@@ -54,9 +54,9 @@ __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_t
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_weight_implicit_gemm_wgmma(const Element* __restrict__ input, const Element* __restrict__ grad_output, Element* __restrict__ gradient,
                       float4* __restrict__ partial, float* __restrict__ bias_partial,
-                      const __grid_constant__ PixelSizes sizes) {
+                      const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
   Producer producer(input, grad_output, place, sizes, stages);
 
@@ -90,11 +90,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       for (float& sum : fragment) sum = 0.f;
     for (; index < end; ++index) {
       ptx::wait_copies<STAGES - 3>();
-      ptx::publish_to_multiplies();
+      ptx::fence_proxy_async();
       // Every warpgroup has multiplied the tile before the last: its stage may be loaded again.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       __syncthreads();
-      ptx::fence_sums();
+      ptx::fence_wgmma();
       const ptx::u64 a = ptx::matrix_descriptor(producer.input_stage(index) + input_first, 128, In::OCTET_BYTES);
       const ptx::u64 b = ptx::matrix_descriptor(producer.output_stage(index) + output_first, OUT_GROUP_BYTES, Out::OCTET_BYTES);
 #pragma unroll 1
@@ -102,16 +102,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         const int step = i * WARPS_K + warp_k;
 #pragma unroll
         for (int tap = 0; tap < WARP_TAPS; ++tap)
-          ptx::multiply<PRECISION, WARP_N, true, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
+          ptx::wgmma<PRECISION, WARP_N, true, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
                                               b + Out::position(step * STEP) + tap_offset[tap]);
       }
-      ptx::commit_multiplies();
+      ptx::commit_wgmma();
       producer.copy(index + STAGES - 2);
       if (WITH_BIAS && bias_taps) add_bias(bias, producer.output_stage(index), bias_taps, place);
       producer.store(index + 1);
       producer.load(index + 2);
     }
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     if (end == producer.count) ptx::let_next_launch_start();
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
   } while (index < producer.count);

@@ -25,8 +25,6 @@ constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
 /// A coordinate outside of every tensor, whatever is added as a shift.
 constexpr int OUT_OF_BOUNDS = 1 << 28;
 
-constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
-
 /// The rows of the image by which a tap is shifted, counted from the ZERO_ROWS rows of zeros before a plane.
 __device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : ZERO_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
 
@@ -34,9 +32,9 @@ __device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : ZERO
 template <bool MULTICAST_COPY>
 __device__ __forceinline__ void copy_to(u32 to, const TensorMap& map, int pixel, int channel, int image, u32 barrier) {
   if constexpr (MULTICAST_COPY) {
-    ptx::copy_box_to_cluster(to, map, pixel, channel, image, barrier, (1 << CLUSTER) - 1);
+    ptx::tma_load_multicast(to, map, pixel, channel, image, barrier, (1 << CLUSTER) - 1);
   } else {
-    ptx::copy_box(to, map, pixel, channel, image, barrier);
+    ptx::tma_load(to, map, pixel, channel, image, barrier);
   }
 }
 
@@ -53,7 +51,7 @@ static_assert(CHUNK % OUTPUT_BOX_CHANNELS == 0);
 
 /// The producer, one thread: loads stage after stage.
 __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const TensorMap& planes, const Place& place, u32 rank,
-                                     int first_stage, int stages, const LineSizes& sizes) {
+                                     int first_stage, int stages, const PixelRowsSizes& sizes) {
   constexpr bool MULTICASTS_INPUT = MULTICAST == INPUT, MULTICASTS_OUTPUT = MULTICAST == OUTPUT;
   int channel[OutputCopies::OWN], shift[OutputCopies::OWN], plane_images[OutputCopies::OWN];
   const int first_copy = MULTICASTS_OUTPUT ? rank * OutputCopies::OWN : 0;
@@ -70,7 +68,7 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
   int pixel = first_box % row_boxes * BOX, image = first_box / row_boxes;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), STAGE_BYTES);
+    ptx::arrive_expect_tx(ring.full(), STAGE_BYTES);
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
       const int at = image < sizes.batch ? pixel : OUT_OF_BOUNDS;
@@ -94,29 +92,29 @@ __device__ __forceinline__ void produce(Ring ring, const TensorMap& input, const
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
     grad_weight_pixel_rows(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap planes, float* __restrict__ gradient,
-                     const __grid_constant__ LineSizes sizes) {
+                     const __grid_constant__ PixelRowsSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(planes);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(planes);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), CONSUMER_WARPS * CLUSTER);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), CONSUMER_WARPS * CLUSTER);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   if constexpr (MULTICAST == NONE) {
     __syncthreads();
   } else {
-    ptx::meet_cluster();
+    ptx::sync_cluster();
   }
   const long long boxes = (long long)sizes.batch * ceil_div(sizes.pixels, BOX), all = (boxes + BOXES - 1) / BOXES;
-  const int first_stage = static_cast<int>(all * place.split / sizes.slices);
-  const int stages = static_cast<int>(all * (place.split + 1) / sizes.slices) - first_stage;
+  const int first_stage = static_cast<int>(all * place.split / sizes.splits);
+  const int stages = static_cast<int>(all * (place.split + 1) / sizes.splits) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {
@@ -132,6 +130,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   // A block must not end while the other may still write to its shared memory.
   if constexpr (MULTICAST != NONE) {
     __syncwarp();
-    ptx::meet_cluster();
+    ptx::sync_cluster();
   }
 }

@@ -78,14 +78,14 @@ __device__ __forceinline__ u32 output_offset(int channel, int pixel) {
 using Sums = float[M_TILES][N / 2];
 
 __device__ __forceinline__ void begin_multiplies(Sums& sums, const AFragments& rows, ptx::u64 input) {
-  ptx::fence_sums();
+  ptx::fence_wgmma();
 #pragma unroll
-  for (int m = 0; m < M_TILES; ++m) ptx::multiply_from_registers<N, PRECISION>(sums[m], rows[m], input);
-  ptx::commit_multiplies();
+  for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<N, PRECISION>(sums[m], rows[m], input);
+  ptx::commit_wgmma();
 }
 
 /// Multiplies one row of grad_output.
-__device__ __forceinline__ void multiply_row(const GradWeightStripSizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[M_TILES][2], int row) {
+__device__ __forceinline__ void multiply_row(const GradWeightStride1Sizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[M_TILES][2], int row) {
   const AAddresses addresses(ring.output() + misalignment(sizes, row, threadIdx.x % 32 / 4 % PLANES) * ITEM, offsets);
   const ptx::u64 input = ptx::swizzled_descriptor<BOX_ROW_BYTES>(ring.rows(), 16, 8 * BOX_ROW_BYTES);
   const auto input_at = [&](int i) { return input + (i * STEP / BOX * BOX_PITCH + i * STEP % BOX * ITEM) / 16; };
@@ -94,13 +94,13 @@ __device__ __forceinline__ void multiply_row(const GradWeightStripSizes& sizes, 
 #pragma unroll
   for (int i = 0; i < STEPS; i += 2) {
     begin_multiplies(sums, even, input_at(i));
-    if (i > 0) ptx::wait_multiplies<1>();
+    if (i > 0) ptx::wait_wgmma<1>();
     addresses.load(odd, i + 1);
     begin_multiplies(sums, odd, input_at(i + 1));
-    ptx::wait_multiplies<1>();
+    ptx::wait_wgmma<1>();
     if (i + 2 < STEPS) addresses.load(even, i + 2);
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 /// Stores a split's sums, or adds to those that are stored.
@@ -124,7 +124,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Place& place, int 
 }
 
 /// The consumer, one warp.
-__device__ __forceinline__ void consume(Ring ring, const Place& place, const GradWeightStripSizes& sizes, int segments, float* gradient) {
+__device__ __forceinline__ void consume(Ring ring, const Place& place, const GradWeightStride1Sizes& sizes, int segments, float* gradient) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   u32 offsets[M_TILES][2];
@@ -146,7 +146,7 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Gra
     for (auto& m_tile : sums)
 #pragma unroll
       for (float& sum : m_tile) sum = 0.f;
-    for (int flush = 0; flush < sizes.flush && c < segments; ++flush, c += sizes.slices) {
+    for (int flush = 0; flush < sizes.flush && c < segments; ++flush, c += sizes.splits) {
       const Segment segment(sizes, c);
 #pragma unroll 1
       for (int i = 0; i < segment.rows + HALO_ROWS; ++i, ++number) {
@@ -168,29 +168,29 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Gra
 
 extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 32 * PRODUCER_WARPS, 1)
     grad_weight_stride1(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, const __grid_constant__ GradWeightStripSizes sizes) {
+                       float* __restrict__ gradient, const __grid_constant__ GradWeightStride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
-  const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u);
+  const u32 base = ptx::keep_in_register((ptx::shared_address(shared) + 1023) & ~1023u);
   const Ring ring(base);
   const RawRing raw(base);
   const Place place(blockIdx.x);
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(grad_output);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(grad_output);
     Ring each = ring;
     for (int s = 0; s < STAGES; ++s, each.advance()) {
-      ptx::set_up_barrier(each.full(), CHANNELS_LAST ? 1 + TRANSPOSE_WARPS : 1);
-      ptx::set_up_barrier(each.empty(), CONSUMER_THREADS / 32);
+      ptx::init_barrier(each.full(), CHANNELS_LAST ? 1 + TRANSPOSE_WARPS : 1);
+      ptx::init_barrier(each.empty(), CONSUMER_THREADS / 32);
     }
     RawRing each_raw = raw;
     for (int s = 0; s < RAW_STAGES; ++s, each_raw.advance()) {
-      ptx::set_up_barrier(each_raw.full(), 1);
-      ptx::set_up_barrier(each_raw.empty(), TRANSPOSE_WARPS);
+      ptx::init_barrier(each_raw.full(), 1);
+      ptx::init_barrier(each_raw.empty(), TRANSPOSE_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
-  const int segments = sizes.batch * static_cast<int>(sizes.segments.value * sizes.strips.value);
+  const int segments = sizes.batch * static_cast<int>(sizes.segments.value * sizes.column_tiles.value);
   if (threadIdx.x >= CONSUMER_THREADS) {
     ptx::shrink_registers<PRODUCER_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - CONSUMER_THREADS / 32, lane = threadIdx.x % 32;

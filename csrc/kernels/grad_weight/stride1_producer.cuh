@@ -8,8 +8,8 @@ constexpr int PIECES = TILE_CI / BOX * (TILE_W / 4);
 
 /// Calls visit(segment, i) for each row that is loaded, in order: the i-th of grad_output; i < 0 before the first.
 template <class Visit>
-__device__ __forceinline__ void for_each_row(const Place& place, const GradWeightStripSizes& sizes, int segments, const Visit& visit) {
-  for (int c = place.split; c < segments; c += sizes.slices) {
+__device__ __forceinline__ void for_each_row(const Place& place, const GradWeightStride1Sizes& sizes, int segments, const Visit& visit) {
+  for (int c = place.split; c < segments; c += sizes.splits) {
     const Segment segment(sizes, c);
 #pragma unroll 1
     for (int i = -HALO_ROWS; i < segment.rows; ++i) visit(segment, i);
@@ -18,30 +18,30 @@ __device__ __forceinline__ void for_each_row(const Place& place, const GradWeigh
 
 /// The producer, one thread. A row of grad_output is loaded with the row of the input that its first row of taps reads.
 __device__ __forceinline__ void produce(Ring ring, RawRing raw, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                    const GradWeightStripSizes& sizes, int segments) {
+                                    const GradWeightStride1Sizes& sizes, int segments) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.first_channel();
   for_each_row(place, sizes, segments, [&](const Segment& segment, int i) {
     const int row = segment.begin + i, input_row = row + PADDING_H - place.tap_row;
     const int output_bytes = i < 0 ? 0 : OUTPUT_BOXES * OUTPUT_COPIED;
     if constexpr (CHANNELS_LAST) {
       ptx::wait_for_phase(raw.empty(), raw.parity ^ 1);
-      ptx::arrive_expecting(raw.full(), RAW_BYTES);
+      ptx::arrive_expect_tx(raw.full(), RAW_BYTES);
 #pragma unroll
       for (int box = 0; box < TILE_CI / BOX; ++box)
-        ptx::copy_box(raw.data() + box * TILE_W * BOX_ROW_BYTES, input, input_channel + box * BOX, segment.col, input_row, segment.image,
+        ptx::tma_load(raw.data() + box * TILE_W * BOX_ROW_BYTES, input, input_channel + box * BOX, segment.col, input_row, segment.image,
                       raw.full());
       raw.advance();
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), output_bytes);
+      ptx::arrive_expect_tx(ring.full(), output_bytes);
     } else {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), BOXES * ROW_BYTES * (ring.wraps() ? 2 : 1) + output_bytes);
+      ptx::arrive_expect_tx(ring.full(), BOXES * ROW_BYTES * (ring.wraps() ? 2 : 1) + output_bytes);
 #pragma unroll
       for (int box = 0; box < BOXES; ++box) {
         const u32 to = ring.row() + box * BOX_PITCH;
-        ptx::copy_box(to, input, segment.col + box * BOX, input_row, input_channel, segment.image, ring.full());
+        ptx::tma_load(to, input, segment.col + box * BOX, input_row, input_channel, segment.image, ring.full());
         if (ring.wraps())
-          ptx::copy_box(to + STAGES * ROW_BYTES, input, segment.col + box * BOX, input_row, input_channel, segment.image, ring.full());
+          ptx::tma_load(to + STAGES * ROW_BYTES, input, segment.col + box * BOX, input_row, input_channel, segment.image, ring.full());
       }
     }
     if (i >= 0) {
@@ -50,12 +50,12 @@ __device__ __forceinline__ void produce(Ring ring, RawRing raw, const TensorMap&
         const u32 to = ring.output() + box * OUTPUT_BOX_BYTES;
         const int col = segment.col - PADDING_W - misalignment(sizes, row, box);
         if constexpr (CHANNELS_LAST) {
-          ptx::copy_box(to, grad_output, output_channel + box * BOX, col, row, segment.image, ring.full());
+          ptx::tma_load(to, grad_output, output_channel + box * BOX, col, row, segment.image, ring.full());
         } else if constexpr (LINEAR_OUTPUT) {
           const int pixel = box * (sizes.out_height * sizes.out_width) + row * sizes.out_width + col;
-          ptx::copy_box(to, grad_output, pixel, output_channel / PLANES, segment.image, ring.full());
+          ptx::tma_load(to, grad_output, pixel, output_channel / PLANES, segment.image, ring.full());
         } else {
-          ptx::copy_box(to, grad_output, col, row, output_channel, segment.image, ring.full());
+          ptx::tma_load(to, grad_output, col, row, output_channel, segment.image, ring.full());
         }
       }
     }
@@ -80,12 +80,12 @@ __device__ __forceinline__ void transpose(u32 from, u32 to, bool wraps, int warp
 }
 
 /// One of TRANSPOSE_WARPS warps.
-__device__ __forceinline__ void transpose_rows(Ring ring, RawRing raw, const Place& place, const GradWeightStripSizes& sizes, int segments, int warp, int lane) {
+__device__ __forceinline__ void transpose_rows(Ring ring, RawRing raw, const Place& place, const GradWeightStride1Sizes& sizes, int segments, int warp, int lane) {
   for_each_row(place, sizes, segments, [&](const Segment&, int) {
     ptx::wait_for_phase(raw.full(), raw.parity);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
     transpose(raw.data(), ring.row(), ring.wraps(), warp, lane);
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) {
       ptx::arrive(ring.full());

@@ -89,8 +89,8 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const long long at = tile.offset(s, i + u * tile.step);
-        operands[u].x.ask(x + at, true), operands[u].gradient.ask(grad_z + at, true);
-        if constexpr (ADDS) outputs[u].ask(z + at, true);
+        operands[u].x.load(x + at, true), operands[u].gradient.load(grad_z + at, true);
+        if constexpr (ADDS) outputs[u].load(z + at, true);
       }
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
@@ -106,10 +106,10 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     for (; i < tile.end; i += tile.step, ++k) {
       Operands operands[1];
       const long long at = tile.offset(s, i);
-      operands[0].x.ask(x + at, true), operands[0].gradient.ask(grad_z + at, true);
+      operands[0].x.load(x + at, true), operands[0].gradient.load(grad_z + at, true);
       Item output, second = operands[0].gradient;
       if constexpr (ADDS) {
-        output.ask(z + at, true);
+        output.load(z + at, true);
         second = added_gradient(operands[0].gradient, output);
         second.write(grad_added + at);
       }
@@ -163,13 +163,13 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
           if (item < tile.end) load_cached(2 * (k + u), operands[u].x), load_cached(2 * (k + u) + 1, operands[u].gradient);
         } else {
           const long long at = item < tile.end ? tile.offset(s, item) : 0;
-          operands[u].x.ask(x + at, item < tile.end);
+          operands[u].x.load(x + at, item < tile.end);
           if (added_is_stored)
-            operands[u].gradient.ask(grad_added + at, item < tile.end);
+            operands[u].gradient.load(grad_added + at, item < tile.end);
           else
-            operands[u].gradient.ask(grad_z + at, item < tile.end);
+            operands[u].gradient.load(grad_z + at, item < tile.end);
           if constexpr (ADDS)
-            if (!added_is_stored) outputs[u].ask(z + at, item < tile.end);
+            if (!added_is_stored) outputs[u].load(z + at, item < tile.end);
         }
       }
 #pragma unroll

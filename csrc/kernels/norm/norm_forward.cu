@@ -54,7 +54,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     for (; i + (UNROLL - 1) * tile.step < tile.end; i += UNROLL * tile.step, k += UNROLL) {
       Item items[UNROLL];
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) items[u].ask(x + tile.offset(s, i + u * tile.step), true);
+      for (int u = 0; u < UNROLL; ++u) items[u].load(x + tile.offset(s, i + u * tile.step), true);
       if constexpr (STAGE == FUSED)
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
@@ -64,7 +64,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
     }
     for (; i < tile.end; i += tile.step, ++k) {
       Item items[1];
-      items[0].ask(x + tile.offset(s, i), true);
+      items[0].load(x + tile.offset(s, i), true);
       if (STAGE == FUSED && k < s.cached) store_cached(k, items[0]);
       accumulate(items, mine, n);
       n += VALUES_PER_ITEM;
@@ -116,11 +116,11 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const int item = i + u * tile.step;
-        if constexpr (ADDS) added_items[u].ask(added + (item < tile.end ? tile.offset(s, item) : 0), item < tile.end);
+        if constexpr (ADDS) added_items[u].load(added + (item < tile.end ? tile.offset(s, item) : 0), item < tile.end);
         if (STAGE == FUSED && k + u < s.cached) {
           if (item < tile.end) load_cached(k + u, items[u]);
         } else {
-          items[u].ask(x + (item < tile.end ? tile.offset(s, item) : 0), item < tile.end);
+          items[u].load(x + (item < tile.end ? tile.offset(s, item) : 0), item < tile.end);
         }
       }
 #pragma unroll
@@ -133,7 +133,7 @@ extern "C" __global__ void CLUSTER_DIMS __launch_bounds__(THREADS, 1)
           const int j = CHANNELS_LAST ? v : 0;
           float before = (items[u][v] - mean[j]) * scale[j] + shift[j];
           if constexpr (ADDS) before += added_items[u][v];
-          values[v] = activated(before, s.slope);
+          values[v] = activate(before, s.slope);
         }
         Item::store(z + tile.offset(s, item), values);
       }

@@ -8,8 +8,8 @@ from math import prod
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import Room
-from tconv_swap.kernels.common.sizes import Words, pixel_sizes
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX_CHANNELS,
@@ -104,11 +104,11 @@ def reads_all_of_grad_output(geometry: Geometry) -> bool:
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """Returns the part that computes the problem with this tile."""
     g = problem.geometry
-    room = Room()
+    memory = WorkspaceLayout()
     direct = tile.copies == 1 and problem.weight_channels_last
-    partial_at = 0 if direct else room.take(tile.copies * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.copies * weight_bytes(g))
     bias_rows = 2 * tile.splits * prod(g.stride)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     ring = tile.ring(g, device)
     launches = [
         Launch(
@@ -153,7 +153,9 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         launches.append(
             split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
         )
-    return Part(_FAMILY, f"wgmma, {tile}, the input transposed in shared memory", tuple(launches), room.bytes)
+    return Part(
+        _FAMILY, f"wgmma, {tile}, the input transposed in shared memory", tuple(launches), memory.bytes
+    )
 
 
 def _sizes(geometry: Geometry, tile: Tile) -> Words:
@@ -161,7 +163,7 @@ def _sizes(geometry: Geometry, tile: Tile) -> Words:
     g, p = geometry, tile.pixels
     if rows_are_contiguous(g):
         g = replace(g, batch=1, height=g.batch * g.height)
-    return pixel_sizes(g, (p.images, p.rows, p.cols), tile.splits, 0, tile.copies > 1)
+    return grad_weight_tile_sizes(g, (p.images, p.rows, p.cols), tile.splits, 0, tile.copies > 1)
 
 
 def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:

@@ -12,8 +12,8 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
-from tconv_swap.kernels.common.sizes import pixel_sizes
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
+from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
@@ -125,7 +125,7 @@ def _stride1_parts(problem: Problem, device: Device, with_bias: bool, count: int
 
 def implicit_gemm_parts(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """Returns the parts of the implicit GEMM, whose tiles hold a pixel's channels side by side.
-    Over all sizes of a layer the first part uses one of at most ``MOST_SCHEDULES`` kernels.
+    Over all sizes of a layer the first part uses one of at most ``MAX_SCHEDULES`` kernels.
     """
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
@@ -143,12 +143,12 @@ def max_schedules(problem: Problem, device: Device) -> int:
     if g.taps >= MANY_TAPS:
         return 1  # narrow_mma has the others
     if grad_weight_tma.claims(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
-        return MOST_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
+        return MAX_SCHEDULES - grad_weight_tma.max_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     if problem.channels_last and problem.is_tf32 and channels >= STRIDE1_MIN_CHANNELS and g.taps > 1:
-        return MOST_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
+        return MAX_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
     others = max(sum(_nchw_schedules(problem, device)), _stride1_schedules(problem, device))
-    return MOST_SCHEDULES - others
+    return MAX_SCHEDULES - others
 
 
 def _nchw_schedules(problem: Problem, device: Device) -> tuple[int, int]:
@@ -318,7 +318,7 @@ def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, wit
             struct(0),
         ),
         shared_bytes=shared_bytes(schedule.problem, tile),
-        structs=(pixel_sizes(g, tile.shape, splits, flush, through_workspace),),
+        structs=(grad_weight_tile_sizes(g, tile.shape, splits, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm",

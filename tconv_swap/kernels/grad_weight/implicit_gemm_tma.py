@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
-from tconv_swap.kernels.common.sizes import pixel_sizes
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
+from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, pixel_tiles
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, tile_constants
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import Schedule, choose
@@ -83,7 +83,7 @@ def max_schedules(problem: Problem, by_itself: bool) -> int:
     One of the stage's is left for the sizes that other kernels compute, if there are such. ``by_itself``: the
     tensors are in channels_last already.
     """
-    return MOST_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
+    return MAX_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -206,7 +206,7 @@ def plan_with_tile(
         ),
         shared_bytes=shared_bytes(problem, tma_tile),
         tensor_maps=_maps(problem, tma_tile),
-        structs=(pixel_sizes(g, tile.shape, splits, flush, through_workspace),),
+        structs=(grad_weight_tile_sizes(g, tile.shape, splits, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm_tma",

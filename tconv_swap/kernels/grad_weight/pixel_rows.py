@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import Room
-from tconv_swap.kernels.common.sizes import line_sizes
-from tconv_swap.kernels.common.space_to_depth import bias_rows_of, space_to_depth, unparted
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.sizes import pixel_rows_sizes
+from tconv_swap.kernels.common.space_to_depth import bias_partial_rows, identity_constants, space_to_depth
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     choose,
     input_read_in_place,
@@ -56,7 +56,7 @@ def part_candidates(
 
     Workspace: a copy of grad_output for every column of taps in a stride (and every row of taps with
     ``im2col_rows``), and one of the input where images are no multiple of 16 bytes, together at most
-    ``MOST_ARRANGED_BYTES`` with the partial sums that truncation asks for; and at most 64 MiB of partial sums,
+    ``MAX_COPY_BYTES`` with the partial sums that truncation asks for; and at most 64 MiB of partial sums,
     or one copy of the gradient if that is more.
 
     Args:
@@ -105,17 +105,19 @@ def plan_with_tile(
     g = problem.geometry
     phases = phases_of(g, pixel_rows)
     out, into = planes_of_pixel_rows(g, pixel_rows)
-    room = Room()
-    out_at = room.take(out.bytes(g.batch))
-    bias_rows = bias_rows_of(g.batch, out)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    memory = WorkspaceLayout()
+    out_at = memory.reserve(out.bytes(g.batch))
+    bias_rows = bias_partial_rows(g.batch, out)
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
     if not input_read_in_place(g):
-        in_at = room.take(into.bytes(g.batch))
+        in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
-            space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+            space_to_depth(
+                g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
+            )
         )
     parting = (
         ("KERNEL_H", g.kernel[0]),
@@ -127,8 +129,8 @@ def plan_with_tile(
         ("PADDING_W", g.padding[1]),
         ("DILATION_H", g.dilation[0]),
         ("DILATION_W", g.dilation[1]),
-        ("UNFOLD_ROWS", pixel_rows.im2col_rows),
-        ("LEAD", pixel_rows.zero_rows),
+        ("IM2COL_ROWS", pixel_rows.im2col_rows),
+        ("ZERO_ROWS", pixel_rows.zero_rows),
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
@@ -137,7 +139,7 @@ def plan_with_tile(
         )
     )
     direct = tile.splits == 1 and problem.weight_channels_last
-    partial_at = 0 if direct else room.take(tile.splits * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.splits * weight_bytes(g))
     target = output(0) if direct else workspace(partial_at)
     ring = min(_MAX_STAGES, (device.shared_memory_per_block - EXTRA_BYTES) // tile.stage_bytes)
     tile_constants: tuple[tuple[str, Constant], ...] = (
@@ -166,7 +168,7 @@ def plan_with_tile(
             grid=blocks_of(g, tile),
             block=_THREADS,
             arguments=(tensor_map(0), tensor_map(1), target, struct(0)),
-            structs=(line_sizes(g, tile.splits),),
+            structs=(pixel_rows_sizes(g, tile.splits),),
             shared_bytes=ring * tile.stage_bytes + EXTRA_BYTES,
             overlaps_previous=True,
             tensor_maps=(
@@ -181,4 +183,4 @@ def plan_with_tile(
         launches.append(reduce(problem, tile.splits, partial_at))
     if with_bias:
         launches.append(split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1))
-    return Part(_FAMILY, f"wgmma, {tile}, boxes of {pixel_rows.box} pixels", tuple(launches), room.bytes)
+    return Part(_FAMILY, f"wgmma, {tile}, boxes of {pixel_rows.box} pixels", tuple(launches), memory.bytes)

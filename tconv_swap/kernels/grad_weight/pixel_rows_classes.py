@@ -8,8 +8,8 @@ from functools import lru_cache
 from math import gcd
 
 from tconv_swap.geometry import Geometry, Pair
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.common.schedules import few_of
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.space_to_depth import Planes, planes_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
@@ -68,7 +68,7 @@ def schedules(layer: Problem, device: Device, limit: int) -> tuple[Schedule, ...
         assert tile is not None
         return _clocks(problem, tile[0], tile[1], device)
 
-    return few_of(
+    return select_schedules(
         layer,
         limit,
         of_size,
@@ -111,7 +111,7 @@ def _tile_of(problem: Problem, one: Schedule, device: Device) -> tuple[PixelRows
     pixel_rows = pixel_rows_with(g, one.im2col_rows, one.box)
     out, into = planes_of_pixel_rows(g, pixel_rows)
     bytes_ = out.bytes(g.batch) + (0 if input_read_in_place(g) else into.bytes(g.batch))
-    if out.planes > _MAX_PLANES or bytes_ > MOST_ARRANGED_BYTES:
+    if out.planes > _MAX_PLANES or bytes_ > MAX_COPY_BYTES:
         return None
     tile = with_splits(g, pixel_rows.stages(g.batch), one.tile, device, bytes_)
     return None if tile is None else (pixel_rows, tile)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -175,7 +175,7 @@ def with_splits(geometry: Geometry, stages: int, tile: Tile, device: Device, cop
     """
     max_splits = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(geometry), stages // 4))
     min_splits = ceil_div(stages, MAX_STAGES_PER_SUM)
-    max_bytes = max(PARTIAL_LIMIT_BYTES, MOST_ARRANGED_BYTES - copied)
+    max_bytes = max(PARTIAL_LIMIT_BYTES, MAX_COPY_BYTES - copied)
     if min_splits > 1 and min_splits * weight_bytes(geometry) > max_bytes:
         return None
     blocks = blocks_of(geometry, tile)

@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import torch
 
-from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import grad_weight_strip_sizes
+from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, stride1_may_win
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
@@ -90,7 +90,7 @@ def choose(problem: Problem, device: Device) -> list[Stride1Tile]:
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device) -> tuple[Stride1Tile, ...]:
     """Returns the tiles that a layer has over all its sizes."""
-    return few_of(
+    return select_schedules(
         layer,
         MAX_SCHEDULES,
         lambda problem: candidates(problem, device) if claims(problem, device) else (),
@@ -228,7 +228,7 @@ def plan_with_tile(problem: Problem, tile: Stride1Tile) -> Part:
             output(0) if direct else workspace(0),
             struct(0),
         ),
-        structs=(grad_weight_strip_sizes(g, tile.cols, tile.segment, tile.flush, tile.splits),),
+        structs=(grad_weight_stride1_sizes(g, tile.cols, tile.segment, tile.flush, tile.splits),),
         shared_bytes=shared,
         tensor_maps=_maps(problem, tile),
     )
