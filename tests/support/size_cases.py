@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def random_sizes(rng: random.Random, layer: Geometry, limit: int = 200) -> Geometry:
-    """Returns the layer with a random batch, height and width, small and large; with one row where it has one dimension.
+    """Returns the layer with a random batch, height and width, small and large; with one row if it has one dimension.
 
     Args:
         limit: of height and width.

@@ -1,5 +1,5 @@
-"""The gradient of the weight by tma_tile (csrc/kernels/grad_weight/implicit_gemm_tma.cu), forced on random geometries,
-and what its plans say."""
+"""The implicit GEMM of the weight's gradient with TMA (csrc/kernels/grad_weight/implicit_gemm_tma.cu): which layers it
+computes, the limits of its tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MASKRCNN = Geometry(256, 256, 14, 14, 256, (2, 2), (2, 2))
 AUDIO = Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
 POSE = Geometry(32, 2048, 8, 6, 256, (4, 4), (2, 2), (1, 1))
 LAYERS = (DCGAN2, UNET, CYCLEGAN, MASKRCNN, AUDIO, POSE)
-#: As in test_cuda_op.py.
+#: Relative L2 errors against float64, as in tests/cuda/test_cuda_op.py.
 TOLERANCE = {torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
@@ -72,7 +72,7 @@ def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> Non
     gaps = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     part = plan.plan_backward(problem(gaps), (False, True, False), H200)
     assert part.family == "implicit_gemm_tma"
-    # Three taps beside each other, not two and one to spare.
+    # Three taps side by side, not two and one unused.
     constants = dict(part.launches[0].kernel.constants)
     assert (constants["TAP_ROWS"], constants["TAP_COLS"]) in ((1, 3), (3, 1))
     assert not claims(problem(replace(gaps, stride=(3, 3), dilation=(1, 1))), H200)
@@ -80,7 +80,7 @@ def test_few_channels_are_planned_with_tma_where_the_kernel_leaves_gaps() -> Non
 
 
 def possible_splits(posed: plan.Problem, tma_tile: TmaTile, device: plan.Device) -> list[int]:
-    """Into how many splits the pixels may be cut."""
+    """Returns into how many splits the pixels may be cut."""
     tiles = pixel_tiles(posed.geometry, tma_tile.tile.shape)
     return sorted(split_choices(work_of(posed, tma_tile), tiles, device))
 
@@ -95,7 +95,7 @@ def test_every_tile_keeps_the_limits_of_workspace_shared_memory_and_tensor_maps(
         for splits in possible_splits(posed, tma_tile, H200):
             part = plan_with_tile(posed, schedule_of(posed, tma_tile), splits, False)
             one_copy = 4 * math.prod(geometry.weight_shape)
-            # Whole tiles may be four times what is real: taps and channels that do not fill them.
+            # Whole tiles may be four times the gradient: taps and channels may not fill them.
             assert part.workspace_bytes <= max(64 << 20, 4 * one_copy)
             main = part.launches[0]
             for one in main.tensor_maps:
@@ -158,7 +158,7 @@ def posed_at_random(
         posed = plan.Problem(random_geometry(rng), dtype, "ieee", True, rng.random() < 0.5)
         tiles = list(candidates(posed, facts)) if claims(posed, facts) else []
         if rng.random() < 0.4:
-            tiles = [one for one in tiles if one.flat] or tiles
+            tiles = [one for one in tiles if one.box_per_tap_col] or tiles
         if tiles:
             return posed, tiles
 
@@ -172,7 +172,7 @@ def tensors(posed: plan.Problem) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(64))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
     facts = call.device_facts(0)

@@ -1,5 +1,5 @@
-"""Kernels of the weight's gradient take their sizes at the launch: how many kernels a layer has over all sizes, that the
-size arguments cover every pixel once, and that one kernel computes several sizes."""
+"""Kernels of the weight's gradient take their sizes at the launch: how many kernels a layer has over all sizes,
+that the size arguments cover every pixel once, and that one kernel computes several sizes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ MASK = (False, True, False)
 
 
 def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list[Part]:
-    """Returns the parts of a problem: by way of channels_last where that pays; both parts where two families may compute
-    it."""
+    """Returns the parts of a problem: by way of channels_last where that pays; both parts where two families may
+    compute it."""
     if gradients_nchw_to_nhwc.pays(problem, MASK, device):
         piece = gradients_nchw_to_nhwc.arranged_grad_weight(problem, device)
         if piece is not None:

@@ -1,5 +1,5 @@
-"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight/stride1.cu), forced on random geometries, and what
-its plans say."""
+"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight/stride1.cu): which layers it computes, the limits of
+its tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness import assert_kernel_matches
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
-from tconv_swap.kernels.grad_weight import stride1 as stride1
+from tconv_swap.kernels.grad_weight import stride1
 from tconv_swap.kernels.grad_weight import stride1_tile as tiles
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
 from tconv_swap.runtime.program import Part
@@ -26,7 +26,7 @@ ODD = Geometry(3, 40, 33, 24, 48, (2, 6))
 GROUPED = Geometry(1, 128, 20, 64, 64, (3, 3), groups=2)
 LAYERS = (SQUARE, WIDE, FEW, ODD, GROUPED)
 MODES = (torch.float32, torch.float16, torch.bfloat16)
-#: As in test_cuda_op.py.
+#: Relative L2 errors against float64, as in tests/cuda/test_cuda_op.py.
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 5e-3}
 
 
@@ -76,7 +76,7 @@ def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
             assert family(posed, with_bias=True) != "stride1"
         assert family(problem(geometry, torch.float16, channels_last=True)) != "stride1"
         assert family(replace(problem(geometry), precision="ieee")) != "stride1"
-    # Of 16 bits not where its best tile holds half of the input channels.
+    # In 16 bits not where its best tile holds only half of the input channels.
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "stride1"
     assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16)) != "stride1"
     assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
@@ -120,7 +120,7 @@ def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
 
 
 def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, Part]:
-    """A problem that the kernel claims, and one of its tiles for it."""
+    """Returns a problem that the kernel claims, and a random tile of it."""
     while True:
         channels_last = rng.random() < 0.4
         posed = problem(random_geometry(rng, channels_last), rng.choice(MODES), channels_last)
@@ -136,7 +136,7 @@ def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(16))
 def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
-    """Whatever the kernel claims is right, with a random one of its tiles: poisoned memory, the same bits again."""
+    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
         pytest.skip("needs a GPU with wgmma")
