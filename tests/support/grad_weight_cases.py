@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -68,6 +70,18 @@ def hopper() -> plan.Device:
     if device.architecture != "sm_90a":
         pytest.skip("needs a GPU with wgmma")
     return device
+
+
+def assert_random_tile_matches(family: ModuleType, channels_last: bool, seed: int, with_bias: bool) -> None:
+    """Runs a random tile of a family (``tiles_for``, ``plan_with_tile``) on a random problem, against float64."""
+    device, rng = hopper(), random.Random(seed)
+    torch.manual_seed(seed)
+    tiles: list[Any] = []
+    while not tiles:
+        problem = random_problem(rng, channels_last)
+        tiles = family.tiles_for(problem, device, with_bias)
+    part = family.plan_with_tile(problem, rng.choice(tiles), device, with_bias)
+    assert_part_matches(problem, part, with_bias)
 
 
 def assert_part_matches(problem: plan.Problem, part: Part, with_bias: bool) -> None:

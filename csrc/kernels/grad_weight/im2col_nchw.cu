@@ -23,36 +23,8 @@
 #include "grad_weight/im2col_nchw_layout.cuh"
 #include "grad_weight/im2col_nchw_fragments.cuh"
 #include "grad_weight/im2col_nchw_producer.cuh"
-
-/// The consumer: one warp's multiplies. While a step is multiplied, the next step's fragments are loaded.
-__device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES][TILE_CI / 2], int warp, int lane, int stages, u32 out_width) {
-  const AAddresses addresses(warp, lane, out_width);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& sum : block) sum = 0.f;
-  AFragments even, odd;
-  for (int s = 0; s < stages; ++s) {
-    ptx::wait_for_phase(ring.full(), ring.parity);
-    const ptx::u64 cols = ptx::swizzled_descriptor<BOX * 4>(ring.data(), 16, 8 * BOX * 4);
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      AFragments& fragments = step % 2 ? odd : even;
-      addresses.load(fragments, ring.data(), step);
-      ptx::fence_wgmma();
-#pragma unroll
-      for (int b = 0; b < M_TILES; ++b)
-        ptx::wgmma_from_registers<TILE_CI>(sums[b], fragments[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
-      ptx::commit_wgmma();
-      // The step before is multiplied, so its registers are free; after the first step also the stage before is.
-      ptx::wait_wgmma<1>();
-      if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
-    }
-    if constexpr (STEPS % 2 != 0) ptx::wait_wgmma<0>();
-    ring.advance();
-  }
-  ptx::wait_wgmma<0>();
-}
+#include "grad_weight/im2col_multiply.cuh"
+#include "grad_weight/ring_barriers.cuh"
 
 __device__ __forceinline__ void store(const float (&sums)[M_TILES][TILE_CI / 2], const Place& place, int warp, int lane, bool in_weight_order,
                                       float* gradient) {
@@ -85,11 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     ptx::prefetch_tensor_map(grad_output);
-    Ring each = ring;
-    for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::init_barrier(each.full(), 1);
-      ptx::init_barrier(each.empty(), 4 * WARPGROUPS + (place.adds_bias() ? BIAS_WARPS : 0));
-    }
+    init_ring<STAGES>(ring, 1, 4 * WARPGROUPS + (place.adds_bias() ? BIAS_WARPS : 0));
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -105,7 +73,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   } else {
     ptx::grow_registers<CONSUMER_REGISTERS>();
     float sums[M_TILES][TILE_CI / 2];
-    multiply_stages(ring, sums, warp - 4, lane, stages, sizes.out_width);
+    const AAddresses addresses(warp - 4, lane, sizes.out_width);
+    multiply_stages<BOX * 4>(
+        ring, sums, lane, stages, [](const Ring& full) { ptx::wait_for_phase(full.full(), full.parity); },
+        [&](AFragments& fragments, u32 stage, int step) { addresses.load(fragments, stage, step); },
+        [](int step) { return step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4; },
+        [] {
+          if constexpr (STEPS % 2 != 0) ptx::wait_wgmma<0>();
+        });
     store(sums, place, warp - 4, lane, sizes.in_weight_order, gradient);
   }
 }

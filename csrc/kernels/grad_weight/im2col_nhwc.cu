@@ -25,9 +25,8 @@
 #include "common/tma.cuh"
 #include "grad_weight/im2col_nhwc_layout.cuh"
 #include "grad_weight/im2col_nhwc_producer.cuh"
-
-/// One step's A fragments (grad_output), as wgmma_from_registers takes them.
-using AFragments = u32[M_TILES][4];
+#include "grad_weight/im2col_multiply.cuh"
+#include "grad_weight/ring_barriers.cuh"
 
 /// The rows of a warp: channels lane / 4 * 4 and the next three, one for each m tile and half of 8 rows.
 struct WarpTile {
@@ -124,38 +123,6 @@ struct Bias {
   }
 };
 
-/// The consumer: one warp's multiplies. While a step is multiplied, the next step's fragments are loaded.
-__device__ __forceinline__ void multiply_stages(Ring ring, float (&sums)[M_TILES][TILE_CI / 2], const WarpTile& warp_tile, Bias& bias, int lane,
-                                             int stages) {
-  const AAddresses addresses(warp_tile, lane);
-#pragma unroll
-  for (auto& block : sums)
-#pragma unroll
-    for (float& sum : block) sum = 0.f;
-  AFragments even, odd;
-  for (int s = 0; s < stages; ++s) {
-    ptx::wait_for_phase(ring.full(), ring.parity);
-    ptx::wait_for_phase(ring.transposed(), ring.parity);
-    const ptx::u64 cols = ptx::swizzled_descriptor(ring.data(), 16, 8 * ROW_BYTES);
-#pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      AFragments& fragments = step % 2 ? odd : even;
-      addresses.load(fragments, ring.data(), step);
-      bias.add(fragments);
-      ptx::fence_wgmma();
-#pragma unroll
-      for (int b = 0; b < M_TILES; ++b) ptx::wgmma_from_registers<TILE_CI>(sums[b], fragments[b], cols + step * 32 / 16);
-      ptx::commit_wgmma();
-      // The step before is multiplied, so its registers are free; after the first step also the stage before is.
-      ptx::wait_wgmma<1>();
-      if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
-    }
-    bias.flush_stage();
-    ring.advance();
-  }
-  ptx::wait_wgmma<0>();
-}
-
 /// A block of a cluster keeps the sums, over both splits, of half of the columns.
 using HalfOfSums = float[M_TILES][TILE_CI / 4];
 __device__ __forceinline__ void add_other_split(const float (&sums)[M_TILES][TILE_CI / 2], HalfOfSums& half, u32 shared, int thread, int rank) {
@@ -215,12 +182,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     ptx::prefetch_tensor_map(grad_output);
-    Ring each = ring;
-    for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::init_barrier(each.full(), 1);
-      ptx::init_barrier(each.empty(), 4 * WARPGROUPS);
-      ptx::init_barrier(each.transposed(), TRANSPOSE_WARPS);
-    }
+    init_ring<STAGES>(ring, 1, 4 * WARPGROUPS, [](const Ring& each) { ptx::init_barrier(each.transposed(), TRANSPOSE_WARPS); });
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -235,7 +197,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const WarpTile warp_tile(warp - 4);
     float sums[M_TILES][TILE_CI / 2];
     Bias bias(place, warp_tile);
-    multiply_stages(ring, sums, warp_tile, bias, lane, stages);
+    const AAddresses addresses(warp_tile, lane);
+    multiply_stages<ROW_BYTES>(
+        ring, sums, lane, stages,
+        [](const Ring& full) {
+          ptx::wait_for_phase(full.full(), full.parity);
+          ptx::wait_for_phase(full.transposed(), full.parity);
+        },
+        [&](AFragments& fragments, u32 stage, int step) {
+          addresses.load(fragments, stage, step);
+          bias.add(fragments);
+        },
+        [](int step) { return step * 32; }, [&] { bias.flush_stage(); });
     bias.store(place, warp_tile, lane, bias_partial);
     if constexpr (CLUSTER == 1) {
       store<TILE_CI>(sums, place, place.ci, warp_tile, lane, gradient);

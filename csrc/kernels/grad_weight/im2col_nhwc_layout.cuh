@@ -54,6 +54,8 @@ static_assert(TILE_CI % BOX_CHANNELS == 0);
 /// A consumer warp has M_TILES x 16 = 32 channels of one tap.
 constexpr int M_TILES = 2, WARP_TILES = TAP_ROWS * TAP_COLS * CO_BOXES;
 static_assert(WARP_TILES <= WARPGROUPS * 4);
+/// One step's A fragments (grad_output), as wgmma_from_registers takes them.
+using AFragments = u32[M_TILES][4];
 constexpr int THREADS = 128 * (WARPGROUPS + 1), TRANSPOSE_WARPS = 2;
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS;
 static_assert(CLUSTER == 1 || (CLUSTER == 2 && STAGES * STAGE_BYTES >= CONSUMER_THREADS * M_TILES * TILE_CI));

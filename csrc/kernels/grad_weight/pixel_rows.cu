@@ -19,6 +19,7 @@
 #include "common/tma.cuh"
 #include "grad_weight/pixel_rows_layout.cuh"
 #include "grad_weight/pixel_rows_multiply.cuh"
+#include "grad_weight/ring_barriers.cuh"
 #include "common/sizes.cuh"
 
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
@@ -100,11 +101,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     ptx::prefetch_tensor_map(planes);
-    Ring each = ring;
-    for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::init_barrier(each.full(), 1);
-      ptx::init_barrier(each.empty(), CONSUMER_WARPS * CLUSTER);
-    }
+    init_ring<STAGES>(ring, 1, CONSUMER_WARPS * CLUSTER);
     ptx::fence_barrier_init();
   }
   if constexpr (MULTICAST == NONE) {

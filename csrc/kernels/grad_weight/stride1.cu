@@ -23,6 +23,7 @@
 #include "common/tma.cuh"
 #include "grad_weight/stride1_layout.cuh"
 #include "grad_weight/stride1_producer.cuh"
+#include "grad_weight/ring_barriers.cuh"
 
 constexpr int CONSUMER_THREADS = 128 * WARPGROUPS;
 constexpr int PRODUCER_REGISTERS = WARPGROUPS == 3 ? 56 : 64, CONSUMER_REGISTERS = WARPGROUPS == 3 ? 152 : 216;
@@ -177,16 +178,8 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + 32 * PRODUCER_WA
   if (threadIdx.x == 0) {
     ptx::prefetch_tensor_map(input);
     ptx::prefetch_tensor_map(grad_output);
-    Ring each = ring;
-    for (int s = 0; s < STAGES; ++s, each.advance()) {
-      ptx::init_barrier(each.full(), CHANNELS_LAST ? 1 + TRANSPOSE_WARPS : 1);
-      ptx::init_barrier(each.empty(), CONSUMER_THREADS / 32);
-    }
-    RawRing each_raw = raw;
-    for (int s = 0; s < RAW_STAGES; ++s, each_raw.advance()) {
-      ptx::init_barrier(each_raw.full(), 1);
-      ptx::init_barrier(each_raw.empty(), TRANSPOSE_WARPS);
-    }
+    init_ring<STAGES>(ring, CHANNELS_LAST ? 1 + TRANSPOSE_WARPS : 1, CONSUMER_THREADS / 32);
+    init_ring<RAW_STAGES>(raw, 1, TRANSPOSE_WARPS);
     ptx::fence_barrier_init();
   }
   __syncthreads();

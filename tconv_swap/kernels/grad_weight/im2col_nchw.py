@@ -28,6 +28,7 @@ from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     tiles_of,
     with_splits,
 )
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
@@ -124,9 +125,8 @@ def _adds_all_of_grad_output(geometry: Geometry) -> bool:
     g = geometry
     if out_row_pitch(g) != g.out_width:
         return True
-    offsets = {k * g.dilation[0] - g.padding[0] for k in range(g.kernel[0])}
     over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
-    return over_input and set(range(g.stride[0])) <= offsets
+    return over_input and taps_cover_stride(g, 0)
 
 
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:

@@ -19,6 +19,7 @@ from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     rows_are_contiguous,
     tiles_of,
 )
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import EXTRA_BYTES, weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
@@ -87,18 +88,8 @@ def claims(problem: Problem, device: Device) -> bool:
 def reads_all_of_grad_output(geometry: Geometry) -> bool:
     """Returns whether the taps whose offset lies in [0, stride) read every pixel of grad_output exactly once."""
     g = geometry
-    return all(
-        out <= stride * size and set(range(stride)) <= {k * dilation - padding for k in range(kernel)}
-        for out, size, stride, padding, dilation, kernel in zip(
-            (g.out_height, g.out_width),
-            (g.height, g.width),
-            g.stride,
-            g.padding,
-            g.dilation,
-            g.kernel,
-            strict=True,
-        )
-    )
+    over_input = g.out_height <= g.stride[0] * g.height and g.out_width <= g.stride[1] * g.width
+    return over_input and taps_cover_stride(g, 0) and taps_cover_stride(g, 1)
 
 
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:

@@ -21,7 +21,7 @@ from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 from tconv_swap.kernels.grad_weight import stride1 as grad_weight_stride1
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import MIN_MACS
 from tconv_swap.kernels.grad_weight.implicit_gemm_candidates import Schedule, choose, registers
-from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import pixel_tiles, taps_cover_stride
 from tconv_swap.kernels.grad_weight.implicit_gemm_cost import splits_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import (
     item_bytes,
@@ -232,19 +232,8 @@ def claims(problem: Problem, device: Device) -> bool:
 def reads_all_of_grad_output(problem: Problem) -> bool:
     """Returns whether the taps whose offset lies in [0, stride) read every pixel of grad_output exactly once."""
     g = problem.geometry
-    return all(
-        out == stride * size
-        and all((r + padding) % dilation == 0 and (r + padding) // dilation < kernel for r in range(stride))
-        for out, size, stride, padding, dilation, kernel in zip(
-            (g.out_height, g.out_width),
-            (g.height, g.width),
-            g.stride,
-            g.padding,
-            g.dilation,
-            g.kernel,
-            strict=True,
-        )
-    )
+    whole = g.out_height == g.stride[0] * g.height and g.out_width == g.stride[1] * g.width
+    return whole and taps_cover_stride(g, 0) and taps_cover_stride(g, 1)
 
 
 @lru_cache(maxsize=4096)

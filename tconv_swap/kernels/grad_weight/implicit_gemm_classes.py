@@ -122,6 +122,14 @@ def of_any_size(problem: Problem, pixels_apart: bool = True) -> Problem:
     return replace(problem, geometry=at)
 
 
+def taps_cover_stride(geometry: Geometry, axis: int) -> bool:
+    """Returns whether every offset in [0, stride) belongs to a tap: such taps together read each pixel of
+    grad_output over the input exactly once, so the bias can be added up from what they read."""
+    g = geometry
+    offsets = {k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis])}
+    return offsets.issuperset(range(g.stride[axis]))
+
+
 def pixel_tiles(size: Geometry | Size, tile: tuple[int, int, int]) -> int:
     """Returns how many tiles of ``tile`` images, rows and columns cover the pixels."""
     return ceil_div(size.batch, tile[0]) * ceil_div(size.height, tile[1]) * ceil_div(size.width, tile[2])

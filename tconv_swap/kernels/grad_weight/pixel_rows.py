@@ -8,6 +8,7 @@ from tconv_swap.kernels.common.general import split_k_reduce
 from tconv_swap.kernels.common.limits import WorkspaceLayout
 from tconv_swap.kernels.common.sizes import pixel_rows_sizes
 from tconv_swap.kernels.common.space_to_depth import bias_partial_rows, identity_constants, space_to_depth
+from tconv_swap.kernels.grad_weight.implicit_gemm_classes import taps_cover_stride
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     choose,
     input_read_in_place,
@@ -89,13 +90,11 @@ def _reads_all_of_grad_output(geometry: Geometry, pixel_rows: PixelRows) -> bool
     """Returns whether the planes hold every pixel of grad_output, and those with an offset in [0, stride)
     exactly once."""
     g = geometry
-    offsets = [{k * g.dilation[axis] - g.padding[axis] for k in range(g.kernel[axis])} for axis in (0, 1)]
-    all_cols = g.out_width <= g.width * g.stride[1] and offsets[1].issuperset(range(g.stride[1]))
+    all_cols = g.out_width <= g.width * g.stride[1] and taps_cover_stride(g, 1)
     if pixel_rows.im2col_rows:
-        return (
-            all_cols and g.out_height <= g.height * g.stride[0] and offsets[0].issuperset(range(g.stride[0]))
-        )
-    return all_cols and {offset % g.stride[0] for offset in offsets[0]} == set(range(g.stride[0]))
+        return all_cols and g.out_height <= g.height * g.stride[0] and taps_cover_stride(g, 0)
+    phases = {(k * g.dilation[0] - g.padding[0]) % g.stride[0] for k in range(g.kernel[0])}
+    return all_cols and phases == set(range(g.stride[0]))
 
 
 def plan_with_tile(

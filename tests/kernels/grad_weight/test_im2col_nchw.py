@@ -3,18 +3,13 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
-import torch
-from grad_weight_cases import H200, STRIDED, assert_part_matches, hopper, random_problem, tf32_problem
+from grad_weight_cases import H200, STRIDED, assert_random_tile_matches, tf32_problem
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight import im2col_nchw
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import MAX_MULTIPLIES, columns_of, pixels_of
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
-from tconv_swap.runtime.program import Part
 
 
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)
@@ -57,19 +52,8 @@ def test_stages_reach_over_an_edge_only_where_grad_output_ends(geometry: Geometr
         assert pixels.count % 8 == 0
 
 
-def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tuple[plan.Problem, Part]:
-    """Returns a problem that the kernel claims, and a random tile of it."""
-    while True:
-        posed = random_problem(rng, False)
-        tiles = im2col_nchw.tiles_for(posed, device, with_bias)
-        if tiles:
-            return posed, im2col_nchw.plan_with_tile(posed, rng.choice(tiles), device, with_bias)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_bias", [False, True], ids=["weight", "weight and bias"])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_tiles_match_float64_on_random_geometries(seed: int, with_bias: bool) -> None:
-    device = hopper()
-    torch.manual_seed(seed)
-    assert_part_matches(*random_part(random.Random(seed), with_bias, device), with_bias)
+    assert_random_tile_matches(im2col_nchw, False, seed, with_bias)

@@ -3,25 +3,20 @@ tiles, and random tiles on random geometries."""
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
-import torch
 from grad_weight_cases import (
     H200,
     ODD,
     STRIDED,
     UNET,
     WIDE,
-    assert_part_matches,
-    hopper,
-    random_problem,
+    assert_random_tile_matches,
     tf32_problem,
 )
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_weight import im2col_nhwc
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import rows_are_contiguous, stages_of
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
@@ -29,7 +24,6 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
     PARTIAL_LIMIT_BYTES,
     weight_bytes,
 )
-from tconv_swap.runtime.program import Part
 
 
 @pytest.mark.parametrize("geometry", STRIDED, ids=str)
@@ -69,19 +63,8 @@ def test_rows_of_all_images_are_contiguous_where_kernel_is_stride_and_nothing_is
     assert not rows_are_contiguous(replace(UNET, output_padding=(1, 1)))
 
 
-def random_part(rng: random.Random, with_bias: bool, device: plan.Device) -> tuple[plan.Problem, Part]:
-    """Returns a problem that the kernel claims, and a random tile of it."""
-    while True:
-        posed = random_problem(rng, True)
-        tiles = im2col_nhwc.tiles_for(posed, device, with_bias)
-        if tiles:
-            return posed, im2col_nhwc.plan_with_tile(posed, rng.choice(tiles), device, with_bias)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("with_bias", [False, True], ids=["weight", "weight and bias"])
 @pytest.mark.parametrize("seed", range(12))
 def test_random_tiles_match_float64_on_random_geometries(seed: int, with_bias: bool) -> None:
-    device = hopper()
-    torch.manual_seed(seed)
-    assert_part_matches(*random_part(random.Random(seed), with_bias, device), with_bias)
+    assert_random_tile_matches(im2col_nhwc, True, seed, with_bias)
