@@ -9,13 +9,12 @@ from itertools import product
 
 import pytest
 import torch
+from norm_call_cases import CHANNELS_LAST, gradients, image, misaligned, norm
 from pretended_norm import Pretended, pretended
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
 from tconv_swap.runtime import host, launch
-
-CHANNELS_LAST = torch.channels_last
 
 
 @pytest.fixture
@@ -24,33 +23,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         yield made
 
 
-def norm(cls: type[nn.Module] = nn.BatchNorm2d, **arguments: object) -> nn.Module:
-    torch.manual_seed(0)
-    made = cls(4, affine=True, **arguments)
-    nn.init.uniform_(made.weight, 0.5, 1.5)
-    nn.init.normal_(made.bias)
-    return made
-
-
-def image(*shape: int) -> Tensor:
-    return torch.randn(shape or (3, 4, 5, 6), generator=torch.Generator().manual_seed(1))
-
-
 def ours(norm: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Tensor:
     output = call.computed(norm, activation, x)
     assert output is not None
     return output
-
-
-def misaligned(tensor: Tensor) -> Tensor:
-    """The same numbers, one element past an aligned address."""
-    return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
-
-
-def gradients(output: Tensor, of: list[Tensor], grad: Tensor | None = None) -> tuple[Tensor, ...]:
-    if grad is None:
-        grad = torch.linspace(-1, 1, output.numel()).view_as(output)
-    return torch.autograd.grad(output, of, grad)
 
 
 # Who computes

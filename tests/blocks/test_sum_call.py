@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 import torch
+from norm_call_cases import CHANNELS_LAST, gradients, image, misaligned, norm
 from pretended_norm import Pretended, pretended
-from test_norm_call import CHANNELS_LAST, gradients, image, misaligned, norm
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
