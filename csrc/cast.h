@@ -3,6 +3,11 @@
 
 #include "compute.h"
 
+namespace at::autocast {
+// Its header includes all of ATen's operators.
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}  // namespace at::autocast
+
 namespace tconv_swap {
 
 /// Whether an autocast of this device casts a tensor, as dispatch.cast in Python decides.

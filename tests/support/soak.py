@@ -35,9 +35,9 @@ RECENT = 64
 CHECKED = 0.04
 #: The numbers that tensors are made of; a tensor begins within the first of them, as its call draws.
 POOL, BEGINNINGS = 1 << 19, 4096
-#: How often the answers are counted.
+#: How often the call plans are counted.
 COUNTED_EVERY = 500
-#: csrc/answers.h keeps two halves of so many.
+#: csrc/plan_cache.h keeps two halves of so many.
 MAX_CALL_PLANS = 2 * 2048
 
 
