@@ -1,5 +1,5 @@
 """Kernels of the halo tile, which are told sizes at their launch: what they compute with the sizes, and one kernel at
-several of them. test_sizes_forward.py counts those of the whole stage."""
+several of them. test_sizes.py counts those of the whole stage."""
 
 from __future__ import annotations
 
