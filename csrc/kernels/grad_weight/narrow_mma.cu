@@ -5,8 +5,8 @@
 //   (patch: see gradients/gather.cuh)
 //
 // An implicit GEMM with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps
-// of one chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in
-// registers. At the end it stores them in the gradient's own memory order: as they are, or, where sizes.split, as
+// of one chunk, k = pixels. A block walks down sizes.segment_tiles tiles of TILE_H x TILE_W pixels and keeps its sums
+// in registers. At the end it stores them in the gradient's own memory order: as they are, or, where sizes.split, as
 // float32 to partial[split], where a split is what one column of tiles and one walk add up. Every sum has a fixed
 // order.
 // Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       // Outside of the input x is zero, but the patch may hold an infinity, and their product would be NaN.
       if (ih0 + row0 + down >= sizes.height) continue;
       const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
-      // Pinned, so that each load has a constant offset from it.
+      // Kept in a register, so that each load has a constant offset from it.
       u32 patch[N_TILES];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::keep_in_register(unit_address + taps[n]);
