@@ -333,7 +333,7 @@ def test_a_compiled_graph_goes_without_python(
 
 
 def test_ever_new_sizes_keep_their_memory() -> None:
-    """Of programs as of answers: what is known of sizes that have gone is let go."""
+    """Programs are bounded like call plans: those of sizes that are no longer used are dropped."""
     w = randn(4, 3, 2, 2)
     for size in range(1, 9):
         for _ in range(2):

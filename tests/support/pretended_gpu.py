@@ -42,7 +42,7 @@ _GRADIENTS = torch.ops.tconv_swap.conv_transpose2d_gradients.default
 
 ARGUMENTS = (2, 2), (1, 1), (0, 0), 1, (1, 1)
 GEOMETRY = as_list(ARGUMENTS)
-#: More than the answers that are kept have steps.
+#: More than the steps of all call plans that are kept.
 MOST_PLANS = 4 * 4096
 
 
