@@ -27,7 +27,7 @@ from tconv_swap.measurement.modes import MODES
 from tconv_swap.runtime import jit
 
 #: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
-MOST_GROWTH = 64 << 20
+MAX_GROWTH = 64 << 20
 
 PRETENDED = [Layer(16, 8, 4, 2, 1), Layer(24, 5, 4, 2, 1), Layer(64, 32, 4, 2, 1)]
 LAYERS = [
@@ -59,7 +59,7 @@ def check(figures: Figures, calls: int) -> None:
     assert figures.calls > calls - 25  # what fifths and threads leave over
     assert figures.checked > calls / 40
     assert 0 < figures.max_plans <= MAX_CALL_PLANS
-    assert figures.resident[-1] - figures.resident[1] < MOST_GROWTH
+    assert figures.resident[-1] - figures.resident[1] < MAX_GROWTH
     assert figures.tensors <= 0
     assert figures.bytes_on_device <= 0
     assert figures.unbounded == []
@@ -87,7 +87,7 @@ def test_on_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From streams of their own; every kernel is compiled and loaded once. Without cuDNN, of which each thread keeps a
     plan for each size that it meets."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, most_images=32)}
+    places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, max_images=32)}
     compiled: list[object] = []
     compile_kernel = jit.compile_kernel
 
