@@ -118,7 +118,8 @@ def test_gradients_of_gradients_inside_the_gradients_op(gpu: GPU) -> None:
 
 
 def test_sizes_and_arguments_reach_the_whole_op(gpu: GPU) -> None:
-    """In forward mode the call goes through the op that tracers see. All its numbers differ, so that none can be mixed up."""
+    """In forward mode the call goes through the op that tracers see. All its numbers differ, so that none can be
+    mixed up."""
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradCUDA)
     x, w = torch.randn(2, 4, 5, 6), torch.randn(4, 3, 3, 2)
     arguments: tuple[Any, ...] = ((3, 4), (2, 1), (1, 2), 2, (2, 5))
