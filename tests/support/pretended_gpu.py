@@ -42,8 +42,8 @@ _GRADIENTS = torch.ops.tconv_swap.conv_transpose2d_gradients.default
 
 ARGUMENTS = (2, 2), (1, 1), (0, 0), 1, (1, 1)
 GEOMETRY = as_list(ARGUMENTS)
-#: More than the answers that are kept have steps.
-MOST_PLANS = 4 * 4096
+#: More than the steps of all call plans that are kept.
+MAX_PLANS = 4 * 4096
 
 
 @dataclass
@@ -71,7 +71,7 @@ class GPU:
         assert (device.type, architecture) == ("cpu", H200.architecture)
         handle = next(self._handles)
         self._plans[handle] = made, dtype
-        self._plans.pop(handle - MOST_PLANS, None)
+        self._plans.pop(handle - MAX_PLANS, None)
         return handle
 
     def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -82,10 +82,10 @@ class GPU:
             if tensor is not None:
                 assert tensor.dtype == dtype
                 if index in made.read_as_they_lie:
-                    told = {
+                    passed = {
                         one.structs[place] for one in made.launches for k, place in one.strides if k == index
                     }
-                    assert told == {tensor.stride()}
+                    assert passed == {tensor.stride()}
                     continue
                 assert tensor.data_ptr() % call.ALIGNMENT == 0
                 if index == 0 and images:  # the gradient of a bias alone does not say how the others lie

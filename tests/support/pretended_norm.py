@@ -95,7 +95,7 @@ class Pretended:
         return found
 
     def add_plan(self, made: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
-        # A plan that is told strides is another; what was asked for last is computed.
+        # A plan with strides is another plan; the one that was planned last is computed.
         kernels = [one.kernel for one in made.launches]
         known = (
             one
@@ -233,7 +233,7 @@ class Pretended:
         images = norm.batch if norm.per_image else 1
         found_x, of_parameters = [], []
         for image in range(images):
-            # A launch is below autograd, which is asked here for what a kernel writes.
+            # A launch is below autograd, which is used here to compute what a kernel writes.
             with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
                 chosen = slice(image, image + 1) if norm.per_image else slice(None)
                 # PyTorch's InstanceNorm takes a gradient in channels_last for a contiguous one on a CPU.

@@ -94,7 +94,7 @@ class Place(NamedTuple):
     layers: Sequence[Layer]
     caller: Caller
     sizes: Sequence[tuple[int, int]] = ()
-    most_images: int = 4
+    max_images: int = 4
 
 
 @dataclass
@@ -127,7 +127,7 @@ def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
     rng = random.Random(seed)
     while True:
         place = rng.choice(sorted(places))
-        _, layers, _, sizes, most_images = places[place]
+        _, layers, _, sizes, max_images = places[place]
         layer = rng.choice(layers)
         height, width = rng.choice(sizes) if sizes else (rng.randint(2, 16), rng.randint(2, 16))
         has_bias = rng.random() < 0.5
@@ -137,7 +137,7 @@ def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
         yield Kind(
             place,
             layer,
-            rng.randint(1, most_images),
+            rng.randint(1, max_images),
             height,
             width,
             rng.choice(DTYPES),
