@@ -18,7 +18,7 @@ from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import BoxTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
 from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -60,7 +60,7 @@ def random_geometry(rng: random.Random, item: int) -> Geometry:
             return geometry
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, BoxTile]]:
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, TmaTile]]:
     """Problems that the kernel claims, each with one of its tiles, every kind of them as often as every other."""
     rng = random.Random(seed)
     while count:
@@ -69,7 +69,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
         posed = as_convolution(problem)
         if rng.random() < 0.3:
             posed = replace(posed, output_channels_last=False)
-        kinds: dict[tuple[object, ...], list[BoxTile]] = {}
+        kinds: dict[tuple[object, ...], list[TmaTile]] = {}
         if posed.step != (1, 1) and grad_input_tma.claims(posed, H200):
             for tile in grad_input_tma_tile.tiles(posed, H200):
                 if not grad_input_tma_tile.legal(posed, tile):
@@ -95,7 +95,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             yield problem, posed, tile
 
 
-def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarray, np.ndarray]:
+def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarray, np.ndarray]:
     """What grad_input/implicit_gemm_tma.cu's places make of one channel, and what the definition does."""
     rng = np.random.default_rng(0)
     geometry, (step_h, step_w) = posed.geometry, posed.step

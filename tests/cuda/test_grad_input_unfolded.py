@@ -16,7 +16,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_tile import UnfoldedTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
@@ -42,7 +42,7 @@ def random_geometry(rng: random.Random) -> Geometry:
     return Geometry(batch, channels[0], *size, channels[1], kernel, stride, padding, added, dilation, groups)
 
 
-def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, UnfoldedTile]]:
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
     """Problems that the kernel claims, each with one of its tiles, every kind of them as often as every other."""
     rng = random.Random(seed)
     while count:
@@ -52,7 +52,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             continue
         problem = plan.Problem(geometry, dtype, precision, False, False)
         posed = as_convolution(problem)
-        kinds: dict[tuple[object, ...], list[UnfoldedTile]] = {}
+        kinds: dict[tuple[object, ...], list[Im2colTile]] = {}
         if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
             every = [
                 one
@@ -76,7 +76,7 @@ def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem,
             yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
 
 
-def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.ndarray]:
+def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.ndarray]:
     """What grad_input/im2col.cu's places make of the first group and one channel of the input, and what the
     definition does."""
     rng = np.random.default_rng(0)

@@ -28,7 +28,7 @@ struct ImageSizes {
   Divisor rows, columns;  // of the input; forward/general.cu: of the cells
 };
 
-/// Of the kernels whose blocks walk down tiles of the input's pixels (gradients/gather.cuh, gradients/depthwise.cu).
+/// Of the kernels whose blocks walk down tiles of the input's pixels (gradients/grad_output_tile.cuh, gradients/depthwise.cu).
 struct WalkSizes {
   int batch, height, width, out_height, out_width;
   int tile_rows;
@@ -37,7 +37,7 @@ struct WalkSizes {
   Divisor down, across;  // tiles below each other in an image, and side by side
 };
 
-/// Of the kernels that take pixels of an image as they follow each other (gradients/patches.cuh).
+/// Of the kernels that take pixels of an image as they follow each other (gradients/narrow_joint_im2col.cuh).
 struct RunSizes {
   int batch, height, width, out_height, out_width;
   int pixels;               // of an image of the input

@@ -2,7 +2,7 @@
 // depthwise, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; weights in either layout.
 //
 //   grad_input[n, ci, ih, iw] = sum over the taps (co, kh, kw) of the group of ci
-//       of weight[ci, tap] * patch[(ih, iw), tap]                                  (patch: see gradients/gather.cuh)
+//       of weight[ci, tap] * patch[(ih, iw), tap]                                  (patch: see gradients/grad_output_tile.cuh)
 //
 // A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the pixels of a
 // tile, k = taps. A block keeps its weights in shared memory and walks down `repeat` tiles of TILE_H x TILE_W pixels, a
@@ -10,7 +10,7 @@
 // Warps, fastest first: WARPS_P over the pixels, WARPS_M over the channels, BLOCK_GROUPS. A warp owns M_TILES * 16
 // channels and N_TILES * 8 pixels, these in units of 8 * STORE pixels of a row: a lane then stores 2 * STORE neighbours.
 // Where WEIGHTS_IN_REGISTERS, they stay there for the whole walk.
-#include "gradients/gather.cuh"
+#include "gradients/grad_output_tile.cuh"
 
 constexpr int WARP_M = 16 * M_TILES, BLOCK_M = WARPS_M * WARP_M;
 constexpr int M_BLOCKS = ceil_div(CI_GROUP, BLOCK_M);
@@ -29,7 +29,7 @@ constexpr int UNROLL = WEIGHTS_IN_REGISTERS || K_STEPS <= 4 ? K_STEPS : 4;
 // Four taps that follow each other lie side by side: their places are constants but for the lane. Others are looked up,
 // and so are all of a loop that is not unrolled to its end, where NVRTC 13.0 was seen to compute wrong places.
 constexpr bool TAPS_IN_FOURS = UNROLL == K_STEPS && KERNEL_W % 4 == 0 && DILATION_W == 1 &&
-                               (CELL == STRIDE_W || (STRIDE_W % 4 == 0 && SHIFT % 4 == 0));
+                               (PIXEL_PITCH == STRIDE_W || (STRIDE_W % 4 == 0 && SHIFT % 4 == 0));
 constexpr int WEIGHT_PITCH = 8 * K_STEPS + 4;
 constexpr int WEIGHTS = CHUNKS_HERE * BLOCK_GROUPS * WEIGHT_ROWS * WEIGHT_PITCH;
 static_assert(!WEIGHTS_IN_REGISTERS || (CHUNKS_HERE == 1 && BLOCK_M == WEIGHT_ROWS));
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                       Out* __restrict__ grad_input, const __grid_constant__ WalkSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
-  float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE;
+  float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE_WORDS;
   int* const tap_places = reinterpret_cast<int*>(weights + WEIGHTS);
   float* const stage = weights + WEIGHTS + 8 * K_STEPS;
 
@@ -134,9 +134,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                   lower ? from[8 * WEIGHT_PITCH + 4] : 0.0f);
   };
 
-  for (int tap = threadIdx.x; tap < CHUNK_TAPS; tap += THREADS) tap_places[tap] = tap_place(tap);
+  for (int tap = threadIdx.x; tap < CHUNK_TAPS; tap += THREADS) tap_places[tap] = tap_offset(tap);
   const int pixel = STORE == 2 ? 4 * (g / 2) + g % 2 : g;
-  const int pixel_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + pixel) * CELL;
+  const int pixel_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + pixel) * PIXEL_PITCH;
 
   float kept[WEIGHTS_IN_REGISTERS ? K_STEPS : 1][M_TILES][4];
   if constexpr (WEIGHTS_IN_REGISTERS) {
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if constexpr (ASYNC) {
-      if (step + 1 < steps) fetch_next(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE);
+      if (step + 1 < steps) fetch_next(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE_WORDS);
       ptx::commit_copies();
       ptx::wait_copies<1>();
       __syncthreads();
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
       if (step + 1 < steps) fetch_next(nullptr);
     }
-    const u32 pixel_address = ptx::shared_address(tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0) + pixel_place);
+    const u32 pixel_address = ptx::shared_address(tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE_WORDS : 0) + pixel_place);
     buffer ^= 1;
 
 #pragma unroll UNROLL
@@ -177,14 +177,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int i = 0; i < 2; ++i) {
         const int tap = 8 * k + 4 * i + t;
         exists[i] = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!TAPS_IN_FOURS && tap < CHUNK_TAPS);
-        const int place = TAPS_IN_FOURS ? tap_place(8 * k + 4 * i) + 4 * t : exists[i] ? tap_places[tap] : 0;
+        const int place = TAPS_IN_FOURS ? tap_offset(8 * k + 4 * i) + 4 * t : exists[i] ? tap_places[tap] : 0;
         patch[i] = ptx::pinned(pixel_address + place);
       }
       Rounded patches[N_TILES][2];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) {
         const int u = n / STORE;
-        const int place = u / UNITS_ACROSS * PIXEL_ROWS * ROW_PITCH + (u % UNITS_ACROSS * UNIT + n % STORE * 2) * CELL;
+        const int place = u / UNITS_ACROSS * PIXEL_ROWS * ROW_PITCH + (u % UNITS_ACROSS * UNIT + n % STORE * 2) * PIXEL_PITCH;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           patches[n][i] = rounded(exists[i] ? __uint_as_float(ptx::load_shared(patch[i] + 4 * place)) : 0.0f);

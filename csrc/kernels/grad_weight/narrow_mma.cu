@@ -1,7 +1,7 @@
 // Gradient of the weight on the tensor cores where the channels of a group are few on a side: RGB heads, narrow groups,
 // depthwise, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; either layout of the gradient.
 //
-//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * patch[(ih, iw), tap]    (patch: see gradients/gather.cuh)
+//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * patch[(ih, iw), tap]    (patch: see gradients/grad_output_tile.cuh)
 //
 // A product with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps of one
 // chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in registers; they
@@ -97,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int n0 = warp_n * (8 * N_TILES);
   int taps[N_TILES];
 #pragma unroll
-  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_place(n0 + 8 * n + g) : 0;
-  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * CELL;
+  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_offset(n0 + 8 * n + g) : 0;
+  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * PIXEL_PITCH;
 
   constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
   const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if constexpr (ASYNC) {
-      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE);
+      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE_WORDS);
       ptx::commit_copies();
       ptx::wait_copies<1>();
       __syncthreads();
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
       if (step + 1 < steps) fetch_tile(nullptr);
     }
-    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0);
+    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE_WORDS : 0);
     const u32 lane_address = ptx::shared_address(whole_tile + lane_place);
     buffer ^= 1;
     if (sums_bias) {
@@ -128,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c)
         for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32)
           for (int column = SHIFT + lane; column < own_columns; column += 32)
-            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)]);
+            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_offset(column)]);
     }
 
 #pragma unroll UNROLL
@@ -150,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int down = rows_down(first, slot), across = columns_across(first, slot);
       // Outside of the input x is zero, but the patch may hold an infinity.
       if (ih0 + row0 + down >= sizes.height) continue;
-      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
+      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * PIXEL_PITCH);
       // Pinned: what follows is then a constant offset of each load.
       u32 patch[N_TILES];
 #pragma unroll
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           }
         }
       };
-      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)); };
+      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * PIXEL_PITCH)); };
       const int unit_columns = sizes.width - (iw0 + column0 + across);
       if (unit_columns >= 16) {  // all lanes alike
         multiply_unit([&](int n, int q) { return rounded(of_pixel(n, q)); });

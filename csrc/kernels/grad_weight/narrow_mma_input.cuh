@@ -2,7 +2,7 @@
 // for which a lane holds, of each m tile, rows g and g + 8 and four pixels q: its k = t (q even) or t + 4 (q odd) in
 // step q / 2. Asked for DEPTH units ahead, and kept as it came until it is used.
 #pragma once
-#include "gradients/gather.cuh"
+#include "gradients/grad_output_tile.cuh"
 
 constexpr int BLOCK_M = WARPS_M * M_TILES * 16;  // input channels of a block, of one group
 // In channels_last a lane owns rows g and g + 8 of every m tile, where there are more than 8 channels: they are

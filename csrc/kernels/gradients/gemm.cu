@@ -16,7 +16,7 @@
 #include "common/mma.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
-#include "gradients/gathered_fragment.cuh"
+#include "gradients/tf32_fragments.cuh"
 
 using ptx::u32;
 

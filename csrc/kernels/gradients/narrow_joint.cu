@@ -2,7 +2,7 @@
 // RGB heads. float32 (three products of TF32 parts), Half, BFloat16; NCHW with images, or channels_last with channels, of
 // 16-byte multiples; either layout of the weight; one group; any kernel, stride, padding, dilation; sm_90a (copy engine).
 //
-//   grad_input[ci][pixel] = sum over taps of weight[ci, tap] * patch[pixel, tap]          (patch: gradients/patches.cuh)
+//   grad_input[ci][pixel] = sum over taps of weight[ci, tap] * patch[pixel, tap]          (patch: gradients/narrow_joint_im2col.cuh)
 //   grad_weight[ci, tap] = sum over pixels of input[ci][pixel] * patch[pixel, tap]
 //
 // A block takes every gridDim.x-th tile of PIXELS pixels and all channels, CHANNELS of them with padding. INPUT_WARPS
@@ -13,7 +13,7 @@
 //
 // A warp of the first kind owns INPUT_C_TILES * 16 channels and INPUT_P_TILES * 16 pixels; INPUT_WARPS_C of them share the
 // channels. One of the second owns WEIGHT_M_TILES * 16 channels, all taps, and every WEIGHT_WARPS_K-th 16 pixels.
-#include "gradients/patches.cuh"
+#include "gradients/narrow_joint_im2col.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
 

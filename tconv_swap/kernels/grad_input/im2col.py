@@ -13,7 +13,7 @@ from tconv_swap.kernels.common.sizes import cell_sizes, divisor
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
-from tconv_swap.kernels.grad_input.im2col_tile import UnfoldedTile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma import ELEMENT_KINDS
 from tconv_swap.kernels.problem import Device
@@ -81,7 +81,7 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
     return [part_with_tile(problem, tile, device.multiprocessors) for tile in tiles]
 
 
-def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int = 132) -> Part:
+def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
     """The part that computes the problem with this tile."""
     geometry = problem.geometry
     works = grad_input_im2col_tile.work_count(problem, tile)
@@ -118,7 +118,7 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
 
 
 @lru_cache(maxsize=4096)
-def _compiled(layer: StridedProblem, tile: UnfoldedTile) -> tuple[Kernel, int]:
+def _compiled(layer: StridedProblem, tile: Im2colTile) -> tuple[Kernel, int]:
     """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
     shared memory that it takes."""
     shared, split = grad_input_im2col_tile.shared_bytes(layer, tile), tile.splits > 1
@@ -169,7 +169,7 @@ def _pad_rows(problem: StridedProblem, to: int) -> Launch:
     )
 
 
-def _grad_output_map(problem: StridedProblem, tile: UnfoldedTile, base: Argument) -> TensorMap:
+def _grad_output_map(problem: StridedProblem, tile: Im2colTile, base: Argument) -> TensorMap:
     """Columns (folded: so many, and the rest), rows, channels, images."""
     geometry, item = problem.geometry, problem.item
     fold = grad_input_im2col_tile.fold(problem, tile)
@@ -188,7 +188,7 @@ def _grad_output_map(problem: StridedProblem, tile: UnfoldedTile, base: Argument
     )
 
 
-def _weight_map(problem: StridedProblem, tile: UnfoldedTile) -> TensorMap:
+def _weight_map(problem: StridedProblem, tile: Im2colTile) -> TensorMap:
     """Channels of the output with their taps, channels of the input, groups."""
     geometry = problem.geometry
     row = geometry.in_channels_per_group * geometry.taps

@@ -12,7 +12,7 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.schedules import PATCHES, covering
 from tconv_swap.kernels.grad_input.im2col_tile import (
     MULTIPLY_MACS,
-    UnfoldedTile,
+    Im2colTile,
     clocks,
     conflicts,
     halves,
@@ -28,7 +28,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     representatives,
     sized,
 )
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_unfolded
+from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_im2col
 from tconv_swap.kernels.problem import Device
 
 #: How much longer than its multiplies a problem may be expected to take: beyond it grad_input/implicit_gemm_wgmma.cu
@@ -48,10 +48,10 @@ LOOKED_AT = 8
 LEAST_CLOCKS = 10000
 
 #: A tile, and how many passes over the banks of shared memory its loads take.
-Schedule = tuple[UnfoldedTile, float]
+Schedule = tuple[Im2colTile, float]
 
 
-def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[UnfoldedTile]:
+def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Im2colTile]:
     """At most ``count`` tiles for this size, the one expected to be the fastest first, but those that are expected to
     be filled or stored for most of the time: out of the layer's, and if more are asked for, out of all."""
     found = _ranked(schedules(of_any_size(problem), device), problem, device)
@@ -60,7 +60,7 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[Unfo
     return list(dict.fromkeys(found))[:count]
 
 
-def _ranked(among: tuple[Schedule, ...], problem: StridedProblem, device: Device) -> list[UnfoldedTile]:
+def _ranked(among: tuple[Schedule, ...], problem: StridedProblem, device: Device) -> list[Im2colTile]:
     most = _most_clocks(problem, device)
     timed = (
         (clocks(problem, one, device.multiprocessors, passes), i, one)
@@ -78,7 +78,7 @@ def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
     return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
 
 
-def for_size(tile: UnfoldedTile, problem: StridedProblem) -> Iterator[UnfoldedTile]:
+def for_size(tile: Im2colTile, problem: StridedProblem) -> Iterator[Im2colTile]:
     """The tile with as many splits as this size allows, if any."""
     geometry = problem.geometry
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -96,7 +96,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
     if layer.geometry.kernel == layer.step and not layer.one_pixel:
         sizes, weights = [*sizes, sized(layer, *PATCHES)], [*weights, 1.0]
 
-    def times(tile: UnfoldedTile, passes: float) -> list[float]:
+    def times(tile: Im2colTile, passes: float) -> list[float]:
         return [_least(tile, passes, size, device) for size in sizes]
 
     plain = {tile: times(tile, 1.0) for tile in tiles(layer, device)}
@@ -108,10 +108,10 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
         passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
-    return covering(found, weights, (), share_of_unfolded(layer, device))
+    return covering(found, weights, (), share_of_im2col(layer, device))
 
 
-def _least(tile: UnfoldedTile, passes: float, problem: StridedProblem, device: Device) -> float:
+def _least(tile: Im2colTile, passes: float, problem: StridedProblem, device: Device) -> float:
     """The expected time with the best number of splits, or that of grad_input/implicit_gemm_wgmma.cu where that
     computes it."""
     best = min(

@@ -45,7 +45,7 @@ LAUNCH_CLOCKS = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class UnfoldedTile:
+class Im2colTile:
     """What one block computes: cells of ``images`` x ``rows`` x ``cols``, as many multiplies as hold them."""
 
     images: int
@@ -87,7 +87,7 @@ def word(problem: StridedProblem) -> int:
     return 4 // problem.item
 
 
-def fold(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def fold(problem: StridedProblem, tile: Im2colTile) -> int:
     """Columns that are a dimension of their own, 1 if none are."""
     return FOLD if tile.box_w > MOST_BOX else 1
 
@@ -97,7 +97,7 @@ def alignment(problem: StridedProblem, box_is_wide: bool) -> int:
     return FOLD if box_is_wide else ALIGNMENT // problem.item
 
 
-def lead(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def lead(problem: StridedProblem, tile: Im2colTile) -> int:
     """Columns of a box before the first that a tap reaches."""
     return -problem.geometry.padding[1] % alignment(problem, tile.box_w > MOST_BOX)
 
@@ -112,11 +112,11 @@ def least_box_w(problem: StridedProblem, cols: int) -> int:
     raise AssertionError
 
 
-def box_h(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def box_h(problem: StridedProblem, tile: Im2colTile) -> int:
     return (tile.rows - 1) * problem.step[0] + problem.reach[0] + 1
 
 
-def steps(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def steps(problem: StridedProblem, tile: Im2colTile) -> int:
     """Steps of k of one stage of the input."""
     return tile.stage_channels * problem.geometry.taps // (STEP_WORDS * word(problem))
 
@@ -126,12 +126,12 @@ def round_stages(steps: int) -> int:
     return 4 // gcd(4, steps)
 
 
-def rounds(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def rounds(problem: StridedProblem, tile: Im2colTile) -> int:
     channels = tile.stage_channels * round_stages(steps(problem, tile))
     return ceil_div(problem.geometry.in_channels_per_group, channels)
 
 
-def place(problem: StridedProblem, tile: UnfoldedTile, k: int) -> int:
+def place(problem: StridedProblem, tile: Im2colTile, k: int) -> int:
     """Elements from a cell's first to the ``k``-th of a stage; mirrors grad_input/im2col.cu."""
     geometry = problem.geometry
     channel, tap = divmod(k, geometry.taps)
@@ -140,14 +140,14 @@ def place(problem: StridedProblem, tile: UnfoldedTile, k: int) -> int:
     return rows * tile.box_w + kw * geometry.dilation[1]
 
 
-def halves(problem: StridedProblem, tile: UnfoldedTile) -> bool:
+def halves(problem: StridedProblem, tile: Im2colTile) -> bool:
     """Whether the two taps of a word are loaded apart: they do not lie in one word of the box, of any cell."""
     geometry = problem.geometry
     together = geometry.kernel[1] % 2 == 0 and geometry.dilation[1] == 1 and problem.step[1] % 2 == 0
     return word(problem) == 2 and not (together and lead(problem, tile) % 2 == 0)
 
 
-def regular(problem: StridedProblem, tile: UnfoldedTile) -> bool:
+def regular(problem: StridedProblem, tile: Im2colTile) -> bool:
     """Whether any four words of k lie to one another as the first four do."""
     size = word(problem)
     places = [place(problem, tile, k) for k in range(STEP_WORDS * steps(problem, tile) * size)]
@@ -157,12 +157,12 @@ def regular(problem: StridedProblem, tile: UnfoldedTile) -> bool:
     )
 
 
-def input_bytes(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def input_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
     """Of one stage."""
     return tile.images * tile.stage_channels * box_h(problem, tile) * tile.box_w * problem.item
 
 
-def shared_bytes(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def shared_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
     """Shared memory of one block; the kernel asserts that they agree."""
     return (
         1024
@@ -171,13 +171,13 @@ def shared_bytes(problem: StridedProblem, tile: UnfoldedTile) -> int:
     )
 
 
-def tile_counts(problem: StridedProblem, tile: UnfoldedTile) -> tuple[int, int, int]:
+def tile_counts(problem: StridedProblem, tile: Im2colTile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns."""
     rows, cols = problem.cells
     return ceil_div(problem.geometry.batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
 
 
-def work_count(problem: StridedProblem, tile: UnfoldedTile) -> int:
+def work_count(problem: StridedProblem, tile: Im2colTile) -> int:
     """Turns of blocks."""
     images, rows, cols = tile_counts(problem, tile)
     geometry = problem.geometry
@@ -185,7 +185,7 @@ def work_count(problem: StridedProblem, tile: UnfoldedTile) -> int:
     return images * rows * cols * blocks * geometry.groups * tile.splits
 
 
-def conflicts(problem: StridedProblem, tile: UnfoldedTile) -> float:
+def conflicts(problem: StridedProblem, tile: Im2colTile) -> float:
     """How many passes over the banks of shared memory a load of the cells' words takes, on average."""
     width, size = tile.cols, word(problem)
     image = tile.stage_channels * box_h(problem, tile) * tile.box_w
@@ -211,7 +211,7 @@ def conflicts(problem: StridedProblem, tile: UnfoldedTile) -> float:
     return sum(passes) / len(passes)
 
 
-def clocks(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int, passes: float) -> float:
+def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, passes: float) -> float:
     """About how long it takes, what comes from memory left aside: it is the same for all tiles but what splits cost.
     ``passes``: over the banks, of a load."""
     geometry = problem.geometry
@@ -244,7 +244,7 @@ def macs(problem: StridedProblem) -> int:
     return cells * geometry.out_channels * geometry.in_channels_per_group * geometry.taps
 
 
-def legal(problem: StridedProblem, tile: UnfoldedTile) -> bool:
+def legal(problem: StridedProblem, tile: Im2colTile) -> bool:
     """Whether the kernel is right for this size, and the engine can bring its boxes."""
     if problem.geometry.width % fold(problem, tile):
         return False
@@ -255,7 +255,7 @@ def legal(problem: StridedProblem, tile: UnfoldedTile) -> bool:
     return aligned or problem.cells[1] <= tile.cols
 
 
-def tiles(problem: StridedProblem, device: Device) -> Iterator[UnfoldedTile]:
+def tiles(problem: StridedProblem, device: Device) -> Iterator[Im2colTile]:
     """Tiles that the kernel can compute sizes of this layer with, whatever its size, in no order; 2 splits stand for
     any number of them above 1."""
     channels = _stage_channels(problem)
@@ -270,7 +270,7 @@ def tiles(problem: StridedProblem, device: Device) -> Iterator[UnfoldedTile]:
                 yield staged
 
 
-def variants(problem: StridedProblem, tile: UnfoldedTile, device: Device) -> Iterator[UnfoldedTile]:
+def variants(problem: StridedProblem, tile: Im2colTile, device: Device) -> Iterator[Im2colTile]:
     """The tile with other places in shared memory and in registers, in no order."""
     for box_w, paired in product(_padded(problem, tile.box_w), (True, False)):
         staged = _with_stages(problem, replace(tile, box_w=box_w, paired=paired), device)
@@ -278,7 +278,7 @@ def variants(problem: StridedProblem, tile: UnfoldedTile, device: Device) -> Ite
             yield staged
 
 
-def _fits(problem: StridedProblem, tile: UnfoldedTile) -> bool:
+def _fits(problem: StridedProblem, tile: Im2colTile) -> bool:
     """Whether its boxes are ones of the engine, and its offsets find registers."""
     if max(tile.images, box_h(problem, tile)) > MOST_BOX or fold(problem, tile) * MOST_BOX < tile.box_w:
         return False
@@ -301,7 +301,7 @@ def _stage_channels(problem: StridedProblem) -> int | None:
     return None
 
 
-def _shapes(problem: StridedProblem, channels: int) -> Iterator[UnfoldedTile]:
+def _shapes(problem: StridedProblem, channels: int) -> Iterator[Im2colTile]:
     out_channels = problem.geometry.out_channels_per_group
     for warpgroups, m_tiles, width in SHAPES:
         if width >= 2 * out_channels and width > 64:
@@ -312,14 +312,14 @@ def _shapes(problem: StridedProblem, channels: int) -> Iterator[UnfoldedTile]:
             for rows in range(cells // cols, 0, -1):
                 images, rest = divmod(cells // cols, rows)
                 box_w = least_box_w(problem, cols)
-                shape = UnfoldedTile(images, rows, cols, m_tiles, warpgroups, width, channels, box_w)
+                shape = Im2colTile(images, rows, cols, m_tiles, warpgroups, width, channels, box_w)
                 if rest == 0 and _fits(problem, shape):
                     yield shape
         if problem.geometry.kernel == problem.step:
             # Whole rows of maps of patches; those of fewer columns fit tiles of 16 as well (measured).
             cols = PATCHES[2]
             box_w = least_box_w(problem, cols)
-            shape = UnfoldedTile(1, cells // cols, cols, m_tiles, warpgroups, width, channels, box_w)
+            shape = Im2colTile(1, cells // cols, cols, m_tiles, warpgroups, width, channels, box_w)
             if _fits(problem, shape):
                 yield shape
 
@@ -331,7 +331,7 @@ def _padded(problem: StridedProblem, box_w: int) -> list[int]:
     return [box_w] if box_w > MOST_BOX else [width for width in sorted({box_w, more}) if width <= MOST_BOX]
 
 
-def _with_stages(problem: StridedProblem, tile: UnfoldedTile, device: Device) -> UnfoldedTile | None:
+def _with_stages(problem: StridedProblem, tile: Im2colTile, device: Device) -> Im2colTile | None:
     """The same with as many stages as look furthest ahead, if there is room for two of each."""
     none = shared_bytes(problem, replace(tile, input_stages=0, weight_stages=0))
     one_input = shared_bytes(problem, replace(tile, input_stages=1, weight_stages=0)) - none

@@ -19,7 +19,7 @@ MOST_COPIED, MOST_UNFOLDED = 2, 1
 MOST_STRIPS_CHANNELS = 256
 
 
-def share_of_boxes(layer: StridedProblem, device: Device) -> int:
+def share_of_tma(layer: StridedProblem, device: Device) -> int:
     """Those of tiles by boxes."""
     if layer.one_pixel:
         return 1
@@ -29,9 +29,9 @@ def share_of_boxes(layer: StridedProblem, device: Device) -> int:
     return MOST_COPIED - (pixels if _may_be_arranged(layer) else 0)
 
 
-def share_of_unfolded(layer: StridedProblem, device: Device) -> int:
+def share_of_im2col(layer: StridedProblem, device: Device) -> int:
     """Those of unfolded tiles."""
-    return min(share_of_boxes(layer, device), MOST_UNFOLDED if _may_be_arranged(layer) else MOST_COPIED)
+    return min(share_of_tma(layer, device), MOST_UNFOLDED if _may_be_arranged(layer) else MOST_COPIED)
 
 
 def share_of_tile(layer: StridedProblem, device: Device) -> int:
@@ -40,7 +40,7 @@ def share_of_tile(layer: StridedProblem, device: Device) -> int:
         return 1
     taken = 0
     if _shared(layer, device):
-        taken = share_of_boxes(layer, device)
+        taken = share_of_tma(layer, device)
         taken += MOST_UNFOLDED if _may_be_arranged(layer) else 0
     return max(1, MOST_KERNELS - _of_one_pixel(layer, device) - taken)
 

@@ -13,7 +13,7 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
-from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import BoxTile
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
@@ -84,7 +84,7 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
 
 def part_with_tile(
     problem: StridedProblem,
-    tile: BoxTile,
+    tile: TmaTile,
     multiprocessors: int = 132,
     grad_output: Argument = input_(0),  # noqa: B008 - plain data
     weight: Argument = input_(2),  # noqa: B008
@@ -125,7 +125,7 @@ def part_with_tile(
 
 
 @lru_cache(maxsize=4096)
-def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
+def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
     """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
     shared memory that it takes."""
     shared, split = grad_input_tma_tile.shared_bytes(layer, tile), tile.splits > 1
@@ -158,7 +158,7 @@ def _compiled(layer: StridedProblem, tile: BoxTile) -> tuple[Kernel, int]:
     ), shared
 
 
-def _grad_output_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> TensorMap:
+def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> TensorMap:
     """Channels, groups if there are several, columns, rows, images."""
     geometry = problem.geometry
     pixel = geometry.in_channels * problem.item
@@ -204,7 +204,7 @@ def _without_groups(values: tuple[int, ...]) -> tuple[int, ...]:
     return values[:1] + values[2:]
 
 
-def _weight_map(problem: StridedProblem, tile: BoxTile, base: Argument) -> TensorMap:
+def _weight_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> TensorMap:
     """Channels of the output, taps, channels of the input, groups."""
     geometry = problem.geometry
     group = geometry.in_channels_per_group * problem.item

@@ -11,9 +11,9 @@ from functools import lru_cache
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.schedules import covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
-from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_boxes
+from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
-    BoxTile,
+    TmaTile,
     chunks,
     clocks,
     legal,
@@ -42,7 +42,7 @@ LEAST_CLOCKS = 10000
 SPLITS = (2, 4)
 
 
-def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxTile]:
+def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[TmaTile]:
     """At most ``count`` tiles for this size, the one expected to be the fastest first: out of the layer's, and if more
     are asked for, out of all."""
     found = _ranked(schedules(of_any_size(problem), device), problem, device)
@@ -51,12 +51,12 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[BoxT
     return list(dict.fromkeys(found))[:count]
 
 
-def _ranked(among: tuple[BoxTile, ...], problem: StridedProblem, device: Device) -> list[BoxTile]:
+def _ranked(among: tuple[TmaTile, ...], problem: StridedProblem, device: Device) -> list[TmaTile]:
     sized_tiles = [tile for one in among for tile in for_size(one, problem)]
     return sorted(sized_tiles, key=lambda tile: expected(problem, tile, device))
 
 
-def for_size(tile: BoxTile, problem: StridedProblem) -> Iterator[BoxTile]:
+def for_size(tile: TmaTile, problem: StridedProblem) -> Iterator[TmaTile]:
     """The tile with as many splits as this size allows, if any."""
     geometry = problem.geometry
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -66,7 +66,7 @@ def for_size(tile: BoxTile, problem: StridedProblem) -> Iterator[BoxTile]:
             yield one
 
 
-def expected(problem: StridedProblem, tile: BoxTile, device: Device) -> float:
+def expected(problem: StridedProblem, tile: TmaTile, device: Device) -> float:
     """About how many clocks it takes, more where another kind of tile was measured to be the faster."""
     steps = problem.geometry.taps * chunks(problem)
     found = clocks(problem, tile, device.multiprocessors)
@@ -80,7 +80,7 @@ def expected(problem: StridedProblem, tile: BoxTile, device: Device) -> float:
     return found * ONE_TEAM if steps <= TEAM_STEPS * problem.item else found
 
 
-def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
+def _teams_pay(problem: StridedProblem, tile: TmaTile, device: Device) -> bool:
     """Whether a tile of two teams is one of those that were measured to be the faster."""
     works = work_count(problem, tile)
     turns = ceil_div(works, device.multiprocessors)
@@ -99,7 +99,7 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
 
 
 @lru_cache(maxsize=1024)
-def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
+def schedules(layer: StridedProblem, device: Device) -> tuple[TmaTile, ...]:
     """The tiles of a layer (``of_any_size``). The first takes any size; each of the others is the one that brings the
     expected time of ``representatives`` closest to the best of all tiles."""
     sizes, weights = representatives(layer)
@@ -107,10 +107,10 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
     always = [
         tile for tile in times if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
     ]
-    return covering(times, weights, always, share_of_boxes(layer, device))
+    return covering(times, weights, always, share_of_tma(layer, device))
 
 
-def _least(tile: BoxTile, problem: StridedProblem, device: Device) -> float:
+def _least(tile: TmaTile, problem: StridedProblem, device: Device) -> float:
     """The expected time with the best number of splits; infinite where the tile is not right for the size."""
     times = (LEAST_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem))
     return min(times, default=math.inf)

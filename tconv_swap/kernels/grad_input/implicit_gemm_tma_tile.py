@@ -36,7 +36,7 @@ LAUNCH_CLOCKS = 5000
 
 
 @dataclass(frozen=True, slots=True)
-class BoxTile:
+class TmaTile:
     """What one block computes. A multiply is 64 cells, 8 groups of 8; ``groups_along`` and ``multiplies_along`` say
     along which axis of the map ("h", "w", or images "n") they follow each other; "" with a flat map. ``dense`` (flat,
     too): the tile is so many cells in a row, wherever they begin, of maps of ``cols`` columns at most."""
@@ -90,7 +90,7 @@ def can_be_flat(problem: StridedProblem) -> bool:
     return problem.flat and problem.geometry.height == problem.cells[0] * problem.step[0]
 
 
-def box_size(problem: StridedProblem, tile: BoxTile) -> tuple[int, int]:
+def box_size(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
     """Rows and columns of grad_output's pixels of one phase that a tile reads."""
     if tile.dense:
         width = problem.cells[1]
@@ -99,12 +99,12 @@ def box_size(problem: StridedProblem, tile: BoxTile) -> tuple[int, int]:
     return tile.rows + shift_h, tile.cols + (0 if tile.narrow else shift_w)
 
 
-def _dense_rows(tile: BoxTile, width: int) -> int:
+def _dense_rows(tile: TmaTile, width: int) -> int:
     """Rows of a map that hold a tile, wherever it begins."""
     return ceil_div(width - gcd(tile.cells, width) + tile.cells, width)
 
 
-def pitches(problem: StridedProblem, tile: BoxTile) -> dict[str, int]:
+def pitches(problem: StridedProblem, tile: TmaTile) -> dict[str, int]:
     """How far the groups and the multiplies of a warpgroup lie apart, in the input's stage and in what is stored."""
     if tile.flat:
         return dict(GROUP_PIXELS=8, MULTIPLY_PIXELS=64, GROUP_PLACES=8, MULTIPLY_PLACES=64)
@@ -135,7 +135,7 @@ def slices_first(problem: StridedProblem) -> bool:
     return problem.most_shift == (0, 0) and chunks(problem) == 2
 
 
-def slice_count(problem: StridedProblem, tile: BoxTile) -> int:
+def slice_count(problem: StridedProblem, tile: TmaTile) -> int:
     rows, cols = problem.phases_used
     return len(rows) * (problem.geometry.kernel[1] if tile.narrow else len(cols))
 
@@ -144,20 +144,20 @@ def chunks(problem: StridedProblem) -> int:
     return ceil_div(problem.geometry.in_channels_per_group * problem.item, ROW_BYTES)
 
 
-def box_bytes(problem: StridedProblem, tile: BoxTile) -> int:
+def box_bytes(problem: StridedProblem, tile: TmaTile) -> int:
     """Of a box of grad_output."""
     box_h, box_w = box_size(problem, tile)
     return tile.images * box_h * box_w * ROW_BYTES
 
 
-def input_bytes(problem: StridedProblem, tile: BoxTile) -> int:
+def input_bytes(problem: StridedProblem, tile: TmaTile) -> int:
     """The same of any size that the tile takes, at most."""
     if tile.dense:
         return max(width * _dense_rows(tile, width) for width in range(1, tile.cols + 1)) * ROW_BYTES
     return box_bytes(problem, tile)
 
 
-def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
+def shared_bytes(problem: StridedProblem, tile: TmaTile) -> int:
     """Shared memory of one block; the kernel asserts that they agree."""
     return (
         1024
@@ -167,7 +167,7 @@ def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
     )
 
 
-def tile_counts(problem: StridedProblem, tile: BoxTile) -> tuple[int, int, int]:
+def tile_counts(problem: StridedProblem, tile: TmaTile) -> tuple[int, int, int]:
     """Tiles of cells along the images, the rows and the columns."""
     batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
     if tile.dense:
@@ -177,7 +177,7 @@ def tile_counts(problem: StridedProblem, tile: BoxTile) -> tuple[int, int, int]:
     return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
 
 
-def work_count(problem: StridedProblem, tile: BoxTile) -> int:
+def work_count(problem: StridedProblem, tile: TmaTile) -> int:
     """Turns of blocks."""
     images, rows, cols = tile_counts(problem, tile)
     geometry = problem.geometry
@@ -185,7 +185,7 @@ def work_count(problem: StridedProblem, tile: BoxTile) -> int:
     return images * rows * cols * blocks * geometry.groups * tile.splits
 
 
-def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> float:
+def clocks(problem: StridedProblem, tile: TmaTile, multiprocessors: int) -> float:
     """About how long it takes, what comes from memory left aside: it is the same for all tiles but what splits cost."""
     geometry = problem.geometry
     out_item = 4 if tile.splits > 1 else problem.item
@@ -202,7 +202,7 @@ def clocks(problem: StridedProblem, tile: BoxTile, multiprocessors: int) -> floa
     return total
 
 
-def legal(problem: StridedProblem, tile: BoxTile) -> bool:
+def legal(problem: StridedProblem, tile: TmaTile) -> bool:
     """Whether the kernel is right for this size, and the engine can bring its boxes."""
     geometry, (step_h, step_w) = problem.geometry, problem.step
     if tile.flat and not can_be_flat(problem):
@@ -217,7 +217,7 @@ def legal(problem: StridedProblem, tile: BoxTile) -> bool:
     return max((box_h - 1) * step_h + 1, (box_w - 1) * step_w + 1) <= MOST_BOX
 
 
-def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
+def tiles(problem: StridedProblem, device: Device) -> Iterator[TmaTile]:
     """Tiles that the kernel can compute sizes of this layer with, whatever its size, in no order; 2 splits stand for
     any number of them above 1."""
     for shape in dict.fromkeys(_shapes(problem)):
@@ -230,7 +230,7 @@ def tiles(problem: StridedProblem, device: Device) -> Iterator[BoxTile]:
                 yield staged
 
 
-def _with_stages(problem: StridedProblem, tile: BoxTile, device: Device) -> BoxTile | None:
+def _with_stages(problem: StridedProblem, tile: TmaTile, device: Device) -> TmaTile | None:
     """The same with as many stages as look furthest ahead, if there is room for two of each."""
     taps = problem.geometry.taps / slice_count(problem, tile)
     none = shared_bytes(problem, replace(tile, input_stages=0, weight_stages=0))
@@ -247,7 +247,7 @@ def _with_stages(problem: StridedProblem, tile: BoxTile, device: Device) -> BoxT
     return found
 
 
-def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
+def _shapes(problem: StridedProblem) -> Iterator[TmaTile]:
     channels = problem.geometry.out_channels_per_group
     for warpgroups, m_tiles in ((2, 2), (2, 1), (3, 1), (1, 2), (1, 1)):
         # A thread has 168 registers, one of three warpgroups 144.
@@ -265,20 +265,20 @@ def _shapes(problem: StridedProblem) -> Iterator[BoxTile]:
                         yield replace(made, teams=2)
 
 
-def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
+def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
     """All rows are of one map: so many cells in a row, or pieces of rows."""
     if not problem.flat:
         return
     own = 64 * m_tiles
-    yield BoxTile(1, 1, DENSE_COLS, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True, dense=True)
+    yield TmaTile(1, 1, DENSE_COLS, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True, dense=True)
     # Equals in this order: rows of more than 64 cells were the slower.
     for cols in (64, 32, 16, 8, 128):
         if cols <= own:
             rows = own // cols * warpgroups
-            yield BoxTile(1, rows, cols, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True)
+            yield TmaTile(1, rows, cols, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True)
 
 
-def _mapped_shapes(warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
+def _mapped_shapes(warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
     for width, groups, multiplies, along in product(
         (NARROW_COLS, 8), "hwn", "hwn", "hn" if warpgroups > 1 else "h"
     ):
@@ -289,17 +289,17 @@ def _mapped_shapes(warpgroups: int, m_tiles: int) -> Iterator[BoxTile]:
         size[multiplies] *= m_tiles
         size[along] *= warpgroups
         shared = warpgroups if along == "h" else 1
-        yield BoxTile(size["n"], size["h"], size["w"], groups, multiplies, m_tiles, warpgroups, shared, 0)
+        yield TmaTile(size["n"], size["h"], size["w"], groups, multiplies, m_tiles, warpgroups, shared, 0)
 
 
-def may_be_phased(problem: StridedProblem, tile: BoxTile) -> bool:
+def may_be_phased(problem: StridedProblem, tile: TmaTile) -> bool:
     """Whether grad_output's columns are whole strides, and boxes of one phase of them what the tile reads."""
     geometry = problem.geometry
     mapped = not (tile.narrow or tile.flat)
     return mapped and geometry.groups == 1 and geometry.width % problem.step[1] == 0
 
 
-def _for_engine(problem: StridedProblem, tile: BoxTile) -> BoxTile | None:
+def _for_engine(problem: StridedProblem, tile: TmaTile) -> TmaTile | None:
     """The tile, if the engine can bring its boxes: by phases only what has too many columns otherwise."""
     if tile.dense:
         return tile

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.gradients.gather_tile import GatherTile, fitting, loads, rows
+from tconv_swap.kernels.gradients.grad_output_tile import (
+    GradOutputTile,
+    fitting,
+    loads,
+    rows,
+    side_by_side,
+)
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Constant, Launch
@@ -28,11 +35,11 @@ CHUNK_TAPS = 256
 WEIGHT_REGISTERS = 96
 #: Accesses with which a thread brings its part of a tile.
 MAX_LOADS = 96
-#: PLACES_KEPT and AHEAD of csrc/kernels/gradients/gather.cuh.
-KEPT_PLACES = 12
+#: OFFSETS_IN_REGISTERS and AHEAD of csrc/kernels/gradients/grad_output_tile.cuh.
+MAX_KEPT_OFFSETS = 12
 AHEAD_BYTES = 64
 #: m tiles times n tiles of a warp of grad_weight, without and with IEEE's products.
-MOST_SUMS = {False: 24, True: 12}
+MAX_SUM_TILES = {False: 24, True: 12}
 #: Units of 16 pixels that a warp of grad_weight adds up one after the other, in TF32 or 16 bits (there the multiplier
 #: cuts off) and in IEEE: rounding errors grow with the root of it, 2e-8 of the result for one
 #: (docs/kernels/narrow_grad_weight.md).
@@ -53,6 +60,57 @@ BIAS_CHANNELS = 16
 TF32, IEEE = 0, 3
 
 
+@dataclass(frozen=True, slots=True)
+class NarrowTile:
+    """The constants that the kernels of both gradients have, and what a tile of either costs.
+
+    ``registers``: of a thread, as expected. ``shared_bytes``: of a block. ``passes``: how often a load of grad_output
+    from shared memory goes over the banks, on average.
+    """
+
+    grad_output: GradOutputTile
+    m_tiles: int
+    n_tiles: int
+    warps_m: int
+    registers: int
+    shared_bytes: int
+    passes: float
+
+    @property
+    def resident(self) -> int:
+        """Returns how many blocks a multiprocessor runs at a time."""
+        return resident_blocks(self.registers, self.grad_output, self.shared_bytes)
+
+    @property
+    def shared_constants(self) -> tuple[tuple[str, Constant], ...]:
+        """Returns the constants that the kernels of both gradients have."""
+        wanted = resident_blocks(self.registers + REGISTER_MARGIN, self.grad_output, self.shared_bytes)
+        return (
+            *self.grad_output.constants,
+            ("M_TILES", self.m_tiles),
+            ("N_TILES", self.n_tiles),
+            ("WARPS_M", self.warps_m),
+            ("MIN_BLOCKS", wanted),
+        )
+
+    def blocks_of_a_row(self, geometry: Geometry) -> int:
+        """Returns how many blocks share one row of tiles: over the columns, the groups and the input channels."""
+        m_blocks = ceil_div(geometry.in_channels_per_group, 16 * self.m_tiles * self.warps_m)
+        tiles_w = ceil_div(geometry.width, self.grad_output.tile_w)
+        return m_blocks * (geometry.groups // self.grad_output.block_groups) * tiles_w
+
+
+def channel_tiles(problem: Problem) -> Iterator[tuple[int, int, int]]:
+    """Yields how a block may share out the input channels: tiles of 16 channels of a warp, warps of a group, and groups
+    of a block. A block of several groups has all channels of each."""
+    m_total = ceil_div(problem.geometry.in_channels_per_group, 16)
+    groups_of_a_block = side_by_side(problem.geometry, problem.channels_last, problem.dtype.itemsize, 8)
+    for m_tiles, groups in product(sorted({min(2, m_total), min(4, m_total)}), groups_of_a_block):
+        warps_m = min(4, ceil_div(m_total, m_tiles))
+        if groups == 1 or warps_m * m_tiles >= m_total:
+            yield m_tiles, warps_m, groups
+
+
 def claims(problem: Problem, device: Device) -> bool:
     """Whether the narrow gradients take a problem."""
     geometry = problem.geometry
@@ -66,9 +124,9 @@ def claims(problem: Problem, device: Device) -> bool:
     )
 
 
-def loads_rows(problem: Problem, gather: GatherTile) -> bool:
+def loads_rows(problem: Problem, grad_output: GradOutputTile) -> bool:
     """Whether rows of grad_output hold whole loads of the tile."""
-    return problem.channels_last or problem.geometry.out_width % gather.load == 0
+    return problem.channels_last or problem.geometry.out_width % grad_output.load == 0
 
 
 def input_bytes(geometry: Geometry) -> int:
@@ -119,19 +177,21 @@ def chunk_shapes(geometry: Geometry, block_groups: int, most: int) -> Iterator[t
                 yield count, kernel_rows
 
 
-def loader_registers(problem: Problem, gather: GatherTile) -> int:
-    count = loads(problem.geometry, gather, problem.channels_last)
-    kept = 3 * count if count <= KEPT_PLACES else 10
-    if gather.async_:
+def loader_registers(problem: Problem, grad_output: GradOutputTile) -> int:
+    count = loads(problem.geometry, grad_output, problem.channels_last)
+    kept = 3 * count if count <= MAX_KEPT_OFFSETS else 10
+    if grad_output.async_:
         return kept
-    pack = gather.load * problem.dtype.itemsize
+    pack = grad_output.load * problem.dtype.itemsize
     return kept + ceil_div(pack, 4) * count + 15 if count * pack <= AHEAD_BYTES else 45 + 2 * pack
 
 
-def resident_blocks(registers: int, gather: GatherTile, shared_bytes: int) -> int:
+def resident_blocks(registers: int, grad_output: GradOutputTile, shared_bytes: int) -> int:
     """Blocks of a multiprocessor, with so many registers a thread."""
     by_shared_memory = MULTIPROCESSOR_SHARED_BYTES // (shared_bytes + 1024)
-    return max(1, min(REGISTERS // (registers * gather.threads), by_shared_memory, 2048 // gather.threads))
+    return max(
+        1, min(REGISTERS // (registers * grad_output.threads), by_shared_memory, 2048 // grad_output.threads)
+    )
 
 
 def powers(most: int) -> Iterator[int]:
@@ -141,11 +201,11 @@ def powers(most: int) -> Iterator[int]:
         power *= 2
 
 
-def loadable(problem: Problem, gather: GatherTile) -> bool:
+def loadable(problem: Problem, grad_output: GradOutputTile) -> bool:
     geometry = problem.geometry
     return (
-        loads(geometry, gather, problem.channels_last) <= MAX_LOADS
-        and rows(geometry, gather) * geometry.stride[0] < 4096
+        loads(geometry, grad_output, problem.channels_last) <= MAX_LOADS
+        and rows(geometry, grad_output) * geometry.stride[0] < 4096
     )
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from math import ceil
 
-from tconv_swap.kernels.gradients.gather_tile import GatherTile, columns, loads, rows, sectors
-from tconv_swap.kernels.gradients.narrow_mma import KEPT_PLACES, rounds_nothing
+from tconv_swap.kernels.gradients.grad_output_tile import GradOutputTile, columns, loads, rows, sectors
+from tconv_swap.kernels.gradients.narrow_mma import MAX_KEPT_OFFSETS, rounds_nothing
 from tconv_swap.kernels.problem import Device, Problem
 
 #: Microseconds for each, and on top of that where few warps hide each other's waits, times 8 / warps.
@@ -110,7 +110,7 @@ class Multiplies:
     m_tiles: int
     n_tiles: int
     passes: float
-    #: Reads of shared memory for each m tile, beside the gather.
+    #: Reads of shared memory for each m tile, beside the grad_output.
     other_reads: int
 
 
@@ -126,7 +126,7 @@ def microseconds(work: Work, prices: Prices, warps: float) -> float:
 
 def work_of(
     problem: Problem,
-    gather: GatherTile,
+    grad_output: GradOutputTile,
     multiplies: Multiplies,
     device: Device,
     tiles: int,
@@ -155,21 +155,26 @@ def work_of(
         products, additions, splitting = (2, 2, 3) if few_channels else (3, 4, 3)
     m, n = multiplies.m_tiles, multiplies.n_tiles
     instructions = n * 2 * (1 + splitting) + 2 + m * 4 * (1 + splitting) + m * n * (products + additions)
-    elements = gather.channels * rows(geometry, gather) * columns(geometry, gather, channels_last) / 32
-    count = loads(geometry, gather, channels_last)
+    elements = (
+        grad_output.channels
+        * rows(geometry, grad_output)
+        * columns(geometry, grad_output, channels_last)
+        / 32
+    )
+    count = loads(geometry, grad_output, channels_last)
     work = Work(
         reads=share * multiplies.steps * (2 * n * multiplies.passes + multiplies.other_reads * m),
         multiplies=share * multiplies.steps * m * n * products,
         instructions=share * multiplies.steps * instructions,
-        copies=share * chunks * elements / gather.load,
-        places=share * chunks * elements / gather.load if count > KEPT_PLACES else 0.0,
-        puts=0.0 if gather.async_ else share * chunks * elements,
+        copies=share * chunks * elements / grad_output.load,
+        places=share * chunks * elements / grad_output.load if count > MAX_KEPT_OFFSETS else 0.0,
+        puts=0.0 if grad_output.async_ else share * chunks * elements,
         weights=weights / 32 / multiprocessors,
         inputs=share * inputs,
-        loaded=tiles * chunks * sectors(geometry, gather, channels_last, bytes_) / multiprocessors,
+        loaded=tiles * chunks * sectors(geometry, grad_output, channels_last, bytes_) / multiprocessors,
         least=geometry.elements * bytes_ / multiprocessors,
         partials=partial_bytes / multiprocessors,
         steps=share * chunks / occupied,
         rounds=max(1.0, rounds),
     )
-    return work, occupied * gather.threads / 32
+    return work, occupied * grad_output.threads / 32

@@ -5,8 +5,8 @@
 //
 // A tile serves TILE_H x TILE_W input pixels of an image, and a chunk of CHUNK_CO channels of each of BLOCK_GROUPS
 // groups and CHUNK_KH rows of the kernel (all, or one). It lies as float32 [channel][row][column] in either layout:
-// rows that no tap touches are left out, and the STRIDE_W columns of an input pixel lie CELL words apart from the
-// next pixel's (CELL, ROW_PITCH and PLANE are chosen so that a warp's gather meets different banks). Outside of the
+// rows that no tap touches are left out, and the STRIDE_W columns of an input pixel lie PIXEL_PITCH words apart from the
+// next pixel's (PIXEL_PITCH, ROW_PITCH and PLANE are chosen so that a warp's gather meets different banks). Outside of the
 // output lie zeros. LOAD elements travel together: neighbours in a row, or in channels_last channels of a pixel; by
 // cp.async (ASYNC: float, sm_80) into one of two buffers, else through registers.
 //
@@ -27,7 +27,7 @@ constexpr int LOAD_W = CHANNELS_LAST ? 1 : LOAD, LOAD_C = CHANNELS_LAST ? LOAD :
 constexpr int SHIFT = (LOAD_W - PADDING_W % LOAD_W) % LOAD_W;  // columns added on the left, to align it
 constexpr int COLUMNS = ceil_div(SHIFT + (TILE_W - 1) * STRIDE_W + (KERNEL_W - 1) * DILATION_W + 1, LOAD_W) * LOAD_W;
 constexpr int CHANNELS = BLOCK_GROUPS * CHUNK_CO;
-constexpr int GRAD_OUTPUT_TILE = CHANNELS * PLANE;
+constexpr int GRAD_OUTPUT_TILE_WORDS = CHANNELS * PLANE;
 constexpr int BUFFERS = ASYNC ? 2 : 1;
 
 // Taps of a chunk, of one group: [co][kh][kw]. Chunks follow each other in the same order.
@@ -36,19 +36,19 @@ constexpr int KH_CHUNKS = KERNEL_H / CHUNK_KH;
 constexpr int CHUNKS = CO_GROUP / CHUNK_CO * KH_CHUNKS;
 static_assert(CO_GROUP % CHUNK_CO == 0 && (CHUNK_KH == 1 || CHUNK_KH == KERNEL_H) && GROUPS % BLOCK_GROUPS == 0);
 
-constexpr int column_place(int column) { return column / STRIDE_W * CELL + column % STRIDE_W; }
+constexpr int column_offset(int column) { return column / STRIDE_W * PIXEL_PITCH + column % STRIDE_W; }
 
 // Bytes from a pixel's first place to that of one of its taps.
-__device__ __forceinline__ int tap_place(int tap) {
+__device__ __forceinline__ int tap_offset(int tap) {
   Digits digits{(unsigned)tap};
   const int kw = digits.next(KERNEL_W), kh = digits.next(CHUNK_KH);
-  return 4 * (digits.rest * PLANE + kh * TAP_ROWS * ROW_PITCH + column_place(SHIFT + kw * DILATION_W));
+  return 4 * (digits.rest * PLANE + kh * TAP_ROWS * ROW_PITCH + column_offset(SHIFT + kw * DILATION_W));
 }
 
 constexpr int VECTORS_W = COLUMNS / LOAD_W, VECTORS_C = CHANNELS / LOAD_C;
 constexpr int VECTORS = VECTORS_C * ROWS * VECTORS_W;
 constexpr int LOADS = ceil_div(VECTORS, THREADS);
-static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TILE < 1 << 19);
+static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TILE_WORDS < 1 << 19);
 
 // A tile's position: image, and which of the tiles below each other.
 struct Position {
@@ -65,7 +65,7 @@ struct Position {
 
 // A thread's part in filling tiles that lie below each other: the places of its vectors stay in registers, but where
 // these would be too many.
-constexpr bool PLACES_KEPT = LOADS <= 12;
+constexpr bool OFFSETS_IN_REGISTERS = LOADS <= 12;
 // What comes through registers is asked for ahead, but where it would take too many: it then goes to shared memory at once.
 constexpr bool AHEAD = !ASYNC && LOADS * LOAD * sizeof(Element) <= 64;
 struct GradOutputLoader {
@@ -76,14 +76,14 @@ struct GradOutputLoader {
   };
   const WalkSizes& sizes;
   const int first_column;
-  Place places[PLACES_KEPT ? LOADS : 1];
+  Place places[OFFSETS_IN_REGISTERS ? LOADS : 1];
   Raw<LOAD> ahead[AHEAD ? LOADS : 1];
   const Element* corner;
   int first_row;
 
   __device__ __forceinline__ GradOutputLoader(const WalkSizes& sizes, int column)
       : sizes(sizes), first_column(column - SHIFT) {
-    if constexpr (PLACES_KEPT) {
+    if constexpr (OFFSETS_IN_REGISTERS) {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) places[i] = located(i);
     }
@@ -97,10 +97,10 @@ struct GradOutputLoader {
     const int ow = first_column + column;
     const bool inside = (unsigned)ow < (unsigned)sizes.out_width && v < VECTORS;
     return {inside ? at_output(sizes, 0, channel, row * ROW_STEP, ow) : NONE,
-            (channel * PLANE + row * ROW_PITCH + column_place(column)) << 12 | row * ROW_STEP};
+            (channel * PLANE + row * ROW_PITCH + column_offset(column)) << 12 | row * ROW_STEP};
   }
   __device__ __forceinline__ Place place(int i) const {
-    if constexpr (PLACES_KEPT) return places[i];
+    if constexpr (OFFSETS_IN_REGISTERS) return places[i];
     return located(i);
   }
 
@@ -116,7 +116,7 @@ struct GradOutputLoader {
           ptx::copy_async_or_zero<4 * LOAD>(ptx::shared_address(tile + (at.to >> 12)), inside ? corner + at.from : image,
                                             inside);
       };
-      if constexpr (PLACES_KEPT) {
+      if constexpr (OFFSETS_IN_REGISTERS) {
 #pragma unroll
         for (int i = 0; i < LOADS; ++i) copy(i);
       } else {

@@ -1,5 +1,5 @@
-"""The tile of grad_output that both narrow gradients gather from (csrc/kernels/gradients/gather.cuh): its size and
-its layout."""
+"""The tile of grad_output in shared memory that the narrow kernels of both gradients read
+(csrc/kernels/gradients/grad_output_tile.cuh): its size and its pitches."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ LANES = tuple((lane // 4, lane % 4) for lane in range(32))
 
 
 @dataclass(frozen=True, slots=True)
-class GatherTile:
-    """The constants of csrc/kernels/gradients/gather.cuh, whose top says what each is."""
+class GradOutputTile:
+    """The constants of csrc/kernels/gradients/grad_output_tile.cuh, whose top says what each is."""
 
     tile_h: int
     tile_w: int
@@ -29,7 +29,7 @@ class GatherTile:
     load: int
     async_: bool
     threads: int
-    cell: int = 0
+    pixel_pitch: int = 0
     row_pitch: int = 0
     plane: int = 0
 
@@ -48,21 +48,21 @@ class GatherTile:
         return self.channels * self.plane * (2 if self.async_ else 1)
 
 
-def chunk_taps(geometry: Geometry, tile: GatherTile) -> int:
+def chunk_taps(geometry: Geometry, tile: GradOutputTile) -> int:
     return tile.chunk_co * tile.chunk_kh * geometry.kernel[1]
 
 
-def chunks(geometry: Geometry, tile: GatherTile) -> int:
+def chunks(geometry: Geometry, tile: GradOutputTile) -> int:
     return geometry.out_channels_per_group // tile.chunk_co * (geometry.kernel[0] // tile.chunk_kh)
 
 
-def rows(geometry: Geometry, tile: GatherTile) -> int:
+def rows(geometry: Geometry, tile: GradOutputTile) -> int:
     stride, dilation = geometry.stride[0], geometry.dilation[0]
     step = gcd(stride, dilation) if tile.chunk_kh > 1 else stride
     return ((tile.tile_h - 1) * stride + (tile.chunk_kh - 1) * dilation) // step + 1
 
 
-def columns(geometry: Geometry, tile: GatherTile, channels_last: bool) -> int:
+def columns(geometry: Geometry, tile: GradOutputTile, channels_last: bool) -> int:
     load = 1 if channels_last else tile.load
     reach = (tile.tile_w - 1) * geometry.stride[1] + (geometry.kernel[1] - 1) * geometry.dilation[1] + 1
     return round_up(_shift(geometry, load) + reach, load)
@@ -72,7 +72,7 @@ def _shift(geometry: Geometry, load: int) -> int:
     return -geometry.padding[1] % load
 
 
-def loads(geometry: Geometry, tile: GatherTile, channels_last: bool) -> int:
+def loads(geometry: Geometry, tile: GradOutputTile, channels_last: bool) -> int:
     """Accesses with which a thread brings its part of a tile."""
     elements = tile.channels * rows(geometry, tile) * columns(geometry, tile, channels_last)
     return ceil_div(elements // tile.load, tile.threads)
@@ -99,8 +99,8 @@ def of_one_pixel(geometry: Geometry) -> Geometry:
 
 @lru_cache(maxsize=16384)
 def laid_out(
-    geometry: Geometry, tile: GatherTile, channels_last: bool, pixels: tuple[int, ...], taps_on_rows: bool
-) -> tuple[GatherTile, float]:
+    geometry: Geometry, tile: GradOutputTile, channels_last: bool, pixels: tuple[int, ...], taps_on_rows: bool
+) -> tuple[GradOutputTile, float]:
     """The tile with the pitches at which a gather takes the fewest passes over the banks, and how many these are.
 
     ``pixels[i]`` is the pixel that the i-th row or k of a fragment reads, counted from the first; its taps are those
@@ -114,23 +114,23 @@ def laid_out(
     shift, chunk = _shift(geometry, 1 if channels_last else tile.load), (tile.chunk_co, tile.chunk_kh)
     # A tile is made of the best alone: making one costs more than a look at what _passes remembers.
     best: tuple[float, int, int, int] | None = None
-    for cell in range(stride, stride + 9):
-        if cell != stride and (cell % load or stride % load):
+    for pixel_pitch in range(stride, stride + 9):
+        if pixel_pitch != stride and (pixel_pitch % load or stride % load):
             continue
-        row = ceil_div(across, stride) * cell if cell != stride else across
+        row = ceil_div(across, stride) * pixel_pitch if pixel_pitch != stride else across
         for pad in range(0, BANKS, 4):
             pitch = round_up(row, 4) + pad
             plane = _plane(down * pitch, tile.channels, channels_last)
             # Places are told apart by their bank alone, but for those of one row.
-            pitches = (cell, pitch % BANKS + 256 * BANKS, plane % BANKS + 8192 * BANKS)
+            pitches = (pixel_pitch, pitch % BANKS + 256 * BANKS, plane % BANKS + 8192 * BANKS)
             passes = _passes(axes, shift, chunk, pitches, pixels, taps_on_rows)
             if best is None or (passes, plane) < best[:2]:
-                best = (passes, plane, cell, pitch)
+                best = (passes, plane, pixel_pitch, pitch)
             if down == 1 or passes == 1:
                 break
     assert best is not None
-    passes, plane, cell, pitch = best
-    return replace(tile, cell=cell, row_pitch=pitch, plane=plane), passes
+    passes, plane, pixel_pitch, pitch = best
+    return replace(tile, pixel_pitch=pixel_pitch, row_pitch=pitch, plane=plane), passes
 
 
 def _plane(words: int, channels: int, channels_last: bool) -> int:
@@ -152,20 +152,20 @@ def _passes(
 ) -> float:
     """Passes over the banks that a warp's gather takes, on average over the taps of a chunk."""
     kernel, stride, dilation = axes
-    cell, row_pitch, plane = pitches
+    pixel_pitch, row_pitch, plane = pitches
     step = gcd(stride[0], dilation[0]) if chunk[1] > 1 else stride[0]
     places = []
     for tap in range(chunk[0] * chunk[1] * kernel[1]):
         rest, kw = divmod(tap, kernel[1])
         co, kh = divmod(rest, chunk[1])
         across, column = divmod(shift + kw * dilation[1], stride[1])
-        places.append(co * plane + kh * dilation[0] // step * row_pitch + across * cell + column)
+        places.append(co * plane + kh * dilation[0] // step * row_pitch + across * pixel_pitch + column)
     width = 8 if taps_on_rows else 4
     groups = [places[i : i + width] for i in range(0, len(places), width)][:16]
     total = 0
     for taps in groups:
         words = {
-            pixels[t if taps_on_rows else g] * cell + taps[(g if taps_on_rows else t) % len(taps)]
+            pixels[t if taps_on_rows else g] * pixel_pitch + taps[(g if taps_on_rows else t) % len(taps)]
             for g, t in LANES
         }
         total += _most_in_a_bank(words)
@@ -201,7 +201,7 @@ def side_by_side(geometry: Geometry, channels_last: bool, element_bytes: int, mo
     return [n for n in options if n <= enough][-2:]
 
 
-def sectors(geometry: Geometry, tile: GatherTile, channels_last: bool, element_bytes: int) -> float:
+def sectors(geometry: Geometry, tile: GradOutputTile, channels_last: bool, element_bytes: int) -> float:
     """Bytes that one tile's loads bring, in whole sectors of 32."""
     down, across = rows(geometry, tile), columns(geometry, tile, channels_last)
     if not channels_last:
