@@ -128,7 +128,7 @@ def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarr
     own_h, own_n = tile.rows // tile.warpgroups_h, tile.images * tile.warpgroups_h // tile.warpgroups
     m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]
     pixels = m * constants["MULTIPLY_PIXELS"] + group * constants["GROUP_PIXELS"] + eight
-    places = m * constants["MULTIPLY_PLACES"] + group * constants["GROUP_PLACES"] + eight
+    places = m * constants["MULTIPLY_POSITIONS"] + group * constants["GROUP_POSITIONS"] + eight
     assert sorted(places.ravel()) == list(range(tile.m_tiles * 64)), "a place for each cell"
     blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
     for index in range(grad_input_tma_tile.work_count(posed, tile) // blocks):
@@ -236,7 +236,7 @@ def test_memory_brings_what_is_read_at_once(
     posed = as_convolution(plan.Problem(geometry, *mode, True, True))
     (part,) = grad_input_tma.part_candidates(posed, H200, 1)
     assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
-    assert dict(part.launches[0].kernel.constants)["SLICES_FIRST"] == slices_first
+    assert dict(part.launches[0].kernel.constants)["PHASE_MAJOR"] == slices_first
 
 
 def test_rows_wider_than_a_step_lets_a_box_span_come_by_phases() -> None:

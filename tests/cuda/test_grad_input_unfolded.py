@@ -84,7 +84,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     launches = grad_input_im2col.part_with_tile(posed, tile).launches
     main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
-    box_w, box_h, lead = constants["BOX_W"], constants["BOX_H"], constants["LEAD"]
+    box_w, box_h, lead = constants["BOX_W"], constants["BOX_H"], constants["ALIGNMENT_COLUMNS"]
     channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
     (height, width), (rows, cols) = (geometry.height, geometry.width), posed.cells
     grad_output = rng.standard_normal((geometry.batch, channels, height, width))

@@ -68,7 +68,7 @@ def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pyte
     tile = gradients_grad_output_tile.GradOutputTile(4, 16, 1, 3, 9, 1, True, 128)
     laid, passes = gradients_grad_output_tile.laid_out(RGB, tile, True, (0, 1, 2, 3), True)
     assert len(made) == 1
-    assert laid.cell >= 1
+    assert laid.pixel_pitch >= 1
     assert laid.row_pitch > 0
     assert laid.plane > 0
     assert passes >= 1

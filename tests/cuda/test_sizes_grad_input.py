@@ -217,10 +217,10 @@ def test_boxes_begin_where_the_engine_can_read_them(seed: int) -> None:
                 constants, source = dict(main.kernel.constants), main.tensor_maps[0]
                 assert max(source.box) <= 256
                 assert all(stride % 16 == 0 for stride in source.strides)
-                assert posed.geometry.width % constants["FOLD_W"] == 0
+                assert posed.geometry.width % constants["COLUMN_BLOCK"] == 0
                 tiles = grad_input_im2col_tile.tile_counts(posed, tile)[2]
-                align = max(constants["FOLD_W"], 16 // posed.item)
-                first = posed.geometry.padding[1] + constants["LEAD"]
+                align = max(constants["COLUMN_BLOCK"], 16 // posed.item)
+                first = posed.geometry.padding[1] + constants["ALIGNMENT_COLUMNS"]
                 starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
                 assert all(start % align == 0 for start in starts)
 

@@ -175,9 +175,9 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
     )
     if tile.wgmma:
         constants += (
-            ("FILL_WARPS", FILL_THREADS // 32),
-            ("FILL_REGISTERS", fill_share(tile)),
-            ("FILL_AHEAD", fill_ahead(layer, tile)),
+            ("PRODUCER_WARPS", FILL_THREADS // 32),
+            ("PRODUCER_REGISTERS", fill_share(tile)),
+            ("PHASES_AHEAD", fill_ahead(layer, tile)),
             ("M_PARTS", tile.m_parts),
         )
     kernel = Kernel(

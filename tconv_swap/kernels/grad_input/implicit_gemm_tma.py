@@ -139,7 +139,7 @@ def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
         ("TILE_W", tile.cols),
         ("M_TILES", tile.m_tiles),
         ("WARPGROUPS", tile.warpgroups),
-        ("TEAMS", tile.teams),
+        ("CONSUMERS", tile.teams),
         ("WARPGROUPS_H", tile.warpgroups_h),
         ("BLOCK_CHANNELS", tile.channels),
         *grad_input_tma_tile.pitches(layer, tile).items(),
@@ -147,8 +147,8 @@ def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
         ("PARTIAL", split),
-        ("SLICES_FIRST", tile.slices_first),
-        ("PHASED", tile.phased),
+        ("PHASE_MAJOR", tile.slices_first),
+        ("PHASE_DIMENSION", tile.phased),
         ("SHARED_BYTES", shared),
     )
     # With 128 sums, a thread's other registers are in some geometries a few words too little to store them by.

@@ -107,11 +107,11 @@ def _dense_rows(tile: TmaTile, width: int) -> int:
 def pitches(problem: StridedProblem, tile: TmaTile) -> dict[str, int]:
     """How far the groups and the multiplies of a warpgroup lie apart, in the input's stage and in what is stored."""
     if tile.flat:
-        return dict(GROUP_PIXELS=8, MULTIPLY_PIXELS=64, GROUP_PLACES=8, MULTIPLY_PLACES=64)
+        return dict(GROUP_PIXELS=8, MULTIPLY_PIXELS=64, GROUP_POSITIONS=8, MULTIPLY_POSITIONS=64)
     box_h, box_w = box_size(problem, tile)
     own_rows = tile.rows // tile.warpgroups_h
     found = {}
-    for name, height, width in (("PIXELS", box_h, box_w), ("PLACES", own_rows, tile.cols)):
+    for name, height, width in (("PIXELS", box_h, box_w), ("POSITIONS", own_rows, tile.cols)):
         one = {"w": 8, "h": max(1, 8 // tile.cols) * width, "n": height * width}
         found[f"GROUP_{name}"] = one[tile.groups_along]
         found[f"MULTIPLY_{name}"] = one[tile.multiplies_along] * (
