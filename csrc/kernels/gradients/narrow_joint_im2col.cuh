@@ -1,11 +1,11 @@
-// The patches of a tile of pixels, in shared memory, for both gradients to multiply:
+// The im2col rows of a tile of pixels, in shared memory, which both gradients multiply:
 //
-//   patch[pixel (ih, iw), tap (co, kh, kw)] = grad_output[co, ih * STRIDE_H - PADDING_H + kh * DILATION_H, (iw alike)]
+//   im2col[pixel (ih, iw), tap (co, kh, kw)] = grad_output[co, ih * STRIDE_H - PADDING_H + kh * DILATION_H, (iw alike)]
 //
-// A tile is PIXELS pixels of an image that follow each other. Rows of taps lie PATCH_PITCH bytes apart, an odd number of
-// 16, and 8 of them PATCH_GROUP: a fragment by ldmatrix or by words meets every bank once. 16 bits lie as they are, float32
-// in two parts of TF32, one plane after the other. Each thread gathers taps of one pixel, by 16 bytes of shared memory; it
-// asks for them one tile ahead.
+// A tile is PIXELS consecutive pixels of an image. Rows of taps lie IM2COL_PITCH bytes apart, an odd number of 16, and groups
+// of 8 rows IM2COL_GROUP, so that a fragment read by ldmatrix or by words uses every bank once. 16-bit numbers are stored as
+// they are, float32 as two parts of TF32, one plane after the other. Each thread loads taps of one pixel, one tile ahead, and
+// stores them 16 bytes at a time.
 #pragma once
 #include "common/compensated_sum.cuh"
 #include "common/images.cuh"
@@ -19,70 +19,70 @@ using ptx::u32;
 constexpr int ITEM = sizeof(Element);
 constexpr bool IS_IEEE = PRECISION == ptx::IEEE;
 constexpr int PARTS = IS_IEEE ? 2 : 1;
-// GATHER_WARPS, the last of a block, gather; where there are none, all do.
-constexpr int MULTIPLY_THREADS = 32 * (INPUT_WARPS + WEIGHT_WARPS), THREADS = MULTIPLY_THREADS + 32 * GATHER_WARPS;
-constexpr int FIRST_GATHERING = GATHER_WARPS > 0 ? MULTIPLY_THREADS : 0, GATHERING = THREADS - FIRST_GATHERING;
+// The last PRODUCER_WARPS warps of a block are the producers; if there are none, all warps produce.
+constexpr int CONSUMER_THREADS = 32 * (INPUT_WARPS + WEIGHT_WARPS), THREADS = CONSUMER_THREADS + 32 * PRODUCER_WARPS;
+constexpr int FIRST_PRODUCER = PRODUCER_WARPS > 0 ? CONSUMER_THREADS : 0, PRODUCER_THREADS = THREADS - FIRST_PRODUCER;
 
 constexpr int ALL_TAPS = OUT_CHANNELS * TAPS;
-constexpr int STEP_BYTES = 32;  // of a multiply's k: 8 float32 or 16 of 16 bits
+constexpr int STEP_BYTES = 32;  // of k of one multiply: 8 elements of float32 or 16 of 16 bits
 constexpr int K_STEPS = ceil_div(ALL_TAPS * ITEM, STEP_BYTES);
-constexpr int PATCH_PITCH = K_STEPS * STEP_BYTES + 16;
-constexpr int PATCH_GROUP = 8 * PATCH_PITCH + 32;
-constexpr int PATCH_PART = PIXELS / 8 * PATCH_GROUP;
-constexpr int PATCH_BYTES = PARTS * PATCH_PART;
+constexpr int IM2COL_PITCH = K_STEPS * STEP_BYTES + 16;
+constexpr int IM2COL_GROUP = 8 * IM2COL_PITCH + 32;
+constexpr int IM2COL_PART = PIXELS / 8 * IM2COL_GROUP;
+constexpr int IM2COL_BYTES = PARTS * IM2COL_PART;
 
 // Where a tile begins.
-struct Run {
+struct Tile {
   int image, pixel;
-  __device__ __forceinline__ static Run of(const RunSizes& sizes, int tile) {
+  __device__ __forceinline__ static Tile of(const RunSizes& sizes, int tile) {
     const int image = sizes.tiles.quotient(tile);
     return {image, sizes.tiles.remainder(tile, image) * PIXELS};
   }
 };
 
-__device__ __forceinline__ constexpr int patch_place(int pixel) { return pixel / 8 * PATCH_GROUP + pixel % 8 * PATCH_PITCH; }
+__device__ __forceinline__ constexpr int im2col_offset(int pixel) { return pixel / 8 * IM2COL_GROUP + pixel % 8 * IM2COL_PITCH; }
 
-// The gradient of the bias: every output pixel is counted at the pixel and tap that its position divided by the stride
-// names, or at the last pixel.
+// The gradient of the bias counts every output pixel once: at the pixel and tap that its position divided by the stride
+// gives, or at the last pixel.
 using BiasSum = CompensatedSum<float, (sizeof(Element) > 2)>;
 
-constexpr int CHUNK = 16 / ITEM, CHUNKS = K_STEPS * STEP_BYTES / 16;  // taps that a thread writes at once
-constexpr int GATHERERS = GATHERING / PIXELS, SLOTS = ceil_div(CHUNKS, GATHERERS);
-static_assert(PIXELS % 32 == 0 && GATHERING % PIXELS == 0 && KERNEL_H <= 32 && KERNEL_W <= 32);
-// Neighbours in a row of grad_output that are read at once, from aligned places; in 16 bits slower than one by one.
-constexpr int READ = IN_FOURS ? 4 : 1;
-static_assert(!IN_FOURS || (STRIDE_W % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST));
+constexpr int VECTOR = 16 / ITEM, VECTORS = K_STEPS * STEP_BYTES / 16;  // taps that a thread stores at once
+constexpr int PIXEL_THREADS = PRODUCER_THREADS / PIXELS, SLOTS = ceil_div(VECTORS, PIXEL_THREADS);
+static_assert(PIXELS % 32 == 0 && PRODUCER_THREADS % PIXELS == 0 && KERNEL_H <= 32 && KERNEL_W <= 32);
+// Neighbours in a row of grad_output that one aligned load reads; in 16 bits that is slower than single loads.
+constexpr int READ_WIDTH = VECTOR_READS ? 4 : 1;
+static_assert(!VECTOR_READS || (STRIDE_W % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST));
 
-struct Gatherer {
+struct Im2colProducer {
   const RunSizes& sizes;
-  Element values[SLOTS][CHUNK];
+  Element values[SLOTS][VECTOR];
   bool last_row, last_column;
   BiasSum bias[WITH_BIAS ? OUT_CHANNELS : 1] = {};
 
-  __device__ __forceinline__ explicit Gatherer(const RunSizes& sizes) : sizes(sizes) {}
+  __device__ __forceinline__ explicit Im2colProducer(const RunSizes& sizes) : sizes(sizes) {}
 
-  // body(tap, slot, which of the slot's chunk), constants all, for each tap of this thread's.
+  // Calls body(tap, slot, number within the slot's vector), all of them constants, for each tap of this thread.
   template <class Body>
   __device__ __forceinline__ static void for_taps(const Body& body) {
-    const int gatherer = (threadIdx.x - FIRST_GATHERING) / PIXELS;
-    repeat<0, GATHERERS>([&](auto own) {
-      if (gatherer != decltype(own)::value) return;
+    const int producer = (threadIdx.x - FIRST_PRODUCER) / PIXELS;
+    repeat<0, PIXEL_THREADS>([&](auto thread) {
+      if (producer != decltype(thread)::value) return;
       repeat<0, SLOTS>([&](auto slot) {
-        constexpr int AT = (decltype(slot)::value * GATHERERS + decltype(own)::value) * CHUNK;
-        repeat<0, CHUNK>([&](auto i) {
-          if constexpr (AT + decltype(i)::value < CHUNKS * CHUNK)
+        constexpr int AT = (decltype(slot)::value * PIXEL_THREADS + decltype(thread)::value) * VECTOR;
+        repeat<0, VECTOR>([&](auto i) {
+          if constexpr (AT + decltype(i)::value < VECTORS * VECTOR)
             body(Number<AT + decltype(i)::value>{}, slot, i);
         });
       });
     });
   }
 
-  // Where in its READ neighbours a tap's column lies.
-  __device__ static constexpr int in_read(int kw) { return ((kw * DILATION_W - PADDING_W) % READ + READ) % READ; }
+  // Returns which of its READ_WIDTH neighbours a tap's column is.
+  __device__ static constexpr int in_read(int kw) { return ((kw * DILATION_W - PADDING_W) % READ_WIDTH + READ_WIDTH) % READ_WIDTH; }
 
-  __device__ __forceinline__ void fetch(const Element* grad_output, int tile) {
-    const Run run = Run::of(sizes, tile);
-    const int pixel = run.pixel + (threadIdx.x - FIRST_GATHERING) % PIXELS;
+  __device__ __forceinline__ void load(const Element* grad_output, int tile) {
+    const Tile first = Tile::of(sizes, tile);
+    const int pixel = first.pixel + (threadIdx.x - FIRST_PRODUCER) % PIXELS;
     const int ih = sizes.columns.quotient(pixel), iw = sizes.columns.remainder(pixel, ih);
     const int row = ih * STRIDE_H - PADDING_H, column = iw * STRIDE_W - PADDING_W;
     last_row = ih == sizes.height - 1, last_column = iw == sizes.width - 1;
@@ -93,43 +93,43 @@ struct Gatherer {
 #pragma unroll
     for (int kw = 0; kw < KERNEL_W; ++kw)
       columns |= static_cast<u32>(static_cast<unsigned>(column + kw * DILATION_W) < static_cast<unsigned>(sizes.out_width)) << kw;
-    const Element* const from = grad_output + run.image * output_elements(sizes) + at_output(sizes, 0, 0, row, column);
-    // Pinned: kept, the places of all rows of taps would take too many registers.
+    const Element* const from = grad_output + first.image * output_elements(sizes) + at_output(sizes, 0, 0, row, column);
+    // Pinned: otherwise the offsets of all rows of taps stay in registers, which are too few.
     const int out_height = ptx::pinned(sizes.out_height), out_width = ptx::pinned(sizes.out_width);
-    PackOf<Element, READ> pack{};
+    PackOf<Element, READ_WIDTH> read{};
     for_taps([&](auto tap, auto slot, auto i) {
       constexpr int TAP = decltype(tap)::value, KW = TAP % KERNEL_W, KH = TAP / KERNEL_W % KERNEL_H, CO = TAP / TAPS;
       constexpr int IN_READ = in_read(KW);
       if constexpr (TAP < ALL_TAPS) {
         if constexpr (IN_READ == 0 || KW == 0 || decltype(i)::value == 0) {
-          pack = PackOf<Element, READ>{};
+          read = PackOf<Element, READ_WIDTH>{};
           if ((rows >> KH & 1) && (columns >> KW & 1))
-            pack = *reinterpret_cast<const PackOf<Element, READ>*>(
+            read = *reinterpret_cast<const PackOf<Element, READ_WIDTH>*>(
                 from + at_activation<OUT_CHANNELS>(0, CO, KH * DILATION_H, KW * DILATION_W - IN_READ, out_height, out_width));
         }
-        values[decltype(slot)::value][decltype(i)::value] = pack.elements[IN_READ];
+        values[decltype(slot)::value][decltype(i)::value] = read.elements[IN_READ];
       } else {
         values[decltype(slot)::value][decltype(i)::value] = Element{};
       }
     });
   }
 
-  __device__ __forceinline__ void put(u32 patches) {
-    const u32 to = patches + patch_place((threadIdx.x - FIRST_GATHERING) % PIXELS);
+  __device__ __forceinline__ void store(u32 im2col) {
+    const u32 to = im2col + im2col_offset((threadIdx.x - FIRST_PRODUCER) % PIXELS);
     for_taps([&](auto tap, auto slot, auto i) {
       constexpr int TAP = decltype(tap)::value, SLOT = decltype(slot)::value;
-      if constexpr (decltype(i)::value == CHUNK - 1) {
+      if constexpr (decltype(i)::value == VECTOR - 1) {
         u32 words[PARTS][4];
         if constexpr (IS_IEEE) {
 #pragma unroll
           for (int w = 0; w < 4; ++w) split(words[0][w], words[PARTS - 1][w], load_as(values[SLOT][w]));
         } else {
 #pragma unroll
-          for (int w = 0; w < 4; ++w) words[0][w] = bits(values[SLOT][2 * w % CHUNK]) | bits(values[SLOT][(2 * w + 1) % CHUNK]) << 16;
+          for (int w = 0; w < 4; ++w) words[0][w] = bits(values[SLOT][2 * w % VECTOR]) | bits(values[SLOT][(2 * w + 1) % VECTOR]) << 16;
         }
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
-          ptx::store_shared<4>(to + part * PATCH_PART + TAP / CHUNK * 16, words[part]);
+          ptx::store_shared<4>(to + part * IM2COL_PART + TAP / VECTOR * 16, words[part]);
       }
       if constexpr (WITH_BIAS && TAP < ALL_TAPS) {
         constexpr int KW = TAP % KERNEL_W, KH = TAP / KERNEL_W % KERNEL_H;

@@ -101,7 +101,7 @@ class Tile:
             ("WEIGHT_WARPS_K", self.weight_warps_k),
             ("WEIGHT_WARPS", self.weight_warps),
             ("MIN_BLOCKS", self.blocks),
-            ("GATHER_WARPS", self.gather_warps),
+            ("PRODUCER_WARPS", self.gather_warps),
             ("SHARED_BYTES", shared_bytes),
         )
 
@@ -277,7 +277,7 @@ def build(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
         ("WEIGHT_CHANNELS_LAST", problem.weight_channels_last),
         ("PRECISION", _PRECISIONS[problem.dtype]),
         ("WITH_BIAS", with_bias),
-        ("IN_FOURS", may_read_fours(problem) and geometry.out_width % 4 == 0),
+        ("VECTOR_READS", may_read_fours(problem) and geometry.out_width % 4 == 0),
         *tile.constants(shared),
     )
     c = geometry.in_channels
