@@ -102,18 +102,18 @@ struct Work {
 
 __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
   InputRing ring(shared);
-  each_work(work_tiles(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
     const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - ALIGNMENT_COLUMNS;
     int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
     for (int stage = work.rounds * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), INPUT_BYTES);
+      ptx::arrive_expect_tx(ring.full(), INPUT_BYTES);
       if constexpr (COLUMN_BLOCK > 1) {
-        ptx::copy_box(ring.data(), map, 0, col / COLUMN_BLOCK, row, channel, work.image, ring.full());
+        ptx::tma_load(ring.data(), map, 0, col / COLUMN_BLOCK, row, channel, work.image, ring.full());
       } else {
-        ptx::copy_box(ring.data(), map, col, row, channel, work.image, ring.full());
+        ptx::tma_load(ring.data(), map, col, row, channel, work.image, ring.full());
       }
       ring.advance();
     }
@@ -122,14 +122,14 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(work_tiles(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
     int k = work.first_round * ROUND_WEIGHT_STAGES * BOX_WORDS * WORD;
 #pragma unroll 1
     for (int box = work.rounds * ROUND_WEIGHT_STAGES; box > 0; --box, k += BOX_WORDS * WORD) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-      ptx::copy_box(ring.data(), map, k, work.block * BLOCK_CHANNELS, work.group, ring.full());
+      ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
+      ptx::tma_load(ring.data(), map, k, work.block * BLOCK_CHANNELS, work.group, ring.full());
       ring.advance();
     }
   });
@@ -175,7 +175,7 @@ struct InputOperand {
         const int four = STEP * 2 + i;
         // Pinned: otherwise the compiler keeps the sum for each pair of a position and a word in a register of its own.
         from[load] = REGULAR ? stage + (offset_of_k(4 * four * WORD) + load * offset_of_k(1)) * ITEM
-                             : ptx::pinned(stage + word[REGULAR ? 0 : four][load]);
+                             : ptx::keep_in_register(stage + word[REGULAR ? 0 : four][load]);
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
@@ -243,16 +243,16 @@ struct Consumer {
       operand.template load<STEP % STEPS>(now, input.data());
       if constexpr (STEP % BOX_STEPS == 0) ptx::wait_for_phase(weights.full(), weights.parity);
       const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + STEP % BOX_STEPS * 2;
-      ptx::fence_sums();
+      ptx::fence_wgmma();
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) ptx::multiply_from_registers<BLOCK_CHANNELS, PRECISION>(accumulators.of[m], now[m], b);
-      ptx::commit_multiplies();
+      for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<BLOCK_CHANNELS, PRECISION>(accumulators.of[m], now[m], b);
+      ptx::commit_wgmma();
       if constexpr (STEP % STEPS == STEPS - 1) {
         // The words are in registers, so the stage can be loaded again.
         release(input.empty());
         input.advance();
       }
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if constexpr (STEP % BOX_STEPS == 0) release(weights.empty_before(), STEP > 0 || !first);
       if constexpr (STEP % BOX_STEPS == BOX_STEPS - 1) weights.advance();
       steps<STEP + 1>(accumulators, first);
@@ -262,7 +262,7 @@ struct Consumer {
   __device__ __forceinline__ void multiply(Accumulators& accumulators, int rounds) {
     accumulators.clear();
     // At least one round, and the compiler must not know how many: otherwise it splits the loop.
-    u32 left = ptx::pinned(rounds);
+    u32 left = ptx::keep_in_register(rounds);
     bool first = true;
 #pragma unroll 1
     do {
@@ -278,11 +278,11 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
     grad_input_im2col(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                         Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
     set_up_ring<INPUT_STAGES>(InputRing(shared), CONSUMER_THREADS / 32);
     set_up_ring<WEIGHT_STAGES>(WeightRing(shared), CONSUMER_THREADS / 32);
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 
@@ -294,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
   } else {
     ptx::grow_registers<CONSUMER_REGISTERS>();
     Consumer consumer(shared);
-    each_work(work_tiles(sizes), [&](int index) {
+    for_each_work_tile(work_tiles(sizes), [&](int index) {
       const Work work(index, sizes);
       Accumulators accumulators;
       consumer.multiply(accumulators, work.rounds);

@@ -117,9 +117,9 @@ constexpr bool THROUGH_REGISTERS = PLANES || (!INPUT_CHANNELS_LAST && IS_16_BIT)
 /// Elements of one copy: neighbouring channels of a pixel, or (NCHW) neighbouring pixels of a channel, which belong to several
 /// phases and so must go through registers. ROW_MULTIPLE divides the columns of grad_output, and with FLAT those that the
 /// positions of a row have.
-constexpr int COPY = INPUT_CHANNELS_LAST  ? power_dividing(CI_GROUP, 16 / ITEM)
+constexpr int COPY = INPUT_CHANNELS_LAST  ? power_of_two_dividing(CI_GROUP, 16 / ITEM)
                      : !THROUGH_REGISTERS ? 1
-                                          : power_dividing(ROW_MULTIPLE, power_dividing(TILE_W * STEP_W, 4));
+                                          : power_of_two_dividing(ROW_MULTIPLE, power_of_two_dividing(TILE_W * STEP_W, 4));
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : COPY;
 
 // ---- what is copied: every row of a phase, and its columns (channels_last) or segments of all columns (NCHW) ------
@@ -130,7 +130,7 @@ constexpr int ALIGNMENT_COLUMNS = NARROW || FLAT ? 0 : ((-PADDING_W) % COPY_PIXE
 /// The first copied column, counted from the first position's.
 constexpr int FIRST_COL = NARROW ? PADDING_W : -ALIGNMENT_COLUMNS;
 constexpr int COPIED_W = INPUT_CHANNELS_LAST ? TILE_W + MAX_SHIFT_W
-                         : NARROW            ? round_up(most(1, STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1 - PADDING_W), COPY_PIXELS)
+                         : NARROW            ? round_up(max_of(1, STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1 - PADDING_W), COPY_PIXELS)
                          : FLAT              ? TILE_W * STEP_W
                                   : round_up(ALIGNMENT_COLUMNS + STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1, COPY_PIXELS);
 
@@ -153,11 +153,11 @@ constexpr int IMAGE_PITCH = NARROW           ? (MAX_SHIFT_W + 1) * SHIFTED_PITCH
 // Words of one chunk of k: [k][column phase][pixel] in NCHW and [pixel][k] in channels_last for mma.sync; for wgmma PLANES of 4
 // words, [k / 4][column phase][pixel][4]. The pitches put neighbouring lanes of a copy on different banks.
 constexpr int CHUNK_PLANES = CHUNK_WORDS / 4;
-constexpr int PLANE_LANES = 8 / least(8, CHUNK_PLANES);  // pixels that 8 neighbouring lanes copy
+constexpr int PLANE_LANES = 8 / min_of(8, CHUNK_PLANES);  // pixels that 8 neighbouring lanes copy
 constexpr int COLUMN_PHASE_PITCH =
     COLUMN_PHASES == 1 ? TILE_N * IMAGE_PITCH
-    : PLANES      ? aligned_to(TILE_N * IMAGE_PITCH, 1, 8, COPY_PIXELS == 1 ? most(1, PLANE_LANES / COLUMN_PHASES) % 8 : 1)
-                  : aligned_to(TILE_N * IMAGE_PITCH, 1, 32, 32 / least(32, COLUMN_PHASES) % 32);
+    : PLANES      ? aligned_to(TILE_N * IMAGE_PITCH, 1, 8, COPY_PIXELS == 1 ? max_of(1, PLANE_LANES / COLUMN_PHASES) % 8 : 1)
+                  : aligned_to(TILE_N * IMAGE_PITCH, 1, 32, 32 / min_of(32, COLUMN_PHASES) % 32);
 constexpr int PLANE_PITCH = aligned_to(COLUMN_PHASES * COLUMN_PHASE_PITCH, 1, 8, COPY_PIXELS >= 2 * STEP_W ? 1 : PLANE_LANES % 8);
 constexpr int K_PITCH = aligned_to(COLUMN_PHASES * COLUMN_PHASE_PITCH, 8, 32, 8);
 constexpr int PIXEL_PITCH = CHUNK_WORDS + 4;
@@ -211,11 +211,11 @@ __device__ __forceinline__ Source source_of(const Origin& origin, int n, int h, 
   Source source;
   bool inside;
   if constexpr (FLAT) {
-    const int position = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_cells.quotient(position);
-    const int in_image = sizes.image_cells.remainder(position, image), row = sizes.row_cells.quotient(in_image);
-    source.image = image - sizes.image_cells.quotient(origin.image);
+    const int position = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_positions.quotient(position);
+    const int in_image = sizes.image_positions.remainder(position, image), row = sizes.row_positions.quotient(in_image);
+    source.image = image - sizes.image_positions.quotient(origin.image);
     source.row = row * STEP_H;
-    source.col = sizes.row_cells.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
+    source.col = sizes.row_positions.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
     inside = image < sizes.batch && source.col < sizes.width;
     source.phases = 0xffffffffu;
   } else {

@@ -50,7 +50,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
   [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH<PHASE> : 1][WARP_COLS][2];
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
-    repeat<0, REACH<PHASE>>([&](auto reach) {
+    static_for<0, REACH<PHASE>>([&](auto reach) {
       constexpr int ROW = decltype(reach)::value;
       if constexpr (row_used(PHASE, ROW)) {
 #pragma unroll
@@ -62,7 +62,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
         }
       }
     });
-  repeat<0, KERNEL_H>([&](auto index) {
+  static_for<0, KERNEL_H>([&](auto index) {
     constexpr int KH = decltype(index)::value;
     if constexpr (in_phase(PHASE, KH, KW)) {
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
 /// Adds one step of k for all taps of the phase.
 template <int PHASE>
 __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
-  repeat<0, KERNEL_W>([&](auto column) {
+  static_for<0, KERNEL_W>([&](auto column) {
     constexpr int KW = decltype(column)::value;
     if constexpr (column_used(PHASE, KW)) multiply_column<PHASE, KW>(sums, weights, input);
   });
@@ -109,7 +109,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_implicit_gemm_mma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                     const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(16) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const auto input_stage = [&](int at) { return stages + at % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int at) { return input_stage(at) + round_up(INPUT_WORDS, 4) * 4; };
 
@@ -145,12 +145,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   if constexpr (THROUGH_REGISTERS) {
     loader.load<0>(first_chunk);
     loader.store(input_stage(0));
-    prefetch_input(Number<1>{}, first_chunk);
+    prefetch_input(IndexConstant<1>{}, first_chunk);
   } else {
-    repeat<0, STAGES - 1>([&](auto s) { copy_input(s, first_chunk, decltype(s)::value); });
+    static_for<0, STAGES - 1>([&](auto s) { copy_input(s, first_chunk, decltype(s)::value); });
   }
   ptx::wait_for_previous_launch();
-  repeat<0, STAGES - 1>([&](auto s) {
+  static_for<0, STAGES - 1>([&](auto s) {
     load_weights(s, first_chunk, decltype(s)::value);
     ptx::commit_copies();
   });
@@ -175,17 +175,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   int at = 0;
 #pragma unroll 1
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk)
-    repeat<0, SOURCE_PHASES>([&](auto number) {
+    static_for<0, SOURCE_PHASES>([&](auto number) {
       constexpr int PHASE = decltype(number)::value;
       ptx::wait_copies<STAGES - 2>();
       __syncthreads();
       if constexpr (THROUGH_REGISTERS) {
         if (chunk + (PHASE + 1) / SOURCE_PHASES < end_chunk) loader.store(input_stage(at + 1));
-        prefetch_input(Number<PHASE + 2>{}, chunk);
+        prefetch_input(IndexConstant<PHASE + 2>{}, chunk);
       } else {
-        copy_input(Number<PHASE + STAGES - 1>{}, chunk, at + STAGES - 1);
+        copy_input(IndexConstant<PHASE + STAGES - 1>{}, chunk, at + STAGES - 1);
       }
-      load_weights(Number<PHASE + STAGES - 1>{}, chunk, at + STAGES - 1);
+      load_weights(IndexConstant<PHASE + STAGES - 1>{}, chunk, at + STAGES - 1);
       ptx::commit_copies();
 #pragma unroll 1
       for (int step = 0; step < CHUNK_STEPS; ++step)

@@ -25,7 +25,7 @@
 #include "common/repeat.cuh"
 #include "grad_input/tma_gemm.cuh"
 
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
+__device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // ---- phases and taps -------------------------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ struct Work {
     group = index % GROUPS;
     const int tile = index / GROUPS;
     if constexpr (DENSE) {
-      row = sizes.row_cells.quotient(tile * TILE_POSITIONS);
-      col = sizes.row_cells.remainder(tile * TILE_POSITIONS, row);
+      row = sizes.row_positions.quotient(tile * TILE_POSITIONS);
+      col = sizes.row_positions.remainder(tile * TILE_POSITIONS, row);
     } else {
       int lines = tile;
       if constexpr (!FLAT) {
@@ -129,7 +129,7 @@ struct Work {
 
 __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
   InputRing ring(shared);
-  each_work(work_tiles(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
     for (int outer = PHASE_MAJOR ? 0 : work.first_chunk; outer < (PHASE_MAJOR ? PHASES : work.end_chunk); ++outer)
 #pragma unroll 1
@@ -138,14 +138,14 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
         const int row = work.row * STEP_H - PADDING_H + PHASE_TABLE.row[phase];
         const int col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + PHASE_TABLE.col[phase];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-        ptx::arrive_expecting(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
+        ptx::arrive_expect_tx(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
         if constexpr (PHASE_DIMENSION) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
         } else if constexpr (GROUPS == 1) {
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
         } else {
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
         }
         ring.advance();
       }
@@ -154,7 +154,7 @@ __device__ __forceinline__ void produce_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(work_tiles(sizes), [&](int index) {
+  for_each_work_tile(work_tiles(sizes), [&](int index) {
     const Work work(index, sizes);
     // Phase by phase, or all of them at once: taps are in the order of their phases.
     constexpr int OUTER = PHASE_MAJOR ? PHASES : 1;
@@ -165,8 +165,8 @@ __device__ __forceinline__ void produce_weights(u32 shared, const TensorMap& map
         for (int i = PHASE_MAJOR ? PHASE_TABLE.first[outer_phase] : 0; i < (PHASE_MAJOR ? PHASE_TABLE.first[outer_phase + 1] : TAPS); ++i) {
           const int tap = PHASE_TABLE.tap[i];
           ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-          ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
+          ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
           ring.advance();
         }
   });
@@ -189,7 +189,7 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
     weights.skip<CHUNKS * TAPS>();
   };
   if (CONSUMERS > 1 && consumer > 0) skip_work();
-  Turns<CONSUMERS> turns(shared + TURN_BARRIERS, consumer);
+  ConsumerOrder<CONSUMERS> order(shared + TURN_BARRIERS, consumer);
   const auto compute = [&](int index) {
     const Work work(index, sizes);
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
@@ -197,8 +197,8 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
     accumulators.clear();
     bool first = true;
     // At least one round, and the compiler must not know how many: otherwise it splits the loop and waits after every multiply.
-    u32 rounds = ptx::pinned(PHASE_MAJOR ? PHASES : work.end_chunk - work.first_chunk);
-    turns.wait();
+    u32 rounds = ptx::keep_in_register(PHASE_MAJOR ? PHASES : work.end_chunk - work.first_chunk);
+    order.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
@@ -211,15 +211,15 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
           const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + PHASE_TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
           const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
           ptx::wait_for_phase(weights.full(), weights.parity);
-          ptx::fence_sums();
+          ptx::fence_wgmma();
           // A step of k is 32 bytes; descriptors count in 16.
 #pragma unroll
           for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
-              ptx::multiply<PRECISION, BLOCK_CHANNELS>(accumulators.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
-          ptx::commit_multiplies();
-          ptx::wait_multiplies<1>();
+              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(accumulators.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
+          ptx::commit_wgmma();
+          ptx::wait_wgmma<1>();
           release(weights.empty_before(), !first);
           release(input.empty_before(), !first && i == begin);
           first = false;
@@ -228,7 +228,7 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
         input.advance();
       }
     } while (--rounds > 0);
-    turns.pass();
+    order.signal_next();
     accumulators.wait();
     release(weights.empty_before());
     release(input.empty_before());
@@ -242,19 +242,19 @@ __device__ __forceinline__ void consume(u32 shared, Out* output, const Sizes& si
       store_nchw(accumulators, to, work, sizes);
     }
   };
-  each_work(work_tiles(sizes), compute, consumer, CONSUMERS);
+  for_each_work_tile(work_tiles(sizes), compute, consumer, CONSUMERS);
 }
 
 extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS, 1)
     grad_input_implicit_gemm_tma(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                      Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, long long box_bytes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
     set_up_ring<INPUT_STAGES>(InputRing(shared), CONSUMER_WARPS);
     set_up_ring<WEIGHT_STAGES>(WeightRing(shared), CONSUMER_WARPS);
-    Turns<CONSUMERS>::set_up(shared + TURN_BARRIERS, CONSUMER_WARPS);
-    ptx::publish_barriers();
+    ConsumerOrder<CONSUMERS>::init_barriers(shared + TURN_BARRIERS, CONSUMER_WARPS);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

@@ -21,15 +21,15 @@ __device__ __forceinline__ Position position_of_row(const Work& work, const Size
   const int in_tile = m * MULTIPLY_POSITIONS + (warp * 2 + row / 8) * GROUP_POSITIONS + row % 8;
   if constexpr (DENSE) {
     const int position = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_POSITIONS + in_tile;
-    const int image = sizes.image_cells.quotient(position);
-    return {image, image < sizes.batch ? sizes.image_cells.remainder(position, image) : -1};
+    const int image = sizes.image_positions.quotient(position);
+    return {image, image < sizes.batch ? sizes.image_positions.remainder(position, image) : -1};
   } else {
     const int line = in_tile / TILE_W, rows_down = line % WARPGROUP_H, further_images = line / WARPGROUP_H;
     int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + rows_down;
     int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further_images;
     const int col = work.col + in_tile % TILE_W;
     if constexpr (FLAT) {
-      image = further_images == 0 ? sizes.image_cells.quotient(at_row * sizes.out_width) : sizes.batch;
+      image = further_images == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
       at_row -= image * sizes.out_height;
     }
     const bool inside = at_row < sizes.out_height && col < sizes.out_width && image < sizes.batch;
@@ -41,7 +41,7 @@ __device__ __forceinline__ Position position_of_row(const Work& work, const Size
 template <int FIRST>
 __device__ __forceinline__ void stage_channels(const float* accumulators, u32 staged) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int LAST = least(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
+  constexpr int LAST = min_of(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
   if constexpr (sizeof(Out) == 2) {
 #pragma unroll
     for (int c = FIRST; c < LAST; c += 16) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_channels_last(const Accumulators& accumula
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const int channel = work.block * BLOCK_CHANNELS + piece * (16 / static_cast<int>(sizeof(Out)));
   Out* first = output + work.group * CHANNELS_GROUP + channel;
-  repeat<0, M_TILES>([&](auto multiply) {
+  static_for<0, M_TILES>([&](auto multiply) {
     constexpr int M = decltype(multiply)::value;
     int pixel[4];
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_channels_last(const Accumulators& accumula
       const Position position = position_of_row(work, sizes, M, i * 4 + lane / 8);
       pixel[i] = position.pixel < 0 ? -1 : position.image * sizes.out_pixels() + position.pixel;
     }
-    repeat<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
+    static_for<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
       constexpr int FIRST = decltype(number)::value * STORED_CHANNELS;
       __syncwarp();
       stage_channels<FIRST>(accumulators.of[M], staged);

@@ -49,9 +49,9 @@ static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kerne
 
 /// Registers of a thread, in multiples of eight: what the hardware gives each at first, and what a consumer has after the
 /// producers gave some back.
-constexpr int FIRST_REGISTERS = least(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (CONSUMER_THREADS + PRODUCER_THREADS))) / 8 * 8;
+constexpr int FIRST_REGISTERS = min_of(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (CONSUMER_THREADS + PRODUCER_THREADS))) / 8 * 8;
 constexpr int CONSUMER_REGISTERS =
-    least(240, FIRST_REGISTERS + (FIRST_REGISTERS - PRODUCER_REGISTERS) * PRODUCER_THREADS / CONSUMER_THREADS / 8 * 8);
+    min_of(240, FIRST_REGISTERS + (FIRST_REGISTERS - PRODUCER_REGISTERS) * PRODUCER_THREADS / CONSUMER_THREADS / 8 * 8);
 constexpr bool MOVE_REGISTERS = PRODUCER_REGISTERS < FIRST_REGISTERS;
 static_assert(CONSUMER_THREADS % 128 == 0 && PRODUCER_THREADS % 128 == 0, "registers move by whole warpgroups");
 
@@ -87,8 +87,8 @@ template <int PHASE>
 __device__ __forceinline__ void load_weights(const Ring& ring, const u32* packed, const Work& work, int chunk) {
   constexpr int PHASE_WEIGHTS = CHUNK_STEPS * phase_taps(PHASE) * TAP_WORDS;
   const long long before = static_cast<long long>(taps_before_phase(PHASE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
-  ptx::arrive_expecting(ring.full(), PHASE_WEIGHTS * 4);
-  ptx::copy_bulk(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * PHASE_WEIGHTS,
+  ptx::arrive_expect_tx(ring.full(), PHASE_WEIGHTS * 4);
+  ptx::bulk_copy(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * PHASE_WEIGHTS,
                  PHASE_WEIGHTS * 4, ring.full());
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void produce(u32 shared, const Element* input, const 
   if (more) {
     const Work work(static_cast<int>(blockIdx.x), sizes);
     loader.start_at(work.origin, work.group, work.first_chunk);
-    repeat<0, PHASES_AHEAD>([&](auto phase) {
+    static_for<0, PHASES_AHEAD>([&](auto phase) {
 #pragma unroll
       for (int s = 0; s < SLOTS; ++s) loader.load<decltype(phase)::value>(s);
     });
@@ -110,7 +110,7 @@ __device__ __forceinline__ void produce(u32 shared, const Element* input, const 
     const Work work(index, sizes);
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      repeat<0, SOURCE_PHASES>([&](auto number) {
+      static_for<0, SOURCE_PHASES>([&](auto number) {
         constexpr int PHASE = decltype(number)::value, NEXT = (PHASE + PHASES_AHEAD) % SOURCE_PHASES;
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         if (first_thread) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void produce(u32 shared, const Element* input, const 
           loader.store<PHASE>(s, ring.input());
           if (more) loader.load<NEXT>(s);
         }
-        ptx::publish_to_multiplies();
+        ptx::fence_proxy_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
         ring.advance();
@@ -160,7 +160,7 @@ __device__ __forceinline__ void multiply_tap(AllSums& all, ptx::u64 weights, ptx
     for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
       for (int i = 0; i < MULTIPLIES; ++i)
-        ptx::multiply<PRECISION, MULTIPLY_POSITIONS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
+        ptx::wgmma<PRECISION, MULTIPLY_POSITIONS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
                                                       weights + rank_in_phase(KH, KW) * (TAP_WORDS / 4) + m * (WARPS_M / M_PARTS) * 32,
                                                       input + tap_pixels(KH, KW) + image * IMAGE_PITCH + i * 8);
 }
@@ -171,7 +171,7 @@ template <int PHASE>
 __device__ __forceinline__ void multiply_phase(AllSums& sums, [[maybe_unused]] AllSums& three, ptx::u64 weights, ptx::u64 input) {
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
-    repeat<0, TAPS>([&](auto index) {
+    static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
       if constexpr (in_phase(PHASE, KH, KW)) {
         const ptx::u64 a = weights + step * phase_taps(PHASE) * (TAP_WORDS / 4), b = input + step * (STEP_WORDS / 4) * PLANE_PITCH;
@@ -180,12 +180,12 @@ __device__ __forceinline__ void multiply_phase(AllSums& sums, [[maybe_unused]] A
         } else {
           // The tensor cores truncate their sums; adding them here rounds to nearest, once for the three products. Meanwhile
           // the other warpgroup multiplies.
-          ptx::fence_sums();
+          ptx::fence_wgmma();
           multiply_tap<false, KH, KW>(three, a, b + CHUNK_PLANES * PLANE_PITCH);
           multiply_tap<true, KH, KW>(three, a + BLOCK_M_TILES * (FRAGMENT_WORDS / 4), b);
           multiply_tap<true, KH, KW>(three, a, b);
-          ptx::commit_multiplies();
-          ptx::wait_multiplies<0>();
+          ptx::commit_wgmma();
+          ptx::wait_wgmma<0>();
 #pragma unroll
           for (int m = 0; m < M_PARTS; ++m) sums.part[m].add(three.part[m]);
         }
@@ -218,18 +218,18 @@ __device__ __forceinline__ void consume(u32 shared, char* memory, Out* output, c
     // If this were unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      repeat<0, SOURCE_PHASES>([&](auto number) {
+      static_for<0, SOURCE_PHASES>([&](auto number) {
         constexpr int PHASE = decltype(number)::value;
         ptx::wait_for_phase(ring.full(), ring.parity);
-        ptx::fence_sums();
+        ptx::fence_wgmma();
         multiply_phase<PHASE>(sums, three, ptx::matrix_descriptor(ring.weights() + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
                               ptx::matrix_descriptor(ring.input() + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
-        ptx::commit_multiplies();
-        ptx::wait_multiplies<1>();
+        ptx::commit_wgmma();
+        ptx::wait_wgmma<1>();
         if (PHASE > 0 || chunk > work.first_chunk) release(ring.empty_before());
         ring.advance();
       });
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     release(ring.empty_before());
 
     Out* to = output;
@@ -247,21 +247,21 @@ extern "C" __global__ void __launch_bounds__(CONSUMER_THREADS + PRODUCER_THREADS
     grad_input_implicit_gemm_wgmma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                      const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival more expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + PRODUCER_WARPS);
-      ptx::set_up_barrier(ring.empty(), CONSUMER_WARPS);
+      ptx::init_barrier(ring.full(), 1 + PRODUCER_WARPS);
+      ptx::init_barrier(ring.empty(), CONSUMER_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   if constexpr (NARROW && !INPUT_CHANNELS_LAST) {
     // Positions whose shifted column is outside the map stay zero: no thread writes them.
     const u32 zeros[4] = {0, 0, 0, 0};
     for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += CONSUMER_THREADS + PRODUCER_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
   }
   __syncthreads();
 

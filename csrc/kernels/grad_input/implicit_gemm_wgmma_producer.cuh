@@ -39,7 +39,7 @@ struct InputLoader {
 
   /// Goes to a chunk of another work tile.
   __device__ __forceinline__ void start_at(const Origin& origin, int group, int chunk_index) {
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     const char* chunk = input + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
                         (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     left = CI_GROUP - chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
@@ -71,8 +71,8 @@ struct InputLoader {
     u32(&words)[COPY_REGISTERS] = staged[PHASE % PHASES_AHEAD][s];
     const bool inside = (bits[s] & 16u) != 0;
     // Pinned: otherwise the compiler computes the address of every load anew.
-    const char* from = ptx::pinned(source[s] + phase_offset<PHASE>(sizes));
-    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
+    const char* from = ptx::keep_in_register(source[s] + phase_offset<PHASE>(sizes));
+    const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
     if constexpr (INPUT_CHANNELS_LAST) {
       load_words<16>(words, from, inside);
     } else {

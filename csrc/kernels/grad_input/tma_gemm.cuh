@@ -34,7 +34,7 @@ struct Accumulators {
   }
   /// Waits for the last multiplies. Without the empty instructions the compiler reads the registers before they are written.
   __device__ __forceinline__ void wait() {
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void release(u32 barrier, bool wanted = true) {
 template <int STAGES, class Ring>
 __device__ __forceinline__ void set_up_ring(Ring ring, int consumer_warps) {
   for (int s = 0; s < STAGES; ++s, ring.advance()) {
-    ptx::set_up_barrier(ring.full(), 1);
-    ptx::set_up_barrier(ring.empty(), consumer_warps);
+    ptx::init_barrier(ring.full(), 1);
+    ptx::init_barrier(ring.empty(), consumer_warps);
   }
 }

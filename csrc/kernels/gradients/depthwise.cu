@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_depthwise(const Element* __restrict__ grad_output, const Element* __restrict__ input,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input,
                        void* __restrict__ grad_weight, void* __restrict__ grad_bias,
-                       const __grid_constant__ WalkSizes sizes) {
+                       const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float shared[];
 
   Digits thread{threadIdx.x};
@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   float sums[SUMS ? SUMS : 1] = {};
 #pragma unroll 1
-  for (int iteration = 0; iteration < sizes.repeat; ++iteration) {
-    unsigned tile = (split * sizes.repeat + iteration) * TILES + block_tile;
+  for (int iteration = 0; iteration < sizes.segment_tiles; ++iteration) {
+    unsigned tile = (split * sizes.segment_tiles + iteration) * TILES + block_tile;
     const int iw0 = sizes.across.digit(tile) * TILE_W, ih0 = sizes.down.digit(tile) * sizes.tile_rows;
     const long long image_index = tile;
     const int rows = sizes.height - ih0 < sizes.tile_rows ? sizes.height - ih0 : sizes.tile_rows;

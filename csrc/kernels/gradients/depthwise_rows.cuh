@@ -33,11 +33,11 @@ template <class Inside>
 __device__ __forceinline__ void prefetch_row(GradOutputRow& to, const Element* from, const Inside& is_inside) {
   constexpr int PITCH = CHANNELS_LAST ? OUT_CHANNELS : 1;
 #pragma unroll
-  for (int i = 0; i < HEAD; ++i) to.head[i].ask(from + i * PITCH, is_inside(i));
+  for (int i = 0; i < HEAD; ++i) to.head[i].load(from + i * PITCH, is_inside(i));
 #pragma unroll
-  for (int i = 0; i < BODY; ++i) to.body[i].ask(from + (HEAD + i * LOAD) * PITCH, is_inside(HEAD + i * LOAD));
+  for (int i = 0; i < BODY; ++i) to.body[i].load(from + (HEAD + i * LOAD) * PITCH, is_inside(HEAD + i * LOAD));
 #pragma unroll
-  for (int i = COLUMNS - TAIL; i < COLUMNS; ++i) to.tail[i - (COLUMNS - TAIL)].ask(from + i * PITCH, is_inside(i));
+  for (int i = COLUMNS - TAIL; i < COLUMNS; ++i) to.tail[i - (COLUMNS - TAIL)].load(from + i * PITCH, is_inside(i));
 }
 
 // A tile's columns of one row of the input.
@@ -48,7 +48,7 @@ struct InputRow {
 
   __device__ __forceinline__ void prefetch(const Element* from, bool inside) {
 #pragma unroll
-    for (int i = 0; i < TILE_W / N; ++i) raw[i].ask(from + i * PITCH, inside);
+    for (int i = 0; i < TILE_W / N; ++i) raw[i].load(from + i * PITCH, inside);
   }
   __device__ __forceinline__ void read(float (&to)[TILE_W]) const {
 #pragma unroll

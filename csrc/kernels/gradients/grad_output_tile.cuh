@@ -53,11 +53,11 @@ static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TI
 struct Position {
   long long image;
   int down;
-  __device__ __forceinline__ static Position of(const WalkSizes& sizes, int tile) {
+  __device__ __forceinline__ static Position of(const SegmentSizes& sizes, int tile) {
     const int image = sizes.down.quotient(tile);
     return {image, sizes.down.remainder(tile, image)};
   }
-  __device__ __forceinline__ void advance(const WalkSizes& sizes) {
+  __device__ __forceinline__ void advance(const SegmentSizes& sizes) {
     if (++down == static_cast<int>(sizes.down.value)) down = 0, ++image;
   }
 };
@@ -73,14 +73,14 @@ struct GradOutputLoader {
     Index from;  // in memory, from the tile's first element; NONE left and right of the output
     int to;      // word of the tile; the low 12 bits hold the output row
   };
-  const WalkSizes& sizes;
+  const SegmentSizes& sizes;
   const int first_column;
   Source sources[SOURCES_IN_REGISTERS ? LOADS : 1];
   Raw<LOAD> prefetched[PREFETCHES ? LOADS : 1];
   const Element* corner;
   int first_row;
 
-  __device__ __forceinline__ GradOutputLoader(const WalkSizes& sizes, int column)
+  __device__ __forceinline__ GradOutputLoader(const SegmentSizes& sizes, int column)
       : sizes(sizes), first_column(column - SHIFT) {
     if constexpr (SOURCES_IN_REGISTERS) {
 #pragma unroll
@@ -157,7 +157,7 @@ struct GradOutputLoader {
   __device__ __forceinline__ bool is_inside(Source at) const {
     return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)sizes.out_height;
   }
-  __device__ __forceinline__ void load(Raw<LOAD>& to, Source at) const { to.ask(corner + at.from, is_inside(at)); }
+  __device__ __forceinline__ void load(Raw<LOAD>& to, Source at) const { to.load(corner + at.from, is_inside(at)); }
   __device__ __forceinline__ static void write(float* to, const Raw<LOAD>& raw) {
     if constexpr (CHANNELS_LAST || LOAD == 1) {
 #pragma unroll
@@ -177,7 +177,7 @@ struct GradOutputLoader {
 
 // A number as the tensor cores take it: they truncate the bits that TF32 does not have.
 // IEEE: high is rounded to nearest by integer arithmetic, and low is the remainder, which has one bit too many half of the
-// time. TF32: a factor a little above one turns truncation nearly into rounding, with 1.06 times the error of cvt.rna and a
+// time. TF32: a factor a little above one order truncation nearly into rounding, with 1.06 times the error of cvt.rna and a
 // quarter of its instructions. 16-bit numbers are exact.
 struct Rounded {
   u32 high, low;

@@ -36,7 +36,7 @@ constexpr int ROW_TAPS = KERNEL_W * COLUMN_ELEMENTS, ROW_STRIDE = STRIDE_W * COL
 static_assert(ROW_TAPS % VECTOR == 0 && ROW_STRIDE % VECTOR == 0 && ROW_PADDING % VECTOR == 0);  // as rows of grad_output are
 static_assert(GROUPS == 1 && CHANNELS_LAST == WEIGHT_CHANNELS_LAST && DILATION_H == 1 && DILATION_W == 1);
 // Returns whether pixels are loaded and stored in pairs.
-__device__ __forceinline__ bool in_pairs(const StepSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
+__device__ __forceinline__ bool in_pairs(const LargeKernelSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
 
 // The im2col rows of a warp. The pitch of a pixel is an odd number of 16 bytes, so that reads use all banks.
 constexpr int PITCH = WARP_TAPS * ITEM + 16, IM2COL_PART = 16 * PITCH, IM2COL_BYTES = PARTS * IM2COL_PART;
@@ -55,7 +55,7 @@ static_assert(SHARED_BYTES == SUMS_AT + 2 * SUMS_BYTES, "the plan and the kernel
 struct Step {
   long long image;
   int row, column;
-  __device__ __forceinline__ Step(const StepSizes& sizes, int index) {
+  __device__ __forceinline__ Step(const LargeKernelSizes& sizes, int index) {
     unsigned rest = index;
     column = sizes.across.digit(rest) * 16, row = sizes.rows.digit(rest), image = rest;
   }
@@ -64,7 +64,7 @@ struct Step {
 // The input of a step as fragments: rows g and g + 8 of each m tile, of pixels 2t, 2t + 1 and 2t + 8, 2t + 9.
 struct Input {
   u32 words[M_TILES][2][2][ITEM / 2];
-  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* input, const Step& step, int g, int t) {
+  __device__ __forceinline__ void fetch(const LargeKernelSizes& sizes, const Element* input, const Step& step, int g, int t) {
     const bool pairs = in_pairs(sizes);
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -98,7 +98,7 @@ struct Input {
 // The im2col rows of a warp, on their way from memory to shared memory.
 struct Im2colRows {
   u32 words[VECTORS][4];
-  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
+  __device__ __forceinline__ void fetch(const LargeKernelSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
     const int out_row = sizes.out_width * COLUMN_ELEMENTS;
     const int tap = first_tap + lane % ROW_VECTORS * VECTOR;
     Digits digits{static_cast<unsigned>(tap)};
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_pair(Out* to, float first, float second) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradients_large_kernel(const Element* __restrict__ input, const Element* __restrict__ grad_output,
                     const Element* __restrict__ weight, float* __restrict__ input_partial, void* __restrict__ result,
-                    const __grid_constant__ StepSizes sizes) {
+                    const __grid_constant__ LargeKernelSizes sizes) {
   extern __shared__ float4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Digits block{blockIdx.x};
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const long long all_steps = (long long)sizes.batch * sizes.height * sizes.across.value;
   const int first_step = static_cast<int>(split_index * all_steps / sizes.splits);
   const int end_step = static_cast<int>((split_index + 1) * all_steps / sizes.splits);
-  const u32 im2col = ptx::pinned(ptx::shared_address(shared) + warp * IM2COL_BYTES);
+  const u32 im2col = ptx::keep_in_register(ptx::shared_address(shared) + warp * IM2COL_BYTES);
   float* const sums = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + SUMS_AT);
 
   Im2colRows next_im2col;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     next_input.fetch(sizes, input, Step(sizes, first_step), g, t);
   }
   // The words of rows g and g + 8 of k = t, then of k = t + 4. A lane reads only what it wrote itself.
-  const u32 weights = ptx::pinned(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
+  const u32 weights = ptx::keep_in_register(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
 #pragma unroll 2
   for (int k = 0; k < K_STEPS; ++k)
 #pragma unroll
@@ -181,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // For ldmatrix lane 8m + r gives the address of row r of matrix m: 8 pixels and two vectors of k, then 8 more pixels;
   // transposed, 16 pixels and then the second vector.
-  const u32 rows = ptx::pinned(im2col + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16);
-  const u32 columns = ptx::pinned(IS_IEEE ? im2col + 2 * t * PITCH + g * 4 : im2col + lane % 16 * PITCH + lane / 16 * 16);
+  const u32 rows = ptx::keep_in_register(im2col + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16);
+  const u32 columns = ptx::keep_in_register(IS_IEEE ? im2col + 2 * t * PITCH + g * 4 : im2col + lane % 16 * PITCH + lane / 16 * 16);
 
   float sum[M_TILES][N_TILES][4] = {};
   int buffer = 0;
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               taps[n][q / 2][part][q % 2] =
                   ptx::load_shared(columns + part * IM2COL_PART + (q / 2 * 8 + q % 2) * PITCH + (n0 + n) * 32);
         float part_sum[N_TILES_AT_ONCE][M_TILES][4];
-        repeat<0, 6>([&](auto round) {
+        static_for<0, 6>([&](auto round) {
           constexpr int EIGHT = decltype(round)::value / 3, ROUND = decltype(round)::value % 3;
 #pragma unroll
           for (int n = 0; n < N_TILES_AT_ONCE; ++n)
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           w[m][part] = ptx::load_shared_vector(weights + ((k * M_TILES + m) * PARTS + part) * 512);
       if constexpr (IS_IEEE) {
         float part_sum[M_TILES][2][4];
-        repeat<0, 3>([&](auto round) {
+        static_for<0, 3>([&](auto round) {
           constexpr int ROUND = decltype(round)::value;
 #pragma unroll
           for (int m = 0; m < M_TILES; ++m)

@@ -34,7 +34,7 @@ constexpr int IM2COL_BYTES = PARTS * IM2COL_PART;
 // Where a tile begins.
 struct Tile {
   int image, pixel;
-  __device__ __forceinline__ static Tile of(const RunSizes& sizes, int tile) {
+  __device__ __forceinline__ static Tile of(const PatchSizes& sizes, int tile) {
     const int image = sizes.tiles.quotient(tile);
     return {image, sizes.tiles.remainder(tile, image) * PIXELS};
   }
@@ -54,24 +54,24 @@ constexpr int READ_WIDTH = VECTOR_READS ? 4 : 1;
 static_assert(!VECTOR_READS || (STRIDE_W % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST));
 
 struct Im2colProducer {
-  const RunSizes& sizes;
+  const PatchSizes& sizes;
   Element values[SLOTS][VECTOR];
   bool last_row, last_column;
   BiasSum bias[WITH_BIAS ? OUT_CHANNELS : 1] = {};
 
-  __device__ __forceinline__ explicit Im2colProducer(const RunSizes& sizes) : sizes(sizes) {}
+  __device__ __forceinline__ explicit Im2colProducer(const PatchSizes& sizes) : sizes(sizes) {}
 
   // Calls body(tap, slot, number within the slot's vector), all of them constants, for each tap of this thread.
   template <class Body>
   __device__ __forceinline__ static void for_taps(const Body& body) {
     const int producer = (threadIdx.x - FIRST_PRODUCER) / PIXELS;
-    repeat<0, PIXEL_THREADS>([&](auto thread) {
+    static_for<0, PIXEL_THREADS>([&](auto thread) {
       if (producer != decltype(thread)::value) return;
-      repeat<0, SLOTS>([&](auto slot) {
+      static_for<0, SLOTS>([&](auto slot) {
         constexpr int AT = (decltype(slot)::value * PIXEL_THREADS + decltype(thread)::value) * VECTOR;
-        repeat<0, VECTOR>([&](auto i) {
+        static_for<0, VECTOR>([&](auto i) {
           if constexpr (AT + decltype(i)::value < VECTORS * VECTOR)
-            body(Number<AT + decltype(i)::value>{}, slot, i);
+            body(IndexConstant<AT + decltype(i)::value>{}, slot, i);
         });
       });
     });
@@ -95,7 +95,7 @@ struct Im2colProducer {
       columns |= static_cast<u32>(static_cast<unsigned>(column + kw * DILATION_W) < static_cast<unsigned>(sizes.out_width)) << kw;
     const Element* const from = grad_output + first.image * output_elements(sizes) + at_output(sizes, 0, 0, row, column);
     // Pinned: otherwise the offsets of all rows of taps stay in registers, which are too few.
-    const int out_height = ptx::pinned(sizes.out_height), out_width = ptx::pinned(sizes.out_width);
+    const int out_height = ptx::keep_in_register(sizes.out_height), out_width = ptx::keep_in_register(sizes.out_width);
     PackOf<Element, READ_WIDTH> read{};
     for_taps([&](auto tap, auto slot, auto i) {
       constexpr int TAP = decltype(tap)::value, KW = TAP % KERNEL_W, KH = TAP / KERNEL_W % KERNEL_H, CO = TAP / TAPS;

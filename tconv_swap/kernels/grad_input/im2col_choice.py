@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.common.schedules import PATCHES, covering
+from tconv_swap.kernels.common.schedules import PATCHES, select_covering
 from tconv_swap.kernels.grad_input.im2col_tile import (
     MULTIPLY_MACS,
     Im2colTile,
@@ -72,7 +72,7 @@ def _ranked(among: tuple[Schedule, ...], problem: StridedProblem, device: Device
 
 
 def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
-    geometry, (rows, cols) = problem.geometry, problem.cells
+    geometry, (rows, cols) = problem.geometry, problem.positions
     elements = geometry.batch * rows * cols * geometry.out_channels
     summed = geometry.in_channels_per_group * geometry.taps
     return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
@@ -108,7 +108,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
         passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
-    return covering(found, weights, (), share_of_im2col(layer, device))
+    return select_covering(found, weights, (), share_of_im2col(layer, device))
 
 
 def _least(tile: Im2colTile, passes: float, problem: StridedProblem, device: Device) -> float:

@@ -173,7 +173,7 @@ def shared_bytes(problem: StridedProblem, tile: Im2colTile) -> int:
 
 def tile_counts(problem: StridedProblem, tile: Im2colTile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns."""
-    rows, cols = problem.cells
+    rows, cols = problem.positions
     return ceil_div(problem.geometry.batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
 
 
@@ -228,7 +228,7 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
     step = max(1.05 * multiplies * tile.channels / 2, memory, fill)
     stages = rounds(problem, tile) * round_stages(steps(problem, tile))
     count = stages * steps(problem, tile) / tile.splits
-    store = tile.cells * tile.channels * out_item / STORE_BYTES
+    store = tile.positions * tile.channels * out_item / STORE_BYTES
     turns = ceil_div(work_count(problem, tile), multiprocessors)
     total = turns * (count * step + store + TILE_CLOCKS)
     if tile.splits > 1:
@@ -239,7 +239,7 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
 
 def macs(problem: StridedProblem) -> int:
     """Multiply-adds."""
-    geometry, (rows, cols) = problem.geometry, problem.cells
+    geometry, (rows, cols) = problem.geometry, problem.positions
     cells = geometry.batch * rows * cols
     return cells * geometry.out_channels * geometry.in_channels_per_group * geometry.taps
 
@@ -252,7 +252,7 @@ def legal(problem: StridedProblem, tile: Im2colTile) -> bool:
         return False
     # Boxes of one tile after another begin where they may.
     aligned = tile.cols * problem.step[1] % alignment(problem, tile.box_w > MOST_BOX) == 0
-    return aligned or problem.cells[1] <= tile.cols
+    return aligned or problem.positions[1] <= tile.cols
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[Im2colTile]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.common.schedules import covering
+from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
@@ -71,7 +71,7 @@ def expected(problem: StridedProblem, tile: TmaTile, device: Device) -> float:
     steps = problem.geometry.taps * chunks(problem)
     found = clocks(problem, tile, device.multiprocessors)
     found *= (NARROW if tile.narrow else 1.0) * (WIDE if tile.channels > WIDE_CHANNELS else 1.0)
-    if steps // tile.splits <= FEW_STEPS and tile.cells * tile.channels > SMALL * (
+    if steps // tile.splits <= FEW_STEPS and tile.positions * tile.channels > SMALL * (
         1.5 if tile.channels == 192 else 1
     ):
         found *= LARGE
@@ -84,7 +84,7 @@ def _teams_pay(problem: StridedProblem, tile: TmaTile, device: Device) -> bool:
     """Whether a tile of two teams is one of those that were measured to be the faster."""
     works = work_count(problem, tile)
     turns = ceil_div(works, device.multiprocessors)
-    batch, (rows, cols) = problem.geometry.batch, problem.cells
+    batch, (rows, cols) = problem.geometry.batch, problem.positions
     if not tile.flat and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
         return False
     channels = problem.geometry.out_channels_per_group
@@ -107,7 +107,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[TmaTile, ...]:
     always = [
         tile for tile in times if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
     ]
-    return covering(times, weights, always, share_of_tma(layer, device))
+    return select_covering(times, weights, always, share_of_tma(layer, device))
 
 
 def _least(tile: TmaTile, problem: StridedProblem, device: Device) -> float:

@@ -79,7 +79,7 @@ class TmaTile:
         return 128 * self.warpgroups * self.teams + ASKING_THREADS
 
     def __str__(self) -> str:
-        cells = self.cells if self.dense else f"{self.images}x{self.rows}x{self.cols}"
+        cells = self.positions if self.dense else f"{self.images}x{self.rows}x{self.cols}"
         text = f"{cells} cells x {self.channels} channels, {self.warpgroups} warpgroups"
         text += f", {self.teams} teams" if self.teams > 1 else ""
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
@@ -87,13 +87,13 @@ class TmaTile:
 
 def can_be_flat(problem: StridedProblem) -> bool:
     """Whether the rows of all images are as far apart as those of one, and no tap is shifted."""
-    return problem.flat and problem.geometry.height == problem.cells[0] * problem.step[0]
+    return problem.flat and problem.geometry.height == problem.positions[0] * problem.step[0]
 
 
 def box_size(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
     """Rows and columns of grad_output's pixels of one phase that a tile reads."""
     if tile.dense:
-        width = problem.cells[1]
+        width = problem.positions[1]
         return _dense_rows(tile, width), width
     shift_h, shift_w = problem.most_shift
     return tile.rows + shift_h, tile.cols + (0 if tile.narrow else shift_w)
@@ -101,7 +101,7 @@ def box_size(problem: StridedProblem, tile: TmaTile) -> tuple[int, int]:
 
 def _dense_rows(tile: TmaTile, width: int) -> int:
     """Rows of a map that hold a tile, wherever it begins."""
-    return ceil_div(width - gcd(tile.cells, width) + tile.cells, width)
+    return ceil_div(width - gcd(tile.positions, width) + tile.positions, width)
 
 
 def pitches(problem: StridedProblem, tile: TmaTile) -> dict[str, int]:
@@ -169,9 +169,9 @@ def shared_bytes(problem: StridedProblem, tile: TmaTile) -> int:
 
 def tile_counts(problem: StridedProblem, tile: TmaTile) -> tuple[int, int, int]:
     """Tiles of cells along the images, the rows and the columns."""
-    batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
+    batch, (cells_h, cells_w) = problem.geometry.batch, problem.positions
     if tile.dense:
-        return 1, 1, ceil_div(batch * cells_h * cells_w, tile.cells)
+        return 1, 1, ceil_div(batch * cells_h * cells_w, tile.positions)
     if tile.flat:
         batch, cells_h = 1, batch * cells_h
     return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
@@ -189,12 +189,12 @@ def clocks(problem: StridedProblem, tile: TmaTile, multiprocessors: int) -> floa
     """About how long it takes, what comes from memory left aside: it is the same for all tiles but what splits cost."""
     geometry = problem.geometry
     out_item = 4 if tile.splits > 1 else problem.item
-    multiplies = geometry.taps * tile.cells / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
+    multiplies = geometry.taps * tile.positions / 64 * tile.channels / 256 * MULTIPLY_CLOCKS
     weights = geometry.taps * tile.channels * ROW_BYTES
     fill = slice_count(problem, tile) * box_bytes(problem, tile) + weights
     steps = ceil_div(chunks(problem), tile.splits)
     main = steps * max(multiplies, fill / FILL_BYTES)
-    store = tile.cells * tile.channels * out_item / STORE_BYTES
+    store = tile.positions * tile.channels * out_item / STORE_BYTES
     total = ceil_div(work_count(problem, tile), multiprocessors) * (main + store)
     if tile.splits > 1:
         count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
@@ -207,7 +207,7 @@ def legal(problem: StridedProblem, tile: TmaTile) -> bool:
     geometry, (step_h, step_w) = problem.geometry, problem.step
     if tile.flat and not can_be_flat(problem):
         return False
-    if tile.dense and problem.cells[1] > tile.cols:
+    if tile.dense and problem.positions[1] > tile.cols:
         return False
     if tile.splits > 1 and (geometry.groups > 1 or tile.splits > chunks(problem)):
         return False
