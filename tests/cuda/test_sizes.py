@@ -190,15 +190,15 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     assert row % posed.row_multiple == 0 or posed.input_channels_last
     assert geometry.out_width % posed.out_row_multiple == 0
     if posed.flat:
-        assert posed.cells == (geometry.height, geometry.width)
+        assert posed.positions == (geometry.height, geometry.width)
         assert not posed.even_columns or geometry.width % 2 == 0
-        if tile.pixel_boxes or tile.raw_stages:
+        if tile.pixel_major or tile.nchw_stages:
             assert pixels % tile.cols == 0
         if tile.by_rows:
             assert tile.warp_cols * 8 % geometry.width == 0
             assert geometry.width % 2 == 0
     elif tile.wgmma and tile.cols < 8:
-        assert posed.cells[1] <= tile.cols
+        assert posed.positions[1] <= tile.cols
     chunks = -(-posed.words // tile.chunk_words)
     assert 1 <= tile.splits <= chunks
     steps = [split * chunks // tile.splits for split in range(tile.splits + 1)]

@@ -121,7 +121,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
   const int chunks = end_chunk - first_chunk;
 
-  InputFill fill(input, origin, group, first_chunk, sizes);
+  InputLoader loader(input, origin, group, first_chunk, sizes);
   const int phase_group = group_row * GROUP_COLS + group_col;
   const long long before = PHASE_GROUPS == 1 ? 0 : static_cast<long long>(taps_before(phase_group)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
   const u32* weights = packed + before + ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + first_chunk) * CHUNK_WEIGHTS;
@@ -133,13 +133,13 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   }
 
   if constexpr (THROUGH_REGISTERS) {
-    fill.load();
-    fill.store(input_stage(0));
-    if (chunks > 1) fill.load();
+    loader.load();
+    loader.store(input_stage(0));
+    if (chunks > 1) loader.load();
   } else {
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
-      if (s < chunks) fill.copy(input_stage(s));
+      if (s < chunks) loader.copy(input_stage(s));
   }
   ptx::wait_for_previous_launch();
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const int word = INPUT_CHANNELS_LAST ? lane / 8 % 2 * 4 : lane % 4;
   const int lane_pixel = g / (FRAGMENT_W * FRAGMENT_H) * IMAGE_PITCH + g / FRAGMENT_W % FRAGMENT_H * ROW_PITCH + g % FRAGMENT_W;
   const u32 input_offset =
-      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
+      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEFT_PAD + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
   const u32 weight_offset = (warp_m * WARP_M_TILES * FRAGMENT_WORDS + lane * 4) * 4;
 
   Sums sums;
@@ -170,10 +170,10 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
     __syncthreads();
     const int next = chunk + STAGES - 1;
     if constexpr (THROUGH_REGISTERS) {
-      if (chunk + 1 < chunks) fill.store(input_stage(chunk + 1));
-      if (chunk + 2 < chunks) fill.load();
+      if (chunk + 1 < chunks) loader.store(input_stage(chunk + 1));
+      if (chunk + 2 < chunks) loader.load();
     } else {
-      if (next < chunks) fill.copy(input_stage(next));
+      if (next < chunks) loader.copy(input_stage(next));
     }
     if (next < chunks) copy_weights<CHUNK_WEIGHTS>(weight_stage(next), weights);
     weights += CHUNK_WEIGHTS;

@@ -10,7 +10,7 @@ constexpr bool THROUGH_REGISTERS = IS_16_BIT && !INPUT_CHANNELS_LAST;
 constexpr int COPIED_ROWS = HALO_H, COPIED_COLS = HALO_W;
 #include "common/tile_places.cuh"
 
-struct InputFill {
+struct InputLoader {
   const char* chunk;  // first channel of the next chunk of the tile's first image
   int from[SLOTS];    // bytes from there, negative where there is nothing to copy
   u32 to[SLOTS];      // bytes from the beginning of a stage
@@ -19,7 +19,7 @@ struct InputFill {
   int next_channel;   // bytes from one channel to the next
   u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * HALVES : 1];
 
-  __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
+  __device__ __forceinline__ InputLoader(const Element* input, const Origin& origin, int group, int chunk_index,
                                        const Sizes& sizes) {
     next_channel = channel_bytes(sizes);
     const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
@@ -42,7 +42,7 @@ struct InputFill {
         pixel = sizes.image_cells.remainder(cell, in_batch);
         inside = inside && in_batch < sizes.batch;
       } else {
-        const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
+        const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEFT_PAD + w;
         image = n;
         pixel = row * sizes.width + col;
         inside = inside && row >= 0 && row < sizes.height && col >= 0 && col < sizes.width && origin.image + n < sizes.batch;

@@ -14,7 +14,7 @@ struct Stored<true> {
 };
 using Out = Stored<PARTIAL>::type;
 constexpr bool OUT_16_BIT = sizeof(Out) == 2;
-constexpr int STORE_MOST = 16 / sizeof(Out);
+constexpr int MAX_STORE = 16 / sizeof(Out);
 
 /// NCHW outputs leave many short runs far apart: streaming them is up to twice as fast (measured on an H200).
 template <class Words>
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
             const bool row_inside = cell.inside && out_row < sizes.out_height;
             if constexpr (OUTPUT_CHANNELS_LAST) {
               constexpr int RUN = 2 * WARP_M_TILES;
-              constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, STORE_MOST));
+              constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, MAX_STORE));
 #pragma unroll
               for (int b = 0; b < PHASE_COLS; ++b) {
                 const int out_col = cell.col * STRIDE_W + phase_col + b;
@@ -141,7 +141,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
               constexpr int CELLS = PAIR && PHASE_COLS == STRIDE_W ? 2 : 1;
               constexpr int RUN = CELLS * PHASE_COLS;
               constexpr int VECTOR = power_dividing(
-                  OUT_ROW_MULTIPLE, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
+                  OUT_ROW_MULTIPLE, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), MAX_STORE));
 #pragma unroll
               for (int i = 0; i < WARP_M_TILES; ++i)
 #pragma unroll

@@ -66,8 +66,8 @@ __device__ constexpr int stacked_kernel_row(int v, int tap) {
 }
 
 /// Height of a cell, in the output and in the input.
-constexpr int CELL_ROWS = STACK > 1 ? STACK : STRIDE_H;
-constexpr int CELL_INPUT_ROWS = STACK > 1 ? STACK / STRIDE_H : 1;
+constexpr int POSITION_ROWS = STACK > 1 ? STACK : STRIDE_H;
+constexpr int POSITION_INPUT_ROWS = STACK > 1 ? STACK / STRIDE_H : 1;
 static_assert(STACK == 1 || (STACK % STRIDE_H == 0 && DILATION_H == 1 && PHASE_ROWS == 1 && PLANES));
 
 constexpr Axis ROWS_AXIS =

@@ -100,7 +100,7 @@ def grad_weight_strip_sizes(geometry: Geometry, strip: int, segment: int, flush:
 
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
-    batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
+    batch, (cells_h, cells_w) = problem.geometry.batch, problem.positions
     if problem.flat:
         return 1, 1, ceil_div(batch * cells_h * cells_w, tile.cols)
     return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
@@ -131,7 +131,7 @@ def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
 
 def cell_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
     """The same with so many ``tiles`` along the images, the rows and the columns."""
-    return map_sizes(problem.geometry, problem.cells, tiles, splits)
+    return map_sizes(problem.geometry, problem.positions, tiles, splits)
 
 
 def map_sizes(

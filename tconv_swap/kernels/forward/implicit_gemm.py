@@ -95,7 +95,7 @@ def claims(problem: TileProblem, device: Device) -> bool:
         return False
     # Offsets within an image, and cells of the whole batch, are counted in 32 bits.
     image = geometry.in_channels * geometry.height * geometry.width * problem.item
-    cells = geometry.batch * problem.cells[0] * problem.cells[1]
+    cells = geometry.batch * problem.positions[0] * problem.positions[1]
     if image * 32 >= INT32_LIMIT * 8 or cells >= INT32_LIMIT - MOST_TILE_CELLS:
         return False
     # So are the pixels of an output's image, and the elements of a row of it.
@@ -134,7 +134,7 @@ def _constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constant], 
 
 
 def _pairs_rows(problem: TileProblem, tile: Tile) -> bool:
-    return problem.output_channels_last and not tile.weight_boxes and not stores_lines(problem, tile)
+    return problem.output_channels_last and not tile.tma_weights and not stores_lines(problem, tile)
 
 
 def _grid(problem: TileProblem, tile: Tile, multiprocessors: int) -> int:
@@ -195,8 +195,8 @@ def tile_constants(problem: TileProblem, tile: Tile) -> tuple[tuple[str, Constan
         ("ROW_MULTIPLE", problem.row_multiple),
         ("OUT_ROW_MULTIPLE", problem.out_row_multiple),
         ("EVEN_COLUMNS", problem.even_columns),
-        ("PART_BYTES", tile.part_bytes),
-        ("PART_CHANNELS", tile.part_channels),
+        ("SUBTILE_BYTES", tile.subtile_bytes),
+        ("SUBTILE_CHANNELS", tile.subtile_channels),
         ("BY_ROWS", tile.by_rows),
         ("BLOCKS_PER_MULTIPROCESSOR", tile.blocks_per_multiprocessor),
     )
@@ -219,39 +219,39 @@ def _compiled(layer: TileProblem, tile: Tile) -> Compiled:
     shared = shared_bytes(layer, tile)
     entry = (
         "forward_implicit_gemm_tma"
-        if tile.boxes
+        if tile.tma
         else "forward_implicit_gemm_wgmma"
         if tile.wgmma
         else "forward_implicit_gemm_mma"
     )
-    if tile.raw_stages:
+    if tile.nchw_stages:
         entry = "forward_implicit_gemm_tma_nchw"
     fill: tuple[tuple[str, Constant], ...] = ()
-    if tile.boxes:
+    if tile.tma:
         taps = layer.geometry.taps if len(group_taps(layer)) == 1 else 1
         fill = (
-            ("FILL_REGISTERS", BOX_REGISTERS),
-            ("TAPS_OF_BOX", taps),
+            ("PRODUCER_REGISTERS", BOX_REGISTERS),
+            ("BOX_TAPS", taps),
         )
-    elif tile.raw_stages:
-        fill = (("FILL_WARPS", tile.fill_warps), ("FILL_REGISTERS", TURN_REGISTERS))
+    elif tile.nchw_stages:
+        fill = (("PRODUCER_WARPS", tile.producer_warps), ("PRODUCER_REGISTERS", TURN_REGISTERS))
     elif tile.wgmma:
         fill = (
-            ("FILL_WARPS", tile.fill_warps),
-            ("FILL_REGISTERS", FILL_REGISTERS),
-            ("FILL_BUDGET", FILL_BUDGET),
+            ("PRODUCER_WARPS", tile.producer_warps),
+            ("PRODUCER_REGISTERS", FILL_REGISTERS),
+            ("STAGING_REGISTERS", FILL_BUDGET),
         )
     kernel = Kernel(
         f"forward/{entry.removeprefix('forward_')}.cu",
         entry,
         (
             *tile_constants(layer, tile),
-            ("BOXES", tile.boxes),
-            ("ARRANGED", layer.arranged),
-            ("PIXEL_BOXES", tile.pixel_boxes),
-            ("RAW_STAGES", tile.raw_stages),
-            ("WEIGHTS_STAY", tile.weights_stay),
-            ("WEIGHT_BOXES", tile.weight_boxes),
+            ("TMA_INPUT", tile.tma),
+            ("NHWC_COPY", layer.nhwc_copy),
+            ("PIXEL_MAJOR", tile.pixel_major),
+            ("NCHW_STAGES", tile.nchw_stages),
+            ("RESIDENT_WEIGHTS", tile.resident_weights),
+            ("TMA_WEIGHTS", tile.tma_weights),
             ("STAGGER", tile.stagger),
             ("WHOLE_LINES", stores_lines(layer, tile)),
             ("SHARED_BYTES", shared),
@@ -259,9 +259,9 @@ def _compiled(layer: TileProblem, tile: Tile) -> Compiled:
         ),
         # Three products need registers of their own. Where 128 sums leave a thread 32 registers, or cells of many
         # images stand in a row, that is in some geometries a few words too little to store them by.
-        spills=layer.precision == "IEEE" or (tile.wgmma and (not tile.boxes or layer.flat)),
+        spills=layer.precision == "IEEE" or (tile.wgmma and (not tile.tma or layer.flat)),
     )
-    pack, packed_bytes = (None, 0) if tile.weight_boxes else pack_launch(layer, tile)
+    pack, packed_bytes = (None, 0) if tile.tma_weights else pack_launch(layer, tile)
     return Compiled(kernel, shared, pack, packed_bytes)
 
 
@@ -273,16 +273,16 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     launches: list[Launch] = [] if compiled.pack is None else [compiled.pack]
     used = compiled.packed_bytes
     source = input_(0)
-    if problem.arranged:
+    if problem.nhwc_copy:
         given = activation(geometry.input_shape, problem.dtype)
         source, used = workspace(used), used + round_up(given.bytes, 16)
         arranging = arrange(given, input_(0), source, device)
         launches.append(replace(arranging, overlaps_previous=bool(launches)))
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    maps: tuple[TensorMap, ...] = (_input_map(problem, tile, source),) if tile.boxes else ()
-    if tile.raw_stages:
+    maps: tuple[TensorMap, ...] = (_input_map(problem, tile, source),) if tile.tma else ()
+    if tile.nchw_stages:
         maps = (_raw_map(problem, tile),)
-    if tile.weight_boxes:
+    if tile.tma_weights:
         maps += (_weight_map(problem, tile),)
     forward = Launch(
         compiled.forward,
@@ -290,7 +290,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
         block=tile.threads,
         arguments=(
             tensor_map(0) if maps else input_(0),
-            tensor_map(1) if tile.weight_boxes else workspace(0),
+            tensor_map(1) if tile.tma_weights else workspace(0),
             input_(2),
             output(0) if tile.splits == 1 else workspace(used),
             struct(0),
@@ -305,7 +305,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
         launches.append(reduce_launch(problem, tile.splits, used, outputs))
     return Plan(
         "implicit_gemm",
-        f"{problem.precision} tensor cores, {tile}" + (", input arranged" if problem.arranged else ""),
+        f"{problem.precision} tensor cores, {tile}" + (", input arranged" if problem.nhwc_copy else ""),
         outputs=(Output(geometry.output_shape, problem.output_channels_last),),
         launches=tuple(launches),
         workspace_bytes=used + (outputs * 4 * tile.splits if tile.splits > 1 else 0),
@@ -317,7 +317,7 @@ def _input_map(problem: TileProblem, tile: Tile, source: Argument) -> TensorMap:
     geometry, item = problem.geometry, problem.item
     channels, pixel = geometry.in_channels_per_group, geometry.in_channels * item
     chunk = tile.chunk_words * 4 // item
-    if tile.pixel_boxes:
+    if tile.pixel_major:
         image = geometry.height * geometry.width
         sizes: tuple[int, ...] = (image, geometry.in_channels, geometry.batch)
         strides: tuple[int, ...] = (image * item, geometry.in_channels * image * item)

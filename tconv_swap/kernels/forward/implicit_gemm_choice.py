@@ -12,7 +12,7 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import (
     TileProblem,
     block_count,
     group_taps,
-    weights_come_by_boxes,
+    supports_tma_weights,
 )
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     BOX_MOST,
@@ -62,12 +62,12 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     if device.architecture == "sm_90a" and problem.precision != "IEEE":
         posed = _stacked(problem)
         if problem.input_channels_last:
-            ranked += box_tiles(posed, device)
+            ranked += tma_tiles(posed, device)
         else:
             deepest: dict[Tile, Tile] = {}
             for tile in (*_turned_tiles(posed), *_wgmma_tiles(posed)):
                 if fits(posed, tile):
-                    kind = replace(tile, stages=0, raw_stages=int(tile.raw_stages > 0), part_bytes=0)
+                    kind = replace(tile, stages=0, nchw_stages=int(tile.nchw_stages > 0), subtile_bytes=0)
                     deepest.setdefault(kind, tile)
             ranked += [(posed, tile) for tile in deepest.values()]
     ranked += [(problem, tile) for tile in _mma_tiles(problem)]
@@ -77,7 +77,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
     # Where each multiprocessor has one block at most, it may have all the memory: more stages hide more latency.
     def deepened(posed: TileProblem, tile: Tile) -> tuple[TileProblem, Tile]:
-        if block_count(posed, tile) <= device.multiprocessors and not tile.raw_stages:
+        if block_count(posed, tile) <= device.multiprocessors and not tile.nchw_stages:
             deeper = [replace(tile, blocks_per_multiprocessor=1, stages=stages) for stages in (6, 5, 4, 3)]
             tile = next((deep for deep in deeper if fits(posed, deep)), tile)
         return posed, _staggered(posed, tile, device)
@@ -89,13 +89,13 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
 
 def fits_device(problem: TileProblem, tile: Tile, device: Device) -> bool:
     """Whether the tile finds room for its stages, its boxes and its registers."""
-    if tile.boxes and max(box_shape(problem, tile)) > BOX_MOST:
+    if tile.tma and max(box_shape(problem, tile)) > BOX_MOST:
         return False
     room = device.shared_memory_per_block + 1024
-    if tile.wgmma and not tile.boxes:
+    if tile.wgmma and not tile.tma:
         if fill_registers(problem, tile) > FILL_BUDGET:
             return False
-        if tile.raw_stages == 0:
+        if tile.nchw_stages == 0:
             room -= LOADS_BYTES
     return tile.blocks_per_multiprocessor * (shared_bytes(problem, tile) + 1024) <= room
 
@@ -129,14 +129,14 @@ def power_above(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def arrange(
+def tile_fragments(
     problem: TileProblem, fragments: int, warps: int, most_rows: int
 ) -> tuple[int, int, int, int, int, int]:
     """How the fragments of ``warps`` warps (or warpgroups) tile the map: images, rows, columns of cells of the
     tile; images, rows, columns of fragments of one warp."""
     if problem.flat:
         return 1, 1, 8 * fragments * warps, 1, 1, fragments
-    height, width = (power_above(cells) for cells in problem.cells)
+    height, width = (power_above(cells) for cells in problem.positions)
     cols = min(8, width)
     rows = min(8 // cols, height)
     images = 8 // (cols * rows)
@@ -157,7 +157,7 @@ def arrange(
     )
 
 
-def box_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, Tile]]:
+def tma_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, Tile]]:
     """Tiles of forward/implicit_gemm_tma.cu (inputs in channels_last), those whose sum over channels is not split
     first."""
     multiprocessors = device.multiprocessors
@@ -165,9 +165,11 @@ def box_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
     channels = geometry.out_channels_per_group * problem.stack
     if channels <= 32 or geometry.in_channels_per_group * problem.item % 16:
         return []
-    narrow_map = not problem.flat and problem.cells[1] <= 4
+    narrow_map = not problem.flat and problem.positions[1] <= 4
     if narrow_map and (
-        problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8 or problem.cell_input_rows != 1
+        problem.positions[1] < 2
+        or problem.positions[0] * problem.positions[1] < 8
+        or problem.cell_input_rows != 1
     ):
         return []
     # Half of the phases a block: where all of them are too much for the cells that there are.
@@ -185,11 +187,11 @@ def box_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
             most_rows = 1 if narrow_map else 16 if phases <= 2 else 8
             for registers in (128, 64) if posed is posings[-1] else (128,):
                 fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
-                arranged = arrange(posed, max(4, fragments), groups_n, most_rows)
+                arranged = tile_fragments(posed, max(4, fragments), groups_n, most_rows)
                 run = arranged[3] if narrow_map else arranged[5] if arranged[4] == 1 else arranged[4]
                 if fragments < 4 or run < 4:
                     continue
-                tile = Tile(4 * groups_m, 1, *arranged, 8, 2, blocks, wgmma=True, boxes=True)
+                tile = Tile(4 * groups_m, 1, *arranged, 8, 2, blocks, wgmma=True, tma=True)
                 for fitted in _fit_rows(posed, tile):
                     deep = deepest_stages(posed, fitted, device)
                     if deep is not None:
@@ -200,7 +202,7 @@ def box_tiles(problem: TileProblem, device: Device) -> list[tuple[TileProblem, T
 def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
     """A tile of whole rows of cells: in NCHW, whose outputs leave in long runs then, where it covers the map as well as
     others, else where it covers it better."""
-    height, width = problem.cells
+    height, width = problem.positions
     if problem.phases != (2, 2):
         return
     if problem.flat:
@@ -215,9 +217,9 @@ def _row_tiles(problem: TileProblem, device: Device) -> Iterator[Tile]:
         others = round_up(height, 8) * round_up(width, 16)
         pays = 20 * covered <= 19 * others if problem.output_channels_last else covered <= others
     if fragments and pays:
-        tile = Tile(4, 1, 1, rows, cols, 1, 1, fragments, 8, 2, 1, wgmma=True, boxes=True)
+        tile = Tile(4, 1, 1, rows, cols, 1, 1, fragments, 8, 2, 1, wgmma=True, tma=True)
         if not problem.output_channels_last:
-            tile = replace(tile, part_bytes=ROW_PART_BYTES, by_rows=True)
+            tile = replace(tile, subtile_bytes=ROW_PART_BYTES, by_rows=True)
         deep = deepest_stages(problem, tile, device)
         if deep is not None and deep.stages >= ROW_STAGES:
             yield deep
@@ -237,7 +239,7 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
     weights = in_channels * geometry.out_channels * geometry.kernel[0] * geometry.kernel[1]
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     # As they lie, rows of a multiply are channels in their order, whose sums take longer to leave.
-    boxed = weights_come_by_boxes(problem) and PACKING_PAYS * weights >= outputs
+    boxed = supports_tma_weights(problem) and PACKING_PAYS * weights >= outputs
     blocks = block_count(problem, tile)
     m_blocks = ceil_div(out_channels, problem.block_channels(tile))
     one_weight = m_blocks * geometry.groups * len(group_taps(problem)) == 1
@@ -245,7 +247,7 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
     # Narrow maps come once for each shift: in longer rows, though fewer at a time.
     narrow = not problem.flat and tile.cols < 8
     if narrow:
-        tile = replace(tile, part_bytes=NARROW_PART_BYTES)
+        tile = replace(tile, subtile_bytes=NARROW_PART_BYTES)
     for words, least in ((16, 3 if narrow else 4), (8, 2)):
         for stages in range(6, least - 1, -1) if words <= max(8, problem.words) else ():
             # Weights that stay are worth less than a stage.
@@ -254,8 +256,8 @@ def _box_stages(problem: TileProblem, tile: Tile, multiprocessors: int) -> Itera
                     tile,
                     chunk_words=words,
                     stages=stages,
-                    weights_stay=stays,
-                    weight_boxes=boxed,
+                    resident_weights=stays,
+                    tma_weights=boxed,
                     whole_lines=boxed,
                 )
 
@@ -272,31 +274,42 @@ def _turned_tiles(problem: TileProblem) -> Iterator[Tile]:
         # In 16 bits the multiplier reads NCHW as it lies (forward/implicit_gemm_nchw.py).
         if narrow or phases == 1:
             return
-        arranged, chunk_words = arrange(problem, 1 << (32 // phases).bit_length() - 1, 2, 1), 16
-        fill_warps = 8
+        arranged, chunk_words = tile_fragments(problem, 1 << (32 // phases).bit_length() - 1, 2, 1), 16
+        producer_warps = 8
     elif phases > 1:
         # Whole rows of cells: their outputs leave in runs of 128 and more.
-        arranged = arrange(problem, 1 << (32 // phases).bit_length() - 1, 2, 1)
-        covered = round_up(problem.cells[1], arranged[2])
-        if not (narrow or problem.stack > 1) or arranged[5] < 8 or 10 * covered > 11 * problem.cells[1]:
+        arranged = tile_fragments(problem, 1 << (32 // phases).bit_length() - 1, 2, 1)
+        covered = round_up(problem.positions[1], arranged[2])
+        if not (narrow or problem.stack > 1) or arranged[5] < 8 or 10 * covered > 11 * problem.positions[1]:
             return
-        fill_warps = 4 if narrow else 8
+        producer_warps = 4 if narrow else 8
         if arranged[1] == 1:
-            chunk_words, fill_warps = 16, 8
+            chunk_words, producer_warps = 16, 8
     elif problem.stack > 1 and wide_kernel:
-        arranged, fill_warps = arrange(problem, 16, 1, 1) if narrow else arrange(problem, 32, 1, 8), 8
+        arranged, producer_warps = (
+            tile_fragments(problem, 16, 1, 1) if narrow else tile_fragments(problem, 32, 1, 8),
+            8,
+        )
     elif problem.stack == 1 and not narrow and channels <= 64 and not wide_kernel:
-        arranged, fill_warps = arrange(problem, 32, 2, 8), 8
+        arranged, producer_warps = tile_fragments(problem, 32, 2, 8), 8
     elif problem.stack == 1 and narrow and channels > 64 and wide_kernel:
-        arranged, fill_warps = arrange(problem, 32, 1, 8), 12
+        arranged, producer_warps = tile_fragments(problem, 32, 1, 8), 12
     else:
         return
     run = arranged[5] if arranged[4] == 1 else arranged[4]
     if run < 8 or chunk_words > max(8, problem.words):
         return
-    for stages, raw_stages in TURNED_STAGES:
+    for stages, nchw_stages in TURNED_STAGES:
         tile = Tile(
-            4, 1, *arranged, chunk_words, stages, 1, wgmma=True, fill_warps=fill_warps, raw_stages=raw_stages
+            4,
+            1,
+            *arranged,
+            chunk_words,
+            stages,
+            1,
+            wgmma=True,
+            producer_warps=producer_warps,
+            nchw_stages=nchw_stages,
         )
         if turns(problem, tile):
             yield tile
@@ -309,14 +322,14 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
         return
     phases = problem.phases[0] * problem.phases[1]
     # The fill brings no copy of a narrow map for each shift, as boxes do.
-    if not problem.flat and problem.cells[1] <= 4:
+    if not problem.flat and problem.positions[1] <= 4:
         return
     # Few output channels, few taps: filling bounds, so more warps fill, and whole rows come in runs of 256 pixels.
     if problem.stack > 1 and phases == 1 and geometry.kernel[1] <= 3 and not problem.flat:
-        arranged = arrange(problem, 16, 2, 1)
+        arranged = tile_fragments(problem, 16, 2, 1)
         if arranged[5] == 16:
             for stages in range(5, 1, -1):
-                yield Tile(4, 1, *arranged, 8, stages, 1, wgmma=True, fill_warps=12)
+                yield Tile(4, 1, *arranged, 8, stages, 1, wgmma=True, producer_warps=12)
     # Rows of 32 cells leave NCHW in longer runs; a wide kernel would make their halo cost more than that gains.
     short_rows = problem.item == 4 or geometry.kernel[1] > 3
     most_rows = 16 if phases == 1 and short_rows else 8
@@ -327,12 +340,12 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
             fragments = 1 << (registers // 4 // phases).bit_length() - 1 if registers >= 4 * phases else 0
             if fragments < 4:
                 continue
-            arranged = arrange(problem, fragments, groups_n, most_rows)
+            arranged = tile_fragments(problem, fragments, groups_n, most_rows)
             run = arranged[5] if arranged[4] == 1 else arranged[4]
             if run < 4 or chunk_words > max(8, problem.words):
                 continue
             tile = Tile(
-                4 * groups_m, 1, *arranged, chunk_words, 2, blocks, wgmma=True, fill_warps=8 // blocks
+                4 * groups_m, 1, *arranged, chunk_words, 2, blocks, wgmma=True, producer_warps=8 // blocks
             )
             # A large chunk pays only where enough of them are under way.
             least_stages = 3 if chunk_words > 8 else 2
@@ -340,7 +353,7 @@ def _wgmma_tiles(problem: TileProblem) -> Iterator[Tile]:
                 for stages in range(5, least_stages - 1, -1):
                     yield replace(fitted, stages=stages)
                 if least_stages == 2:
-                    yield replace(fitted, part_bytes=2048)
+                    yield replace(fitted, subtile_bytes=2048)
 
 
 def _wgmma_shapes(problem: TileProblem) -> list[tuple[tuple[int, int, int], int]]:
@@ -359,7 +372,7 @@ def _wgmma_shapes(problem: TileProblem) -> list[tuple[tuple[int, int, int], int]
 
 def _fit_rows(problem: TileProblem, tile: Tile) -> Iterator[Tile]:
     """The tile with another number of rows first, where 16 would waste a sixteenth of its cells or more."""
-    height = problem.cells[0]
+    height = problem.positions[0]
     phases = problem.phases[0] * problem.phases[1]
 
     def covered(rows: int) -> int:
@@ -387,11 +400,11 @@ def _mma_tiles(problem: TileProblem) -> Iterator[Tile]:
     for warp_m_tiles in (m for m in (4, 2, 1) if m <= most_m):
         fragments = min(16, 1 << max(1, budget // (phases * warp_m_tiles)).bit_length() - 1)
         for warps_m in (1,) if ieee or tiles_of_channels < 2 * warp_m_tiles else (2, 1):
-            arranged = arrange(problem, fragments, 4 // warps_m, 8)
+            arranged = tile_fragments(problem, fragments, 4 // warps_m, 8)
             if arranged[2] < 2 and not problem.input_channels_last:
                 continue
             for stages in (3, 2):
                 for chunk_words in (16, 8) if phases > 1 or problem.flat else (8,):
                     yield Tile(warps_m, warp_m_tiles, *arranged, chunk_words, stages, 2)
     # Where every tap of many phases has its weights in shared memory, few blocks fit.
-    yield Tile(1, 1, *arrange(problem, min(fragments, 4), 4, 8), 8, 2, 1)
+    yield Tile(1, 1, *tile_fragments(problem, min(fragments, 4), 4, 8), 8, 2, 1)

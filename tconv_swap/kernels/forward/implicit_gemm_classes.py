@@ -63,22 +63,22 @@ class Schedule:
         """Whether the kernel is right for this size."""
         geometry, posed, tile = problem.geometry, self.problem, self.tile
         image = geometry.in_channels * geometry.height * geometry.width * problem.item
-        if posed.arranged and geometry.batch * image > MOST_ARRANGED_BYTES:
+        if posed.nhwc_copy and geometry.batch * image > MOST_ARRANGED_BYTES:
             return False
         if posed.aligned and not can_be_aligned(self.posed(problem)):
             return False
         if posed.flat:
-            if (tile.pixel_boxes or tile.raw_stages) and geometry.height * geometry.width % tile.cols:
+            if (tile.pixel_major or tile.nchw_stages) and geometry.height * geometry.width % tile.cols:
                 return False
             return not self.whole_rows or (WHOLE_ROW_CELLS % geometry.width == 0 and geometry.width % 2 == 0)
         if tile.images > 2 and image > MANY_IMAGES_BYTES:
             return False
-        return not (tile.wgmma and tile.cols < 8) or self.posed(problem).cells[1] <= tile.cols
+        return not (tile.wgmma and tile.cols < 8) or self.posed(problem).positions[1] <= tile.cols
 
     def multiplied(self, problem: TileProblem) -> float:
         """Cells that the tiles of this size have, the empty ones too, counted in those of the first schedule."""
         posed, tile = self.posed(problem), self.tile
-        batch, (rows, cols) = problem.geometry.batch, posed.cells
+        batch, (rows, cols) = problem.geometry.batch, posed.positions
         if posed.flat:
             return self.handicap * round_up(batch * rows * cols, tile.cols) * posed.stack
         cells = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
@@ -148,7 +148,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
             break
         one = make(device)
         if one is None or (
-            one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_boxes
+            one[0].problem.aligned and _copies(found.values()) and not one[0].tile.pixel_major
         ):
             continue
         found.setdefault((replace(one[0].problem, geometry=layer.geometry), one[0].tile), one)
@@ -157,7 +157,7 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
 
 def _copies(found: Iterable[Ranked]) -> bool:
     """Whether the first kernel reads a copy of the input, for which no size is better than another."""
-    return any(one.problem.arranged for one, _ in islice(found, 1))
+    return any(one.problem.nhwc_copy for one, _ in islice(found, 1))
 
 
 Make = Callable[[Device], "Ranked | None"]
@@ -238,7 +238,7 @@ def _map_of(layer: TileProblem, cells: int) -> tuple[int, int]:
     found = []
     for axis in (0, 1):
         sizes = {
-            size: replace(layer, geometry=replace(layer.geometry, height=size, width=size)).cells[axis]
+            size: replace(layer, geometry=replace(layer.geometry, height=size, width=size)).positions[axis]
             for size in range(1, 2 * cells + 1)
         }
         fitting = [size for size, of_it in sizes.items() if 0 < of_it <= cells]

@@ -16,7 +16,7 @@ ALIGNED_PIXELS = 128
 #: Of a kernel that makes an image of one pixel.
 LARGE_KERNEL = 4
 #: Threads of grad_input/implicit_gemm_wgmma.cu that bring the input.
-FILL_THREADS = 128
+PRODUCER_THREADS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +40,27 @@ class Tile:
     #: forward/implicit_gemm_mma.cu.
     wgmma: bool = False
     #: The input comes by boxes of the copy engine (wgmma, channels_last): forward/implicit_gemm_tma.cu.
-    boxes: bool = False
+    tma: bool = False
     #: The weights of all channels lie in shared memory while a block works (boxes).
-    weights_stay: bool = False
+    resident_weights: bool = False
     #: Outputs leave in whole lines (boxes, 16 bits, channels_last), where ``stores_lines`` allows it.
     whole_lines: bool = False
     #: The weights come by boxes too, as they lie: nothing is packed (boxes, 16 bits, channels_last weights).
-    weight_boxes: bool = False
+    tma_weights: bool = False
     #: Boxes bring an NCHW input as it lies, 64 pixels of a channel in a row, and the multiplier reads it across k
     #: (boxes, 16 bits, flat).
-    pixel_boxes: bool = False
+    pixel_major: bool = False
     #: Taps, of each step of k, that the second warpgroup of two begins a tile after the first, or 0 (boxes).
     stagger: int = 0
     #: Chunks of an NCHW input that boxes bring as they lie, for the filling warps to turn (wgmma):
     #: forward/implicit_gemm_tma_nchw.cu.
-    raw_stages: int = 0
+    nchw_stages: int = 0
     #: Warps that bring the input (wgmma).
-    fill_warps: int = 4
+    producer_warps: int = 4
     #: Bytes of each warp's part of the outputs, before they leave in whole rows (wgmma).
-    part_bytes: int = 4096
+    subtile_bytes: int = 4096
     #: Channels of such a part, 8 or 16 (wgmma): of fewer it has longer rows.
-    part_channels: int = 8
+    subtile_channels: int = 8
     #: NCHW outputs leave in runs as long as can be, that begin where sectors of memory do (boxes, whole rows of cells).
     by_rows: bool = False
     #: Of ``warps_m``, those that are one warp (grad_input/implicit_gemm_wgmma.cu): it keeps the sums of each.
@@ -86,7 +86,9 @@ class Tile:
     @property
     def threads(self) -> int:
         """Those that multiply, and with wgmma those that fill."""
-        return 32 * self.warps_m * self.warps_n // self.m_parts + (32 * self.fill_warps if self.wgmma else 0)
+        return 32 * self.warps_m * self.warps_n // self.m_parts + (
+            32 * self.producer_warps if self.wgmma else 0
+        )
 
     @property
     def block_m(self) -> int:
@@ -122,7 +124,7 @@ class TileProblem:
     #: Computes a gradient of an input: the weight is read with channels exchanged and taps backwards.
     of_grad_input: bool = False
     #: ``input_channels_last`` is a copy in the workspace, which a launch of its own makes of an NCHW input.
-    arranged: bool = False
+    nhwc_copy: bool = False
     #: Rows of an NCHW input are known to be whole pieces of 16 bytes; with ``flat``, images to be whole tiles of at
     #: most 128 cells, and rows to have an even number of them.
     aligned: bool = False
@@ -157,7 +159,7 @@ class TileProblem:
         return (1, 4)
 
     @property
-    def cells(self) -> Pair:
+    def positions(self) -> Pair:
         geometry = self.geometry
         rows = self.stack if self.stack > 1 else geometry.stride[0]
         return (ceil_div(geometry.out_height, rows), ceil_div(geometry.out_width, geometry.stride[1]))
@@ -209,7 +211,7 @@ class TileProblem:
     @property
     def flat(self) -> bool:
         """No tap is shifted and no cell is cut: all cells of all images can stand in one row."""
-        geometry, (cells_h, cells_w) = self.geometry, self.cells
+        geometry, (cells_h, cells_w) = self.geometry, self.positions
         rows = self.stack if self.stack > 1 else geometry.stride[0]
         return (
             self.cell_input_rows == 1
@@ -278,7 +280,7 @@ def group_taps(problem: TileProblem) -> list[int]:
     return [rows * cols for rows in counts[0] for cols in counts[1]]
 
 
-def weights_come_by_boxes(problem: TileProblem) -> bool:
+def supports_tma_weights(problem: TileProblem) -> bool:
     """Whether forward/implicit_gemm_tma.cu can read the weight as it lies."""
     return (
         problem.item == 2
@@ -290,7 +292,7 @@ def weights_come_by_boxes(problem: TileProblem) -> bool:
 
 
 def block_count(problem: TileProblem, tile: Tile) -> int:
-    geometry, (cells_h, cells_w) = problem.geometry, problem.cells
+    geometry, (cells_h, cells_w) = problem.geometry, problem.positions
     if problem.flat:
         tiles = ceil_div(geometry.batch * cells_h * cells_w, tile.cols)
     else:

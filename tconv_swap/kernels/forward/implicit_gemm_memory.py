@@ -39,7 +39,7 @@ def aligned_to(start: int, of: int, modulus: int, rest: int) -> int:
 def _copy_elements(problem: TileProblem, tile: Tile) -> int:
     """Elements of one copy to shared memory."""
     most = 16 // problem.item
-    if tile.raw_stages:
+    if tile.nchw_stages:
         return most
     if tile.wgmma and not problem.input_channels_last:
         most = 4
@@ -64,7 +64,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     if narrow:
         image_pitch = (most_w - least_w + 1) * halo_h * tile.cols
     pixels = tile.images * image_pitch
-    if tile.boxes:
+    if tile.tma:
         if narrow:
             pixels = (most_w - least_w + 1) * round_up(tile.images * halo_h * tile.cols, 8)
         input_words = round_up(pixels * tile.chunk_words, BOX_WORDS)
@@ -78,7 +78,7 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     input_words = round_up(input_words, 4)
     steps = tile.chunk_words // STEP_WORDS
     weight_bytes = steps * max(group_taps(problem)) * problem.parts * tile.block_m // 16 * TAP_TILE_BYTES
-    if tile.weights_stay:
+    if tile.resident_weights:
         stages = tile.stages * input_words * 4 + ceil_div(problem.words, tile.chunk_words) * weight_bytes
     else:
         stages = tile.stages * (input_words * 4 + weight_bytes)
@@ -87,9 +87,9 @@ def shared_bytes(problem: TileProblem, tile: Tile) -> int:
     shared = stages + tile.warps_m * tile.warps_n * staged_bytes(problem, tile) + 16 * tile.stages
     if tile.stagger:
         shared += STAGGER_BYTES
-    if tile.raw_stages:
+    if tile.nchw_stages:
         raw = tile.images * halo_h * halo_w * tile.chunk_words * 4
-        shared = round_up(shared + 16 * tile.raw_stages, 128) + tile.raw_stages * raw
+        shared = round_up(shared + 16 * tile.nchw_stages, 128) + tile.nchw_stages * raw
     return shared
 
 
@@ -132,17 +132,17 @@ def box_shape(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
 def fill_registers(problem: TileProblem, tile: Tile) -> int:
     """About how many registers of a filling thread of forward/implicit_gemm_wgmma.cu hold places and what is on its
     way there."""
-    if tile.raw_stages:
+    if tile.nchw_stages:
         columns, channels, rows = raw_box(problem, tile)
         pieces = tile.images * rows * columns * channels * problem.item // 16
-        return 2 * ceil_div(pieces, 32 * tile.fill_warps)
+        return 2 * ceil_div(pieces, 32 * tile.producer_warps)
     copy = _copy_elements(problem, tile)
     (least_h, most_h), (least_w, most_w) = problem.shifts
     halo_h = (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
     halo_w = ceil_div(tile.cols + most_w - least_w, copy)
     places = tile.images * halo_h * halo_w * tile.chunk_words // 4
     place = 16 // problem.item * ceil_div(copy * problem.item, 4)
-    slots = ceil_div(places * FILL_GROUPS, 32 * tile.fill_warps)
+    slots = ceil_div(places * FILL_GROUPS, 32 * tile.producer_warps)
     return (2 * slots if slots <= 10 else slots + 8) + place
 
 
@@ -167,10 +167,10 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     item = problem.item if tile.splits == 1 else 4
     per_word = 4 // item
     phases = problem.phases
-    most = tile.part_bytes // (tile.part_channels * 8 * phases[0] * phases[1] * item)
+    most = tile.subtile_bytes // (tile.subtile_channels * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
     cols = tile.warp_cols if tile.warp_cols <= fragments else power_dividing(tile.warp_cols, fragments)
     lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
-    return tile.part_channels * aligned_to(ceil_div(pixels, per_word), 4, 32, 4 * run_words % 32) * 4
+    return tile.subtile_channels * aligned_to(ceil_div(pixels, per_word), 4, 32, 4 * run_words % 32) * 4

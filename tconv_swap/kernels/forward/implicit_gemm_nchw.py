@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.forward.implicit_gemm_choice import box_tiles
+from tconv_swap.kernels.forward.implicit_gemm_choice import tma_tiles
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.kernels.problem import Device
 
@@ -25,17 +25,17 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     if device.architecture != "sm_90a" or problem.precision == "IEEE" or problem.input_channels_last:
         return
     if problem.item == 2 and problem.flat:
-        for posed, tile in box_tiles(problem, device):
-            if takes_pixels(posed, tile):
-                yield posed, replace(tile, pixel_boxes=True)
+        for posed, tile in tma_tiles(problem, device):
+            if supports_pixel_major(posed, tile):
+                yield posed, replace(tile, pixel_major=True)
     geometry = problem.geometry
     if (
         geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item
         > MOST_ARRANGED_BYTES
     ):
         return
-    arranged = replace(problem, input_channels_last=True, arranged=True, aligned=False)
-    yield from box_tiles(arranged, device)
+    arranged = replace(problem, input_channels_last=True, nhwc_copy=True, aligned=False)
+    yield from tma_tiles(arranged, device)
 
 
 def pays(problem: TileProblem, tile: Tile) -> bool:
@@ -43,7 +43,7 @@ def pays(problem: TileProblem, tile: Tile) -> bool:
     # Threads bring maps of a few columns to mma.sync alone.
     if not problem.flat and tile.cols < 8:
         return True
-    if tile.pixel_boxes:
+    if tile.pixel_major:
         return max(problem.geometry.stride) > 1
     geometry = problem.geometry
     least = LEAST_PRODUCTS if tile.by_rows or problem.flat else LEAST_PRODUCTS_SHIFTED * 4 // problem.item
@@ -54,7 +54,7 @@ def pays(problem: TileProblem, tile: Tile) -> bool:
     )
 
 
-def takes_pixels(problem: TileProblem, tile: Tile) -> bool:
+def supports_pixel_major(problem: TileProblem, tile: Tile) -> bool:
     """Whether the multiplier can read the tile's input across k, as it lies: no box is in two images or groups."""
     geometry = problem.geometry
     return (

@@ -28,7 +28,7 @@ def staggered(problem: TileProblem, tile: Tile, multiprocessors: int) -> Tile:
 def can_stagger(problem: TileProblem, tile: Tile) -> bool:
     """Whether the second warpgroup may begin a tile later than the first: no more stages than a tile has chunks."""
     return (
-        tile.boxes
+        tile.tma
         and tile.warps_m * tile.warps_n == 8
         and tile.splits == 1
         and len(group_taps(problem)) == 1
