@@ -16,10 +16,12 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward import implicit_gemm_layout as forward_layout
 from tconv_swap.kernels.forward import implicit_gemm_memory as forward_memory
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward import implicit_gemm_stagger as forward_stagger
+from tconv_swap.kernels.forward import implicit_gemm_tma_choice as forward_tma_choice
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import ArgumentKind
@@ -297,7 +299,7 @@ def late_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile
         if forward_stagger.can_stagger(p, tile):
             taps = forward_stagger.products(p, tile)
             late = replace(tile, stagger=rng.choice((1, taps // 2 + 1, taps, 2 * taps - 1)))
-            if forward_choice.fits_device(p, late, H200):
+            if forward_fit.fits_device(p, late, H200):
                 return p, late
 
 
@@ -320,7 +322,7 @@ def row_case(rng: random.Random, dtype: torch.dtype) -> tuple[TileProblem, Tile]
         )
         posed = forward_layout.make_problem(geometry, dtype, "tf32", False, False, rng.random() < 0.5)
         posed = replace(posed, input_channels_last=True, nhwc_copy=True)
-        found = [entry for entry in forward_choice.tma_tiles(posed, H200) if entry[1].by_rows]
+        found = [entry for entry in forward_tma_choice.tma_tiles(posed, H200) if entry[1].by_rows]
         if found:
             return rng.choice(found)
 

@@ -15,8 +15,9 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, can_be_aligned, make_problem
-from tconv_swap.kernels.forward.implicit_gemm_memory import raw_box, shared_bytes, turns
+from tconv_swap.kernels.forward.implicit_gemm_memory import nchw_box, shared_bytes, supports_tma_nchw
 
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 SQUARE = Geometry(8, 64, 64, 128, 64, (3, 3))
@@ -78,8 +79,8 @@ def test_what_is_not_turned(geometry: Geometry) -> None:
 def test_chunks_of_a_group_end_where_it_does() -> None:
     problem = posed(replace(SQUARE, in_channels=40, groups=2), torch.float16)  # 10 words a group, chunks of 8
     tile = Tile(4, 1, 1, 8, 64, 1, 8, 4, 8, 3, 1, wgmma=True, nchw_stages=3)
-    assert not turns(problem, tile)
-    assert turns(posed(replace(SQUARE, in_channels=40), torch.float16), tile)
+    assert not supports_tma_nchw(problem, tile)
+    assert supports_tma_nchw(posed(replace(SQUARE, in_channels=40), torch.float16), tile)
 
 
 def tiles(problem: TileProblem) -> list[Tile]:
@@ -95,11 +96,11 @@ def tiles(problem: TileProblem) -> list[Tile]:
         fragments = 1 << (32 // phases).bit_length() - 1 if phases <= 8 else 0
         if fragments < 4 or chunk_words > max(8, problem.words):
             continue
-        arranged = forward_choice.tile_fragments(problem, fragments, groups_n, most_rows)
+        arranged = forward_fit.tile_fragments(problem, fragments, groups_n, most_rows)
         run = arranged[5] if arranged[4] == 1 else arranged[4]
         if arranged[2] < 8 or run < 4 or run in (5, 6, 7):
             continue
-        for stages, nchw_stages in forward_choice.TURNED_STAGES:
+        for stages, nchw_stages in forward_choice.TRANSPOSER_STAGES:
             tile = Tile(
                 4,
                 1,
@@ -111,7 +112,10 @@ def tiles(problem: TileProblem) -> list[Tile]:
                 producer_warps=producer_warps,
                 nchw_stages=nchw_stages,
             )
-            if turns(problem, tile) and shared_bytes(problem, tile) <= H200.shared_memory_per_block:
+            if (
+                supports_tma_nchw(problem, tile)
+                and shared_bytes(problem, tile) <= H200.shared_memory_per_block
+            ):
                 found.append(tile)
                 break
     return found
@@ -164,10 +168,10 @@ def test_a_box_covers_the_halo_of_its_tile() -> None:
     for seed in range(60):
         problem, tile = forced(seed)
         (least_h, most_h), (least_w, most_w) = problem.shifts
-        columns, _, rows = raw_box(problem, tile)
+        columns, _, rows = nchw_box(problem, tile)
         lead = least_w % (16 // problem.item)
         assert columns >= lead + tile.cols + most_w - least_w
-        assert rows == (tile.rows - 1) * problem.cell_input_rows + 1 + most_h - least_h
+        assert rows == (tile.rows - 1) * problem.position_input_rows + 1 + most_h - least_h
         assert (least_w - lead) * problem.item % 16 == 0
 
 

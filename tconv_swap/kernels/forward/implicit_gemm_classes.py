@@ -15,7 +15,8 @@ from itertools import islice, zip_longest
 from tconv_swap.kernels.common.forward_shares import share_of_tile
 from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
-from tconv_swap.kernels.forward.implicit_gemm_choice import candidates, power_above
+from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
+from tconv_swap.kernels.forward.implicit_gemm_fit import power_above
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, can_be_aligned
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_stride_one
 from tconv_swap.kernels.problem import Device
@@ -23,8 +24,8 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 
 #: Candidates that are remembered of each class, for tuning.
 MOST_CANDIDATES = 8
-#: Input channels times columns of the map that stands for large ones: layers of many channels see smaller maps. And its
-#: images, up to so many channels and beyond.
+#: Input channels times columns of the map that stands for large ones: layers of many channels see smaller maps. And
+#: its images, up to so many channels and beyond.
 CHANNEL_COLUMNS = 32768
 LARGE_COLUMNS = (32, 512)
 LARGE_IMAGES, MOST_CHANNELS = (16, 8), 256
@@ -35,7 +36,8 @@ CHANNEL_IMAGES = 65536
 SMALL_IMAGES = (32, 128)
 #: So many where those would leave the warpgroup's multiply idle.
 MANY_IMAGES = 2048
-#: Columns of a row of cells that whole rows of them divide (ROW_FRAGMENTS, 7 of them), where images follow each other.
+#: Columns of a row of cells that whole rows of them divide (ROW_FRAGMENTS, 7 of them), where images follow each
+#: other.
 WHOLE_ROW_CELLS = 56
 #: Of an image: a tile takes several images only where an offset from the first to the last is below 2^31.
 MANY_IMAGES_BYTES = 1 << 24

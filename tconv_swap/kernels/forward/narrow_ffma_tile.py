@@ -10,7 +10,8 @@ from tconv_swap.geometry import Geometry, phase_taps
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
 
-#: The kernel's inner loop is unrolled: longer ones take more than a second to compile and leave the instruction cache.
+#: The kernel's inner loop is unrolled: longer ones take more than a second to compile and leave the instruction
+#: cache.
 UNROLLED_MULTIPLY_ADDS = 3000
 MAX_THREADS = 384
 MIN_SUMS = 8

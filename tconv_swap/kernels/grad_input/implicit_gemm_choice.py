@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import islice, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_classes import HANDICAP_SMALL
 from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
@@ -206,7 +206,7 @@ def fill_share(tile: Tile) -> int:
     """Registers that grad_input/implicit_gemm_wgmma.cu leaves to a thread that fills: what those that multiply do
     without."""
     multiplying = multiplying_threads(tile)
-    registers = forward_choice.REGISTERS // tile.blocks_per_multiprocessor
+    registers = forward_fit.REGISTERS // tile.blocks_per_multiprocessor
     spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + SUM_OVERHEAD)
     return (
         min(255, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS)) // 8 * 8
@@ -276,7 +276,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
             return
         rows = (1,)
     for (groups_m, groups_n, registers, m_parts), most_rows in product(order, rows):
-        arranged = forward_choice.tile_fragments(problem, registers // 4, groups_n, most_rows)
+        arranged = forward_fit.tile_fragments(problem, registers // 4, groups_n, most_rows)
         along_row = problem.flat or arranged[4] == 1
         run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
         if run < 4:
@@ -313,7 +313,7 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
             for cells in (fragments, fragments // 2, fragments // 4, fragments // 8):
                 if cells < 2:
                     continue
-                arranged = forward_choice.tile_fragments(problem, cells, 4 // warps_m, 4)
+                arranged = forward_fit.tile_fragments(problem, cells, 4 // warps_m, 4)
                 for chunk_words in (16, 8):
                     if chunk_words > max(8, problem.words):
                         continue
