@@ -73,7 +73,7 @@ static_assert(BOX_STEP % GROUP_CELLS == 0);
 
 // Columns of a buffer that no product is written to, and that lie outside rows that are whole in a buffer: zeros.
 constexpr int LEFT = REACH_W - 1 > CELL_SHIFT ? round_up(REACH_W - 1 - CELL_SHIFT, 2) : 0;
-constexpr int LAST_COLUMN = MOST_GROUPS * GROUP_CELLS + LAST_SHIFT;
+constexpr int LAST_COLUMN = MAX_GROUPS * GROUP_CELLS + LAST_SHIFT;
 constexpr int RIGHT = LAST_COLUMN >= COLUMNS ? LAST_COLUMN - COLUMNS + 1 : 0;
 /// Eight pixels of four pairs of products meet different banks.
 constexpr int PITCH = round_up(LEFT + COLUMNS + RIGHT - 4, 16) + 4;
@@ -184,7 +184,7 @@ __device__ __forceinline__ void add_products(float (&sums)[RUN], const float* fr
 }
 
 constexpr int CHANNEL_RUNS = OUT_CHANNELS / THREAD_CHANNELS;
-constexpr int ITEMS = MOST_GROUPS * STRIDE_H * CHANNEL_RUNS, THREAD_ITEMS = ceil_div(ITEMS, THREADS);
+constexpr int ITEMS = MAX_GROUPS * STRIDE_H * CHANNEL_RUNS, THREAD_ITEMS = ceil_div(ITEMS, THREADS);
 
 /// Some neighbouring outputs of one row of the cell, or of all in channels_last, down a strip.
 struct Item {
@@ -194,7 +194,7 @@ struct Item {
 
   __device__ __forceinline__ void aim(int item, bool whole_rows) {
     Digits digits{static_cast<unsigned>(item)};
-    group = digits.next(MOST_GROUPS), channel = digits.next(CHANNEL_RUNS), phase = digits.rest;
+    group = digits.next(MAX_GROUPS), channel = digits.next(CHANNEL_RUNS), phase = digits.rest;
     // A buffer's first column is that of the first group's first cell, less its reach and LEAD; or the image's first.
     const int column = LEFT + group * GROUP_CELLS + (whole_rows ? 0 : REACH_W - 1 - CELL_SHIFT + LEAD);
     from = channel * (TAPS * PITCH) + column;

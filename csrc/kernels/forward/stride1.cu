@@ -17,7 +17,7 @@
 // are pixels 2 g and 2 g + 1.
 //
 // Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; dilation 1, one group; rows of the input of a
-// multiple of 16 bytes, or (LINES) no tap beyond a row's ends; all weights of TILE_CHANNELS channels in shared memory.
+// multiple of 16 bytes, or (UNALIGNED_ROWS) no tap beyond a row's ends; all weights of TILE_CHANNELS channels in shared memory.
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/wgmma.cuh"
@@ -38,9 +38,9 @@ constexpr int FIRST_ROW = PADDING_H - (KERNEL_H - 1), FIRST_COL = PADDING_W - (K
 constexpr int ALIGNMENT = 16 / ITEM;
 constexpr int PITCH_BYTES = PITCH * ITEM, PLANE_COPIED = K_CHANNELS / PLANES * PITCH_BYTES, PLANE_BYTES = round_up(PLANE_COPIED, 128);
 constexpr int ROW_COPIED = PLANES * PLANE_COPIED, ROW_BYTES = PLANES * PLANE_BYTES;
-constexpr int ROWS_AT = WEIGHT_BYTES, BARRIERS = ROWS_AT + SLOTS * ROW_BYTES, WEIGHT_BARRIER = BARRIERS + SLOTS * 16;
+constexpr int ROWS_AT = WEIGHT_BYTES, BARRIERS = ROWS_AT + STAGES * ROW_BYTES, WEIGHT_BARRIER = BARRIERS + STAGES * 16;
 static_assert(SHARED_BYTES == WEIGHT_BARRIER + 16 + 1024, "the plan and the kernel must agree");
-static_assert(PITCH <= 256 && SLOTS >= 2 && (PLANES == 1 || (PLANES == 2 && LINES)));
+static_assert(PITCH <= 256 && STAGES >= 2 && (PLANES == 1 || (PLANES == 2 && UNALIGNED_ROWS)));
 
 constexpr int MULTIPLY_THREADS = 128 * WARPGROUPS, FILL_THREADS = 32;
 /// A coordinate outside every tensor.
@@ -49,7 +49,7 @@ constexpr int NOWHERE = -(1 << 28);
 constexpr int STEP = 32 / ITEM, STEPS = K_CHANNELS / STEP, LANE_CHANNELS = 4 / ITEM;
 static_assert(STEPS % 2 == 0);
 
-using Ring = StageRing<SLOTS, ROWS_AT, ROW_BYTES, BARRIERS>;
+using Ring = StageRing<STAGES, ROWS_AT, ROW_BYTES, BARRIERS>;
 
 /// A segment of rows of the output in a strip of an image.
 struct Column {
@@ -66,7 +66,7 @@ struct Column {
 
 /// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
 __device__ __forceinline__ int lead(const StripSizes& sizes, int row, int plane) {
-  const int first = LINES ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
+  const int first = UNALIGNED_ROWS ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
   // Never negative, of rows before the first neither.
   return first & (ALIGNMENT - 1);
 }
@@ -84,7 +84,7 @@ __device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const Tensor
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
         const int col = column.strip + FIRST_COL - lead(sizes, row, plane);
-        if constexpr (LINES) {
+        if constexpr (UNALIGNED_ROWS) {
           // Beside a plane's rows lie another's.
           const bool exists = row >= 0 && row < sizes.height;
           const int pixel = exists ? plane * sizes.pixels() + row * sizes.width + col : NOWHERE;
@@ -266,7 +266,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_map(input);
     Ring each = ring;
-    for (int s = 0; s < SLOTS; ++s, each.advance()) {
+    for (int s = 0; s < STAGES; ++s, each.advance()) {
       ptx::set_up_barrier(each.full(), 1);
       ptx::set_up_barrier(each.empty(), MULTIPLY_THREADS / 32);
     }

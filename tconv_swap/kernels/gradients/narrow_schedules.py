@@ -9,15 +9,16 @@ from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
 from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
 from tconv_swap.kernels.problem import Device, Problem
 
-#: The most kernels of each gradient that a layer has over all sizes, of all families; and the most of the narrow family.
+#: The most kernels of each gradient that a layer has over all sizes, of all families; and the most of the narrow
+#: family.
 MAX_KERNELS, MAX_NARROW = 4, 3
 
 
 @lru_cache(maxsize=1024)
 def max_schedules(layer: Problem, device: Device) -> int:
-    """Returns how many tiles each narrow gradient of a layer may have. Subtracted are the kernels that compute both
-    gradients of some sizes in one pass, and, for many taps, the general kernel, which computes what would leave too many
-    partial sums."""
+    """Returns how many tiles each narrow gradient of a layer may have. Subtracted are the kernels that compute
+    both gradients of some sizes in one pass, and, for many taps, the general kernel, which computes what would
+    leave too many partial sums."""
     others = max(
         gradients_narrow_joint.kernels_of(layer, device), gradients_large_kernel.kernels_of(layer, device)
     )
@@ -26,7 +27,8 @@ def max_schedules(layer: Problem, device: Device) -> int:
 
 
 def loads_every_size(layer: Problem, load: int) -> bool:
-    """Whether rows of grad_output hold whole loads whatever the size; for many taps, of sizes without output padding."""
+    """Whether rows of grad_output hold whole loads whatever the size; for many taps, of sizes without output
+    padding."""
     if layer.channels_last or load == 1:
         return True
     g = layer.geometry
