@@ -93,7 +93,7 @@ constexpr int STORE_DENSE = least(4, MAX_STORE);
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
                                                     const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int VECTOR = PAIRED_ROWS ? power_dividing(CO_GROUP, 2) : 1;
+  constexpr int VECTOR = PAIRED_ROWS ? power_of_two_dividing(CO_GROUP, 2) : 1;
   constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
   const int channel = channel_of_row(0, g), channels = at.channels_left - channel;
   output += at.out_channel + channel;
@@ -203,8 +203,8 @@ constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && SUBTILE_COLS == WARP_COLS && PHAS
 
 /// Where in a part's channel the outputs of a cell begin, of its phase row `a`.
 __device__ __forceinline__ int in_whole_rows(int cell, int a, const Sizes& sizes) {
-  const int row = sizes.row_cells.quotient(cell);
-  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_cells.remainder(cell, row) * PHASE_COLS;
+  const int row = sizes.row_positions.quotient(cell);
+  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_positions.remainder(cell, row) * PHASE_COLS;
 }
 
 /// `to`: of image 0's first output of the part's first channel; `output_row`: the first one, of all images' rows.
@@ -291,11 +291,11 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
       Out* to;
       if constexpr (DENSE) {
-        const int cell = at.origin.image + at.col + out_col, image = sizes.image_cells.quotient(cell);
-        to = output + image * image_distance + channel * out_pixels + sizes.image_cells.remainder(cell, image);
+        const int cell = at.origin.image + at.col + out_col, image = sizes.image_positions.quotient(cell);
+        to = output + image * image_distance + channel * out_pixels + sizes.image_positions.remainder(cell, image);
         inside = inside && image < sizes.batch;
       } else if constexpr (FLAT) {
-        const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
+        const Position cell = position_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
         to = output + cell.image * image_distance + channel * out_pixels +
              static_cast<long long>(cell.row * POSITION_ROWS + at.stack_row + at.phase_row + output_row) * sizes.out_width +
              cell.col * STRIDE_W + at.phase_col + out_col % STRIDE_W;
@@ -325,12 +325,12 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int channel = channel_of_row(0, g + half * 8);
-    channels[half] = channel_of(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
+    channels[half] = load_channel(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, epilogue, channels, at);
   } else if constexpr (DENSE) {
-    constexpr int SOME = least(STORE_ROW, STORE_DENSE);
+    constexpr int SOME = min_of(STORE_ROW, STORE_DENSE);
     if (STORE_ROW > SOME && sizes.out_pixels() % STORE_ROW == 0) {
       store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
     } else if (SOME > STORE_ANY && sizes.out_pixels() % SOME == 0) {

@@ -9,7 +9,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
   constexpr int STEP_INPUT = PIXEL_MAJOR ? 16 * BOX_ROW_BYTES / 16 : TMA_INPUT ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
-    repeat<0, TAPS>([&](auto index) {
+    static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
       if constexpr (ROWS_AXIS.group(KH) == GROUP_ROW && COLS_AXIS.group(KW) == GROUP_COL) {
         constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);
@@ -44,20 +44,20 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
     const ptx::u64 input = input_descriptor(ring.input() + input_from);
     if constexpr (STAGGER > 0) {
       multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [&](int product) {
-        ptx::commit_multiplies();
-        ptx::wait_multiplies<PENDING>();
+        ptx::commit_wgmma();
+        ptx::wait_wgmma<PENDING>();
         if (product == PENDING - 1 && chunk > 0) release(ring.empty_before());
         if (product == STAGGER % PRODUCTS && chunk == STAGGER / PRODUCTS && threadIdx.x < 128) release(ring.base + STAGGER_BARRIER);
       });
     } else {
       multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [](int) {});
-      ptx::commit_multiplies();
-      ptx::wait_multiplies<1>();
+      ptx::commit_wgmma();
+      ptx::wait_wgmma<1>();
       if (chunk > 0) release(ring.empty_before());
     }
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
   release(ring.empty_before());
 }
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ void run_consumer(u32 shared, char* memory, const Epi
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
       add_chunks<0, 0>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
     } else {
-      repeat<0, PHASE_GROUPS>([&](auto index) {
+      static_for<0, PHASE_GROUPS>([&](auto index) {
         constexpr int GROUP = decltype(index)::value;
         if (work.phase_group == GROUP)
           add_chunks<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);

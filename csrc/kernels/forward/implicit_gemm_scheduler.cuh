@@ -117,7 +117,7 @@ struct BlockWork {
   __device__ __forceinline__ explicit BlockWork(const Sizes& sizes) {
     const int pieces = WorkTile::count(sizes), most = ceil_div(pieces, gridDim.x);
     first = blockIdx.x * most;
-    end = least(pieces, first + most);
+    end = min_of(pieces, first + most);
   }
 };
 
@@ -154,7 +154,7 @@ struct WeightLoader {
 
   __device__ __forceinline__ void set_tile(const WorkTile& work) {
     int before = 0, taps = group_taps(0);
-    repeat<1, PHASE_GROUPS>([&](auto index) {
+    static_for<1, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (work.phase_group == GROUP) before = taps_before(GROUP), taps = group_taps(GROUP);
     });
@@ -164,7 +164,7 @@ struct WeightLoader {
   }
   __device__ __forceinline__ void advance() { next += bytes / 4; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {
-    if (bytes > 0) ptx::copy_bulk(to, next, bytes, barrier);
+    if (bytes > 0) ptx::bulk_copy(to, next, bytes, barrier);
   }
 };
 

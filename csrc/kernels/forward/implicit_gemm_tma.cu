@@ -30,7 +30,7 @@
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 /// The threads that follow those that multiply: a whole warpgroup, as only such give back registers.
 constexpr int PRODUCER_THREADS = 128;
@@ -51,7 +51,7 @@ struct TmaWeightLoader {
     group = work.group;
     phase_group = work.phase_group;
     int taps = group_taps(0);
-    repeat<1, PHASE_GROUPS>([&](auto index) {
+    static_for<1, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP) taps = group_taps(GROUP);
     });
@@ -67,7 +67,7 @@ struct TmaWeightLoader {
       if (phase_group == GROUP_ROW * GROUP_COLS + GROUP_COL)
 #pragma unroll
         for (int part = 0; part < BLOCK_M / 64; ++part)
-          ptx::copy_box(to + RANK * TAP_WEIGHTS * 16 + part * WARPGROUP_WEIGHTS, *weight, channel + part * 64, input_channel, TAP,
+          ptx::tma_load(to + RANK * TAP_WEIGHTS * 16 + part * WARPGROUP_WEIGHTS, *weight, channel + part * 64, input_channel, TAP,
                         group, barrier);
     });
   }
@@ -140,16 +140,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, BLOCKS_
     forward_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ Weights::Argument weights,
                   const __grid_constant__ Epilogue epilogue, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
+    ptx::prefetch_tensor_map(input);
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
-      ptx::set_up_barrier(ring.full(), 1);
-      ptx::set_up_barrier(ring.empty(), WARPS);
+      ptx::init_barrier(ring.full(), 1);
+      ptx::init_barrier(ring.empty(), WARPS);
     }
-    if constexpr (STAGGER > 0) ptx::set_up_barrier(shared + STAGGER_BARRIER, 4);
-    ptx::publish_barriers();
+    if constexpr (STAGGER > 0) ptx::init_barrier(shared + STAGGER_BARRIER, 4);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

@@ -21,7 +21,7 @@ constexpr int PRODUCER_THREADS = 32 * PRODUCER_WARPS;
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/implicit_gemm_scheduler.cuh"
 #include "forward/implicit_gemm_consumer.cuh"
 #include "forward/implicit_gemm_tma_nchw_producer.cuh"
@@ -30,9 +30,9 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, BLOCKS_
     forward_implicit_gemm_tma_nchw(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                    Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
+    ptx::prefetch_tensor_map(input);
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
@@ -44,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, BLOCKS_
       ptx::set_up_barrier(raw.full(), 1);
       ptx::set_up_barrier(raw.empty(), PRODUCER_THREADS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

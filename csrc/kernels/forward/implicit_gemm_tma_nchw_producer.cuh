@@ -22,8 +22,8 @@ struct TmaInputLoader {
     const Origin& origin = walk.work.origin;
     ptx::arrive_expecting(raw.full(), NCHW_BYTES);
     if constexpr (FLAT) {
-      const int image = walk.sizes.image_cells.quotient(origin.image);
-      ptx::copy_box(raw.data(), input, walk.sizes.image_cells.remainder(origin.image, image), channel, 0, image, raw.full());
+      const int image = walk.sizes.image_positions.quotient(origin.image);
+      ptx::tma_load(raw.data(), input, walk.sizes.image_positions.remainder(origin.image, image), channel, 0, image, raw.full());
     } else {
 #pragma unroll
       for (int image = 0; image < TILE_N; ++image)
@@ -114,12 +114,12 @@ struct Producer {
       ptx::wait_for_phase(raw.full(), raw.parity);
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       if (asks) {
-        ptx::arrive_expecting(ring.full(), weights.bytes);
+        ptx::arrive_expect_tx(ring.full(), weights.bytes);
         weights.copy(ring.weights(), ring.full());
       }
       __syncwarp();
       turn(raw.data(), ring.input());
-      ptx::publish_to_multiplies();
+      ptx::fence_proxy_async();
       // Each thread for itself: as fast as one for its warp, and racecheck follows it (benchmarks/racecheck.cu).
       ptx::arrive(ring.full());
       ptx::arrive(raw.empty());

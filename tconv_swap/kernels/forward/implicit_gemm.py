@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.nchw_to_nhwc import activation, arrange
+from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
 from tconv_swap.kernels.common.sizes import divisor, tile_sizes
 from tconv_swap.kernels.forward.implicit_gemm_choice import TRANSPOSER_REGISTERS
 from tconv_swap.kernels.forward.implicit_gemm_classes import choose, of_any_size

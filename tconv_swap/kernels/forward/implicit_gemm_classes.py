@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 
-from tconv_swap.kernels.common.forward_shares import share_of_tile
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates
 from tconv_swap.kernels.forward.implicit_gemm_fit import power_above

@@ -33,7 +33,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     geometry = problem.geometry
     if (
         geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item
-        > MOST_ARRANGED_BYTES
+        > MAX_COPY_BYTES
     ):
         return
     copied = replace(problem, input_channels_last=True, nhwc_copy=True, aligned=False)

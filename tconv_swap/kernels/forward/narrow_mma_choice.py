@@ -11,8 +11,8 @@ from heapq import nsmallest
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple, standing_sizes
-from tconv_swap.kernels.common.schedules import covering
+from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple, representative_sizes
+from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.kernels.forward.narrow_mma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_mma_tile import (
@@ -111,7 +111,7 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
     for of_size in zip(*times.values(), strict=True):
         expected = dict(zip(times, of_size, strict=True))
         finalists.update(nsmallest(FINALISTS, expected, key=expected.__getitem__))
-    return covering(
+    return select_covering(
         {tile: times[tile] for tile in times if tile in finalists}, [weight for _, weight in sizes], (), most
     )
 

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, phase_taps
-from tconv_swap.kernels.common.layer_sizes import of_any_size, power_dividing
+from tconv_swap.kernels.common.layer_sizes import of_any_size, power_of_two_dividing
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant

@@ -173,7 +173,7 @@ def claims(problem: TileProblem, device: Device) -> bool:
 
 
 def _sizes(problem: TileProblem, tile: Tile) -> Words:
-    """``StripSizes`` of csrc/kernels/common/sizes.cuh."""
+    """``Stride1Sizes`` of csrc/kernels/common/sizes.cuh."""
     g = problem.geometry
     column_tiles = ceil_div(g.out_width, tile.warpgroups * PIXELS)
     segments = ceil_div(g.out_height, tile.segment)

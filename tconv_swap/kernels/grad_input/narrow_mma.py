@@ -117,7 +117,7 @@ def computes(problem: Problem, tile: GradInputTile) -> bool:
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
-    return few_of(
+    return select_schedules(
         layer,
         max_schedules(layer, device),
         lambda problem: grad_input_tiles(problem, device),
@@ -147,7 +147,7 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
             workspace(0) if split else output(0),
             struct(0),
         ),
-        structs=(walk_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, split),),
+        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, split),),
         shared_bytes=tile.shared_bytes,
     )
     if not split:

@@ -128,7 +128,7 @@ def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
 def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
     unpadded = replace(layer.geometry, output_padding=(0, 0))
-    return few_of(
+    return select_schedules(
         layer,
         max_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
@@ -205,7 +205,7 @@ def build_grad_weight(
             workspace(bias_at if with_bias else 0) if slices > 1 else bias,
             struct(0),
         ),
-        structs=(walk_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, slices > 1),),
+        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, slices > 1),),
         shared_bytes=shared,
     )
     if slices == 1:
