@@ -12,7 +12,7 @@
 // brings them, STAGES steps ahead (forward/col2im_input.cuh); a warp multiplies 16 pixels by all weights, M = co * taps by ci,
 // which stay in shared memory, and puts their products there too (BUFFERS steps of them). A thread owns some outputs of
 // a cell for the whole strip: an input row completes a row of cells, and what it brings to the rows below is carried in
-// registers. Cell row y has the output rows from y * STRIDE - PADDING on.
+// registers. Position row y has the output rows from y * STRIDE - PADDING on.
 #include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"

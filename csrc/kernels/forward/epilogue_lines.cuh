@@ -62,7 +62,7 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
   for (int part = 0; part < LINE_SUBTILES; ++part) {
     const u32 buffer = part % 2 * (LINE_SUBTILE * 1024);
 #pragma unroll
-    for (int i = part * LINE_SUBTILE; i < least(WARP_FRAGMENTS, (part + 1) * LINE_SUBTILE); i += 2) {
+    for (int i = part * LINE_SUBTILE; i < min_of(WARP_FRAGMENTS, (part + 1) * LINE_SUBTILE); i += 2) {
       u32 words[4];
 #pragma unroll
       for (int half = 0; half < 4; ++half) {
@@ -76,7 +76,7 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
     // The buffer after this one was read before its readers came here.
     ptx::sync_warpgroup(threadIdx.x / 128);
 #pragma unroll
-    for (int i = part * LINE_SUBTILE; i < least(WARP_FRAGMENTS, (part + 1) * LINE_SUBTILE); i += 2) {
+    for (int i = part * LINE_SUBTILE; i < min_of(WARP_FRAGMENTS, (part + 1) * LINE_SUBTILE); i += 2) {
       // Constants of both fragments, of which the thread stores one.
       const FragmentPlace one(i), other(min_of(i + 1, WARP_FRAGMENTS - 1));
       const auto mine = [&](int a, int b) { return a == b || second == 0 ? a : b; };

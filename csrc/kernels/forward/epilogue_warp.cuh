@@ -13,8 +13,8 @@ constexpr int OUT_PER_WORD = 4 / sizeof(Out);
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 constexpr int SUBTILE_FRAGMENTS = power_below(SUBTILE_BYTES / (SUBTILE_CHANNELS * 8 * PHASES * static_cast<int>(sizeof(Out))));
 constexpr int LINES = WARP_IMAGES * WARP_ROWS;
-constexpr int SUBTILE_COLS = WARP_COLS <= SUBTILE_FRAGMENTS ? WARP_COLS : power_dividing(WARP_COLS, SUBTILE_FRAGMENTS);
-constexpr int SUBTILE_LINES = power_dividing(LINES, power_below(SUBTILE_FRAGMENTS / SUBTILE_COLS));
+constexpr int SUBTILE_COLS = WARP_COLS <= SUBTILE_FRAGMENTS ? WARP_COLS : power_of_two_dividing(WARP_COLS, SUBTILE_FRAGMENTS);
+constexpr int SUBTILE_LINES = power_of_two_dividing(LINES, power_below(SUBTILE_FRAGMENTS / SUBTILE_COLS));
 
 /// Outputs of one row of a part, and rows of it.
 constexpr int SUBTILE_ROW = SUBTILE_COLS * FRAGMENT_W * PHASE_COLS;
@@ -23,7 +23,7 @@ constexpr int SUBTILE_PIXELS = SUBTILE_ROW * SUBTILE_ROWS;
 
 // Pitch of a channel [channel][pixel], in Out, for the banks that the lanes of a warp write: 8 channels (g) of 4
 // neighbouring runs (t).
-constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
+constexpr int LANE_RUN_WORDS = min_of(4, 2 * PHASE_COLS / OUT_PER_WORD);
 constexpr int CHANNEL_PITCH = aligned_to(ceil_div(SUBTILE_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
 constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : SUBTILE_CHANNELS * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
 
@@ -79,7 +79,7 @@ struct OutputPosition {
 };
 
 __device__ __forceinline__ OutputPosition output_position(const WarpPlace& at, int image, int row, int col) {
-  const Cell cell = cell_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
+  const Position cell = position_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
   const int out_row = cell.row * POSITION_ROWS + at.stack_row + at.phase_row, out_col = cell.col * STRIDE_W + at.phase_col;
   return {static_cast<long long>(cell.image) * at.sizes.out_pixels() + static_cast<long long>(out_row) * at.sizes.out_width + out_col,
           cell.image < at.sizes.batch ? at.sizes.out_height - out_row : 0, at.sizes.out_width - out_col};
@@ -88,7 +88,7 @@ __device__ __forceinline__ OutputPosition output_position(const WarpPlace& at, i
 /// Cells that stand in a row are outputs that do.
 constexpr bool DENSE = FLAT && POSITION_ROWS == 1 && STRIDE_W == 1;
 /// Of those, neighbouring outputs of a store at most, where images are only known to be multiples of so many.
-constexpr int STORE_DENSE = least(4, MAX_STORE);
+constexpr int STORE_DENSE = min_of(4, MAX_STORE);
 
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
                                                     const WarpPlace& at) {
@@ -145,9 +145,9 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
 }
 
 /// Outputs of one store: neighbouring pixels of a row of one channel, so many at most; and so many whatever the width is.
-constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(SUBTILE_ROW, MAX_STORE)
-                                                 : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, MAX_STORE));
-constexpr int STORE_ANY = power_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
+constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_of_two_dividing(SUBTILE_ROW, MAX_STORE)
+                                                 : power_of_two_dividing(STRIDE_W, power_of_two_dividing(PHASE_COLS, MAX_STORE));
+constexpr int STORE_ANY = power_of_two_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
 
 __device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
 /// Where the i-th store of a part reads and writes: channel, line, row within the line's cells, column.
@@ -180,9 +180,9 @@ template <int STORE>
 __device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols, const Sizes& sizes) {
   constexpr int ROW_PASSES = ceil_div(SUBTILE_ROW + SECTOR - STORE, 32 * STORE);
   const int lane = threadIdx.x % 32;
-  cols = least(SUBTILE_ROW, cols);
+  cols = min_of(SUBTILE_ROW, cols);
 #pragma unroll 1
-  for (int channel = 0; channel < least(SUBTILE_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
+  for (int channel = 0; channel < min_of(SUBTILE_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
 #pragma unroll
     for (int row = 0; row < SUBTILE_ROWS; ++row) {
       const int line = row / PHASE_ROWS, out_row = line % WARP_ROWS * POSITION_ROWS + row % PHASE_ROWS, image = line / WARP_ROWS;
@@ -209,17 +209,17 @@ __device__ __forceinline__ int in_whole_rows(int cell, int a, const Sizes& sizes
 
 /// `to`: of image 0's first output of the part's first channel; `output_row`: the first one, of all images' rows.
 __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int output_row, const Sizes& sizes) {
-  constexpr int RUN = power_dividing(2 * PHASE_ROWS * PHASE_COLS, MAX_STORE), RUNS = SUBTILE_PIXELS / RUN;
-  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.cells_h - output_row;
+  constexpr int RUN = power_of_two_dividing(2 * PHASE_ROWS * PHASE_COLS, MAX_STORE), RUNS = SUBTILE_PIXELS / RUN;
+  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.positions_h - output_row;
 #pragma unroll
   for (int pass = 0; pass < ceil_div(SUBTILE_CHANNELS * RUNS, 32); ++pass) {
     const int i = pass * 32 + lane, channel = i / RUNS, output = i % RUNS * RUN;
     // PHASE_ROWS rows of outputs to a row of cells: as many outputs as the cells have.
-    const int row = sizes.row_cells.quotient(output / (PHASE_ROWS * PHASE_COLS));
-    const int image = sizes.image_cells.quotient((output_row + row) * sizes.cells_w);
+    const int row = sizes.row_positions.quotient(output / (PHASE_ROWS * PHASE_COLS));
+    const int image = sizes.image_positions.quotient((output_row + row) * sizes.positions_w);
     const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * sizes.out_pixels() +
-                            (output_row - image * sizes.cells_h) * (PHASE_ROWS * sizes.out_width) + output;
-    if (channel < least(SUBTILE_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
+                            (output_row - image * sizes.positions_h) * (PHASE_ROWS * sizes.out_width) + output;
+    if (channel < min_of(SUBTILE_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
   }
 }
 
@@ -253,7 +253,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
                                        : ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * SUBTILE_ROW +
                                              (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
           constexpr int RUN = 2 * PHASE_COLS;
-          constexpr int VECTOR = power_dividing(RUN, MAX_STORE);
+          constexpr int VECTOR = power_of_two_dividing(RUN, MAX_STORE);
 #pragma unroll
           for (int half = first_half; half < first_half + SUBTILE_CHANNELS / 8; ++half) {
             float run[RUN];
@@ -277,7 +277,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
     }
     if constexpr (WHOLE_ROWS) {
       store_whole_rows(staged, output + first_half * SUBTILE_CHANNELS * out_pixels, at.channels_left - first_half * SUBTILE_CHANNELS,
-                       sizes.row_cells.quotient(at.origin.image + at.col), sizes);
+                       sizes.row_positions.quotient(at.origin.image + at.col), sizes);
       continue;
     }
     const Place mine(lane);

@@ -20,7 +20,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
         for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
           for (int i = 0; i < MULTIPLIES; ++i)
-            ptx::multiply<PRECISION, MULTIPLY_POSITIONS, true, TMA_WEIGHTS, PIXEL_MAJOR>(
+            ptx::wgmma<PRECISION, MULTIPLY_POSITIONS, true, TMA_WEIGHTS, PIXEL_MAJOR>(
                 NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i * MULTIPLY_COLS, 0), weights + step * STEP + RANK * TAP_WEIGHTS,
                 input + step * STEP_INPUT + (SHIFT + image * IMAGE_PITCH + i * (8 * MULTIPLY_COLS)) * (PIXEL_BYTES / 16));
         after(step * TAPS + decltype(index)::value);
@@ -39,7 +39,7 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
-    ptx::fence_sums();
+    ptx::fence_wgmma();
     const ptx::u64 weights = weights_descriptor((RESIDENT_WEIGHTS ? ring.base + RESIDENT_AT + chunk * (WEIGHT_WORDS * 4) : ring.weights()) + weights_from);
     const ptx::u64 input = input_descriptor(ring.input() + input_from);
     if constexpr (STAGGER > 0) {

@@ -14,8 +14,8 @@ constexpr int MIN_SHIFT_W = FLAT ? 0 : COLS_AXIS.min_shift(), MAX_SHIFT_W = FLAT
 
 /// Elements of one copy: neighbouring pixels of a channel (NCHW) or neighbouring channels of a pixel.
 constexpr int MAX_COPY = PLANES ? 4 : 16 / ITEM;
-constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, MAX_COPY)
-                                         : power_dividing(ROW_MULTIPLE, power_dividing(TILE_W, MAX_COPY));
+constexpr int COPY = INPUT_CHANNELS_LAST ? power_of_two_dividing(CI_GROUP, MAX_COPY)
+                                         : power_of_two_dividing(ROW_MULTIPLE, power_of_two_dividing(TILE_W, MAX_COPY));
 /// Boxes of the input are turned in shared memory (forward/implicit_gemm_tma_nchw.cu): their rows begin and end at multiples of 16 bytes.
 constexpr bool TRANSPOSES_INPUT = NCHW_STAGES > 0;
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : TRANSPOSES_INPUT ? 16 / ITEM : COPY;

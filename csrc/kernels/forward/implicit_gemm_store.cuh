@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
             const bool row_inside = cell.inside && out_row < sizes.out_height;
             if constexpr (OUTPUT_CHANNELS_LAST) {
               constexpr int RUN = 2 * WARP_M_TILES;
-              constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, MAX_STORE));
+              constexpr int VECTOR = power_of_two_dividing(CO_GROUP, power_of_two_dividing(RUN, MAX_STORE));
 #pragma unroll
               for (int b = 0; b < PHASE_COLS; ++b) {
                 const int out_col = cell.col * STRIDE_W + phase_col + b;
@@ -140,8 +140,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
               // A cell's phases lie side by side, and so do both cells' when all columns are here.
               constexpr int CELLS = PAIR && PHASE_COLS == STRIDE_W ? 2 : 1;
               constexpr int RUN = CELLS * PHASE_COLS;
-              constexpr int VECTOR = power_dividing(
-                  OUT_ROW_MULTIPLE, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), MAX_STORE));
+              constexpr int VECTOR = power_of_two_dividing(
+                  OUT_ROW_MULTIPLE, power_of_two_dividing(PHASE_COLS == STRIDE_W ? RUN : power_of_two_dividing(STRIDE_W, PHASE_COLS), MAX_STORE));
 #pragma unroll
               for (int i = 0; i < WARP_M_TILES; ++i)
 #pragma unroll

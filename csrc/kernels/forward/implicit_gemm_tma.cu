@@ -60,7 +60,7 @@ struct TmaWeightLoader {
   __device__ __forceinline__ void advance() { input_channel += CHUNK_CHANNELS; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {
     if (bytes == 0) return;
-    repeat<0, TAPS / BOX_TAPS>([&](auto index) {
+    static_for<0, TAPS / BOX_TAPS>([&](auto index) {
       constexpr int TAP = decltype(index)::value, KH = TAP / KERNEL_W, KW = TAP % KERNEL_W;
       constexpr int GROUP_ROW = ROWS_AXIS.group(KH), GROUP_COL = COLS_AXIS.group(KW);
       constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);
@@ -109,7 +109,7 @@ struct Producer {
     if (walk.next()) set_tile();
   }
   __device__ __forceinline__ void copy_input(const TensorMap& input) const {
-    ptx::arrive_expecting(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
+    ptx::arrive_expect_tx(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
     loader.copy(ring.input(), input, ring.full());
   }
 

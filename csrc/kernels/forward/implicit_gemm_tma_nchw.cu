@@ -36,13 +36,13 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, BLOCKS_
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + PRODUCER_THREADS);
-      ptx::set_up_barrier(ring.empty(), WARPS);
+      ptx::init_barrier(ring.full(), 1 + PRODUCER_THREADS);
+      ptx::init_barrier(ring.empty(), WARPS);
     }
     NchwRing raw(shared);
     for (int s = 0; s < NCHW_STAGES; ++s, raw.advance()) {
-      ptx::set_up_barrier(raw.full(), 1);
-      ptx::set_up_barrier(raw.empty(), PRODUCER_THREADS);
+      ptx::init_barrier(raw.full(), 1);
+      ptx::init_barrier(raw.empty(), PRODUCER_THREADS);
     }
     ptx::fence_barrier_init();
   }

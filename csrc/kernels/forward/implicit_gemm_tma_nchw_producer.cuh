@@ -20,14 +20,14 @@ struct TmaInputLoader {
   }
   __device__ __forceinline__ void copy(const TensorMap& input) {
     const Origin& origin = walk.work.origin;
-    ptx::arrive_expecting(raw.full(), NCHW_BYTES);
+    ptx::arrive_expect_tx(raw.full(), NCHW_BYTES);
     if constexpr (FLAT) {
       const int image = walk.sizes.image_positions.quotient(origin.image);
       ptx::tma_load(raw.data(), input, walk.sizes.image_positions.remainder(origin.image, image), channel, 0, image, raw.full());
     } else {
 #pragma unroll
       for (int image = 0; image < TILE_N; ++image)
-        ptx::copy_box(raw.data() + image * (NCHW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEFT_PAD, channel,
+        ptx::tma_load(raw.data() + image * (NCHW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEFT_PAD, channel,
                       origin.row * POSITION_INPUT_ROWS + MIN_SHIFT_H, origin.image + image, raw.full());
     }
     raw.advance();
@@ -54,7 +54,7 @@ struct Transposer {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       // Past the last piece that one is turned again: the same bytes to the same place.
-      const int piece = least(PIECES - 1, (s * PRODUCER_WARPS + warp) * WARP_PIECES + (IS_16_BIT ? lane / 8 : lane));
+      const int piece = min_of(PIECES - 1, (s * PRODUCER_WARPS + warp) * WARP_PIECES + (IS_16_BIT ? lane / 8 : lane));
       const int w = piece % ROW_PIECES * PIECE_PIXELS, plane = piece / ROW_PIECES % CHUNK_PLANES;
       const int row = piece / (ROW_PIECES * CHUNK_PLANES), image = row / HALO_H, h = row % HALO_H;
       // 16 bits: lane 8m + r names channel r of matrix m, then pixel r.

@@ -26,7 +26,7 @@ constexpr int SLOTS = ceil_div(PLACES, GROUP_THREADS);
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
 constexpr int PLACE_REGISTERS = PLANE_CHANNELS * ROW_REGISTERS;
 /// A chunk goes through a thread's registers in PASSES.
-constexpr int PASS_SLOTS = most(1, least(SLOTS, (STAGING_REGISTERS - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
+constexpr int PASS_SLOTS = max_of(1, min_of(SLOTS, (STAGING_REGISTERS - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
 constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
 
 /// Many slots: where they go is computed anew, which takes fewer registers.

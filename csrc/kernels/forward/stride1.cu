@@ -65,7 +65,7 @@ struct Column {
 };
 
 /// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
-__device__ __forceinline__ int lead(const StripSizes& sizes, int row, int plane) {
+__device__ __forceinline__ int lead(const Stride1Sizes& sizes, int row, int plane) {
   const int first = UNALIGNED_ROWS ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
   // Never negative, of rows before the first neither.
   return first & (ALIGNMENT - 1);
@@ -267,8 +267,8 @@ extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
     ptx::prefetch_tensor_map(input);
     Ring each = ring;
     for (int s = 0; s < STAGES; ++s, each.advance()) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), MULTIPLY_THREADS / 32);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), MULTIPLY_THREADS / 32);
     }
     ptx::init_barrier(weight_barrier, 1);
     ptx::fence_barrier_init();

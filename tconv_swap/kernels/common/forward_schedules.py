@@ -20,7 +20,7 @@ def max_narrow_schedules(problem: Problem, device: Device) -> int:
     if not forward_col2im.computes_some_size(problem, device):
         return MAX_SCHEDULES
     layer = replace(problem, geometry=of_any_size(problem.geometry))
-    return MOST_SCHEDULES - len(forward_col2im_choice.schedules(layer, device))
+    return MAX_SCHEDULES - len(forward_col2im_choice.schedules(layer, device))
 
 
 def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:

@@ -102,8 +102,9 @@ def grad_weight_stride1_sizes(
 
 
 def tile_counts(problem: TileProblem, tile: Tile) -> tuple[int, int, int]:
-    """Tiles along the images, the rows and the columns; of a flat problem, all along the columns."""
-    batch, (cells_h, cells_w) = problem.geometry.batch, problem.positions
+    """Returns the numbers of tiles along the images, the rows and the columns; a flat problem has all its tiles along
+    the columns."""
+    batch, (rows, cols) = problem.geometry.batch, problem.positions
     if problem.flat:
         return 1, 1, ceil_div(batch * rows * cols, tile.cols)
     return ceil_div(batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
@@ -135,8 +136,8 @@ def tile_sizes(problem: TileProblem, tile: Tile) -> Words:
     return tile_count_sizes(problem, tile_counts(problem, tile), tile.splits)
 
 
-def cell_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
-    """The same with so many ``tiles`` along the images, the rows and the columns."""
+def tile_count_sizes(problem: TileProblem, tiles: tuple[int, int, int], splits: int) -> Words:
+    """Returns ``Sizes`` for these numbers of ``tiles`` along the images, the rows and the columns."""
     return map_sizes(problem.geometry, problem.positions, tiles, splits)
 
 

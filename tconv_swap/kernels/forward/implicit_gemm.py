@@ -269,7 +269,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     if problem.nhwc_copy:
         given = activation(geometry.input_shape, problem.dtype)
         source, used = workspace(used), used + round_up(given.bytes, 16)
-        copying = arrange(given, input_(0), source, device)
+        copying = transpose(given, input_(0), source, device)
         launches.append(replace(copying, overlaps_previous=bool(launches)))
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     maps: tuple[TensorMap, ...] = (input_map(problem, tile, source),) if tile.tma else ()

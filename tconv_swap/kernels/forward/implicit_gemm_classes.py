@@ -72,7 +72,7 @@ class Schedule:
         """Whether the kernel is right for this size."""
         geometry, nominal, tile = problem.geometry, self.problem, self.tile
         image = geometry.in_channels * geometry.height * geometry.width * problem.item
-        if nominal.nhwc_copy and geometry.batch * image > MOST_ARRANGED_BYTES:
+        if nominal.nhwc_copy and geometry.batch * image > MAX_COPY_BYTES:
             return False
         if nominal.aligned and not can_be_aligned(self.adapted(problem)):
             return False
@@ -156,7 +156,11 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         one = _best(layer, _sized(layer, 4096, 1, 1), device)
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
-    limit = share_of_stride_one(layer, device) if layer.of_grad_input else share_of_tile(layer, device)
+    limit = (
+        share_of_stride_one(layer, device)
+        if layer.of_grad_input
+        else max_implicit_gemm_schedules(layer, device)
+    )
     for make in _classes(layer):
         if len(found) == limit:
             break
@@ -276,7 +280,7 @@ def _in_whole_rows(problem: TileProblem, tile: Tile) -> bool:
 @lru_cache(maxsize=256)
 def _schedules_for_huge_inputs(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
     """Returns a schedule without a copy of the input, for sizes whose copy would be too large
-    (``MOST_ARRANGED_BYTES``)."""
+    (``MAX_COPY_BYTES``)."""
     sized = _sized(layer, 8, 256, 256)
     tiles = list(islice(candidates(sized, device), 1))
     return tuple((Schedule(problem, tile), ()) for problem, tile in tiles)

@@ -23,7 +23,7 @@ STAGGER_BYTES = 8
 PRODUCER_GROUPS = 2
 
 
-def power_dividing(n: int, limit: int) -> int:
+def power_of_two_dividing(n: int, limit: int) -> int:
     """Returns the largest power of two that divides ``n`` and is at most ``limit``, which is a power of two."""
     return mathematics.gcd(n, limit)
 
@@ -44,8 +44,8 @@ def _copy_elements(problem: TileProblem, tile: Tile) -> int:
     if tile.wgmma and not problem.input_channels_last:
         limit = 4
     if problem.input_channels_last:
-        return power_dividing(problem.geometry.in_channels_per_group, limit)
-    return power_dividing(problem.row_multiple, power_dividing(tile.cols, limit))
+        return power_of_two_dividing(problem.geometry.in_channels_per_group, limit)
+    return power_of_two_dividing(problem.row_multiple, power_of_two_dividing(tile.cols, limit))
 
 
 def _halo_rows(problem: TileProblem, tile: Tile) -> int:
@@ -177,8 +177,10 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     phases = problem.phases
     room = tile.subtile_bytes // (tile.subtile_channels * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, room).bit_length() - 1
-    cols = tile.warp_cols if tile.warp_cols <= fragments else power_dividing(tile.warp_cols, fragments)
-    lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
+    cols = tile.warp_cols if tile.warp_cols <= fragments else power_of_two_dividing(tile.warp_cols, fragments)
+    lines = power_of_two_dividing(
+        tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1
+    )
     pixels = cols * lines * 8 * phases[0] * phases[1]
     segment_words = min(4, 2 * phases[1] // per_word)
     return tile.subtile_channels * aligned_to(ceil_div(pixels, per_word), 4, 32, 4 * segment_words % 32) * 4

@@ -96,7 +96,7 @@ def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
 
 def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: int) -> tuple[Tile, ...]:
     """Returns the tiles that are best for the nominal sizes with rows of such multiples."""
-    standing, weights = standing_sizes(layer.geometry)
+    standing, weights = representative_sizes(layer.geometry)
     sizes = [
         (replace(layer, geometry=size), weight)
         for size, weight in zip(standing, weights, strict=True)

@@ -115,7 +115,9 @@ def _aligned_to(start: int, modulus: int, rest: int) -> int:
 
 def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Returns the elements of one copy of the input."""
-    return power_dividing(geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item)
+    return power_of_two_dividing(
+        geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item
+    )
 
 
 def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
@@ -162,8 +164,10 @@ def _position_elements(geometry: Geometry, item: int, channels_last: bool) -> tu
 def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Returns the elements of one store."""
     elements, padded = _position_elements(geometry, item, channels_last)
-    limit = power_dividing(elements if padded else tile.tile_w * elements, 16 // item)
-    return power_dividing(tile.out_row_multiple * (geometry.out_channels if channels_last else 1), limit)
+    limit = power_of_two_dividing(elements if padded else tile.tile_w * elements, 16 // item)
+    return power_of_two_dividing(
+        tile.out_row_multiple * (geometry.out_channels if channels_last else 1), limit
+    )
 
 
 def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:
