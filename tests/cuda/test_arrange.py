@@ -13,7 +13,13 @@ from tconv_swap.checks import check_forward
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, add_up_sums, arrange, block_for, sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import (
+    Matrices,
+    block_for,
+    reduce_row_sums,
+    row_sums_bytes,
+    transpose,
+)
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
 from tconv_swap.runtime.program import (
     Argument,
@@ -71,7 +77,9 @@ def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = 
 
 
 def arranging(made: Plan, source: ArgumentKind) -> list[Launch]:
-    return [one for one in made.launches if one.kernel.entry == "arrange" and one.arguments[0].kind == source]
+    return [
+        one for one in made.launches if one.kernel.entry == "nchw_to_nhwc" and one.arguments[0].kind == source
+    ]
 
 
 def workspace_places(made: Plan) -> list[int]:
@@ -200,9 +208,9 @@ def test_matrices_are_transposed_and_their_rows_added_up(
 
     of = Matrices(batch, rows, columns, dtype)
     with_sums = rows % of.piece == 0
-    launches = [arrange(of, input_(0), workspace(0), H200, 256 if with_sums else None)]
+    launches = [transpose(of, input_(0), workspace(0), H200, 256 if with_sums else None)]
     if with_sums:
-        launches.append(add_up_sums(of, 256, 1, H200))
+        launches.append(reduce_row_sums(of, 256, 1, H200))
     launches[0] = replace(launches[0], overlaps_previous=False)
 
     def placed(argument: Argument) -> Argument:
@@ -213,7 +221,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
         "",
         (Output((batch, columns, rows)), Output((rows,))),
         tuple(with_operands(one, placed) for one in launches),
-        256 + (sums_bytes(of, H200) if with_sums else 0),
+        256 + (row_sums_bytes(of, H200) if with_sums else 0),
     )
     torch.manual_seed(0)
     x = torch.randn(batch, rows, columns, device="cuda").to(dtype)

@@ -86,7 +86,7 @@ def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.nd
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
     box_w, box_h, lead = constants["BOX_W"], constants["BOX_H"], constants["ALIGNMENT_COLUMNS"]
     channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
-    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.cells
+    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.positions
     grad_output = rng.standard_normal((geometry.batch, channels, height, width))
     weight = rng.standard_normal((channels, *geometry.kernel))
     steps = grad_input_im2col_tile.steps(posed, tile)
@@ -161,7 +161,7 @@ KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
     [
         (UNET1, torch.float32, ["grad_input_im2col"]),
         (STYLEGAN2, torch.float32, ["pad_rows", "grad_input_im2col"]),
-        (STYLEGAN2, torch.float16, ["arrange", "arrange", "grad_input_implicit_gemm_tma"]),
+        (STYLEGAN2, torch.float16, ["nchw_to_nhwc", "nchw_to_nhwc", "grad_input_implicit_gemm_tma"]),
         (KB81, torch.float32, ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"]),
         (
             replace(UNET1, in_channels=16),

@@ -17,8 +17,8 @@ from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, arrange
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
@@ -47,7 +47,7 @@ def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geomet
             width=width,
         )
         image = found.in_channels * found.height * found.width
-        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MOST_ARRANGED_BYTES:
+        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MAX_COPY_BYTES:
             return found
 
 
@@ -56,7 +56,8 @@ def computing(made: Plan) -> Kernel:
     (found,) = (
         one.kernel
         for one in made.launches
-        if one.kernel.entry not in ("forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_split_k")
+        if one.kernel.entry
+        not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
     )
     return found
 
@@ -120,24 +121,24 @@ class Told:
 
     def __init__(self, words: sizes.Words) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
-        self.cells_h, self.cells_w, self.tiles = words[5:8]
+        self.positions_h, self.positions_w, self.tiles = words[5:8]
         rest = words[8:]
         assert len(rest) == 15
         parts = [rest[i : i + 3] for i in range(0, 15, 3)]
-        self.image_tiles, self.row_tiles, self.image_cells, self.row_cells, self.splits = parts
+        self.image_tiles, self.row_tiles, self.image_positions, self.row_positions, self.splits = parts
 
 
 def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator[tuple[int, int, int]]:
-    """Image, row and column of the cells that a tile has, as tile_origin and cell_at of common/tile_shape.cuh find
+    """Image, row and column of the cells that a tile has, as tile_origin and position_at of common/tile_shape.cuh find
     them."""
     if posed.flat:
         for w in range(tile.cols):
             cell = index * tile.cols + w
-            image = quotient(told.image_cells, cell)
-            pixel = cell - image * told.image_cells[0]
-            row = quotient(told.row_cells, pixel)
+            image = quotient(told.image_positions, cell)
+            pixel = cell - image * told.image_positions[0]
+            row = quotient(told.row_positions, pixel)
             if image < told.batch:
-                yield image, row, pixel - row * told.row_cells[0]
+                yield image, row, pixel - row * told.row_positions[0]
         return
     images = quotient(told.image_tiles, index)
     in_image = index - images * told.image_tiles[0]
@@ -146,9 +147,13 @@ def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator
     for n in range(tile.images):
         for h in range(tile.rows):
             for w in range(tile.cols):
-                cell_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
-                if cell_at[0] < told.batch and cell_at[1] < told.cells_h and cell_at[2] < told.cells_w:
-                    yield cell_at
+                position_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
+                if (
+                    position_at[0] < told.batch
+                    and position_at[1] < told.positions_h
+                    and position_at[2] < told.positions_w
+                ):
+                    yield position_at
 
 
 def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
@@ -174,10 +179,14 @@ def test_every_output_is_in_one_tile(seed: int) -> None:
     of_a_tile = block_count(posed, replace(tile, splits=1)) // told.tiles
     assert of_a_tile * told.tiles == block_count(posed, replace(tile, splits=1))
     found = [cell for index in range(told.tiles) for cell in cells_of(told, posed, tile, index)]
-    assert len(found) == len(set(found)) == geometry.batch * told.cells_h * told.cells_w
+    assert len(found) == len(set(found)) == geometry.batch * told.positions_h * told.positions_w
     rows = posed.stack if posed.stack > 1 else geometry.stride[0]
-    assert (told.cells_h - 1) * rows < geometry.out_height <= told.cells_h * rows
-    assert (told.cells_w - 1) * geometry.stride[1] < geometry.out_width <= told.cells_w * geometry.stride[1]
+    assert (told.positions_h - 1) * rows < geometry.out_height <= told.positions_h * rows
+    assert (
+        (told.positions_w - 1) * geometry.stride[1]
+        < geometry.out_width
+        <= told.positions_w * geometry.stride[1]
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -190,15 +199,15 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     assert row % posed.row_multiple == 0 or posed.input_channels_last
     assert geometry.out_width % posed.out_row_multiple == 0
     if posed.flat:
-        assert posed.cells == (geometry.height, geometry.width)
+        assert posed.positions == (geometry.height, geometry.width)
         assert not posed.even_columns or geometry.width % 2 == 0
-        if tile.pixel_boxes or tile.raw_stages:
+        if tile.pixel_major or tile.nchw_stages:
             assert pixels % tile.cols == 0
         if tile.by_rows:
             assert tile.warp_cols * 8 % geometry.width == 0
             assert geometry.width % 2 == 0
     elif tile.wgmma and tile.cols < 8:
-        assert posed.cells[1] <= tile.cols
+        assert posed.positions[1] <= tile.cols
     chunks = -(-posed.words // tile.chunk_words)
     assert 1 <= tile.splits <= chunks
     steps = [split * chunks // tile.splits for split in range(tile.splits + 1)]
@@ -220,12 +229,12 @@ def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> N
             rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
             dtype,
         )
-        made = arrange(of, input_(0), output(0), H200)
+        made = transpose(of, input_(0), output(0), H200)
         constants, (words,) = dict(made.kernel.constants), made.structs
         batch, columns, matrices, positions = words[:4]
         block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
         assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
-        most = int(constants["MOST_POSITIONS"])
+        most = int(constants["MAX_POSITIONS"])
         most_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
         assert positions <= most
         assert matrices * row_pieces[0] <= most_pieces

@@ -18,7 +18,7 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
@@ -37,7 +37,7 @@ AUXILIARY = (
     "forward_implicit_gemm_pack",
     "forward_narrow_mma_pack",
     "forward_stride1_pack",
-    "arrange",
+    "nchw_to_nhwc",
     "forward_implicit_gemm_split_k",
 )
 #: Which is told the layer, too: one for each dtype, whatever layers there are.
@@ -64,7 +64,7 @@ def sizes_of(layer: Geometry) -> Iterator[Geometry]:
         for batch, height, width in ((8, 512, 1024), (16, 512, 512), (2, 1024, 1024), (5, 700, 1000)):
             found = replace(layer, batch=batch, height=height, width=width)
             images = [4 * math.prod(shape[1:]) for shape in (found.input_shape, found.output_shape)]
-            if batch * images[0] <= MOST_ARRANGED_BYTES and max(images) <= MOST_IMAGE_BYTES:
+            if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MOST_IMAGE_BYTES:
                 yield found
     for _ in range(190):
         yield random_sizes(rng, layer)
@@ -97,7 +97,7 @@ def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(
                     entry = one.kernel.entry if one.kernel.entry in AUXILIARY else "computes"
                     kernels.setdefault(entry, set()).add(one.kernel)
             assert all(len(found) <= 4 for found in kernels.values()), kernels
-            assert len(kernels.get("arrange", ())) <= 2  # rows that begin between two pieces, and others
+            assert len(kernels.get("nchw_to_nhwc", ())) <= 2  # rows that begin between two pieces, and others
             assert len(kernels.get("forward_implicit_gemm_split_k", ())) <= 1
             assert len(kernels.get("forward_stride1_pack", ())) <= 1
 

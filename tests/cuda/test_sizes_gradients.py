@@ -33,7 +33,7 @@ TURING = plan.Device("sm_75", 30, 64 << 10)
 #: What prepares copies, or adds up what others leave; the kernels that compute what no other can; and those of large
 #: images of stride 1 in NCHW, of which there are two.
 AUXILIARY = {
-    "arrange",
+    "nchw_to_nhwc",
     "grad_input_general",
     "grad_weight_general",
     "forward_stride1",
@@ -91,7 +91,7 @@ def test_a_layer_has_four_kernels_at_most_beside_those_of_rare_sizes(
                     of_it = {one for one in kernels if _computes(one, gradient)}
                     assert len(of_it) <= MOST_KERNELS, (mask, dtype, channels_last, of_it)
                 # Four tensors may be arranged, with rows that begin between two pieces or not.
-                arranging = others.pop("arrange", set())
+                arranging = others.pop("nchw_to_nhwc", set())
                 assert len(arranging) <= 2 * MOST_KERNELS, arranging
                 assert all(len(found) <= MOST_KERNELS for found in others.values()), others
 

@@ -15,9 +15,9 @@ struct BlockEpilogue {
   float eps, slope;
 };
 
-constexpr bool ENDS_A_BLOCK = NORMALIZES || ACTIVATION != IDENTITY;
+constexpr bool HAS_BLOCK_EPILOGUE = NORMALIZES || ACTIVATION != IDENTITY;
 
-template <bool OF_A_BLOCK>
+template <bool IS_BLOCK>
 struct EpilogueArgument {
   using type = const Element* __restrict__;  // the bias
 };
@@ -25,7 +25,7 @@ template <>
 struct EpilogueArgument<true> {
   using type = BlockEpilogue;
 };
-using Epilogue = EpilogueArgument<ENDS_A_BLOCK>::type;
+using Epilogue = EpilogueArgument<HAS_BLOCK_EPILOGUE>::type;
 
 /// Of an output channel: an output is its sum times `scale` plus `shift`, activated.
 struct Channel {
@@ -34,9 +34,9 @@ struct Channel {
 
 /// Nothing is read of a channel that does not exist.
 template <class Argument>
-__device__ __forceinline__ Channel channel_of(const Argument& epilogue, int channel, bool exists = true) {
+__device__ __forceinline__ Channel load_channel(const Argument& epilogue, int channel, bool exists = true) {
   Channel found{1, 0};
-  if constexpr (!ENDS_A_BLOCK) {
+  if constexpr (!HAS_BLOCK_EPILOGUE) {
     if (HAS_BIAS && exists) found.shift = load_as(epilogue[channel]);
   } else {
     if (HAS_BIAS && exists) found.shift = load_as(epilogue.bias[channel]);
@@ -52,14 +52,14 @@ __device__ __forceinline__ Channel channel_of(const Argument& epilogue, int chan
 
 /// The output that `sum` becomes.
 template <class Argument, class Sum>
-__device__ __forceinline__ Sum finished(Sum sum, const Channel& channel, const Argument& epilogue) {
+__device__ __forceinline__ Sum apply_epilogue(Sum sum, const Channel& channel, const Argument& epilogue) {
   if constexpr (NORMALIZES) {
     sum = fmaf(sum, channel.scale, channel.shift);
   } else if constexpr (HAS_BIAS) {
     sum += channel.shift;
   }
   if constexpr (ACTIVATION != IDENTITY) {
-    sum = activated(sum, epilogue.slope);
+    sum = activate(sum, epilogue.slope);
   }
   return sum;
 }

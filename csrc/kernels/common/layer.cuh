@@ -3,6 +3,8 @@
 // (int, or long long where a tensor holds more than 2^31 - 1 elements).
 #pragma once
 
+#include "common/integers.cuh"
+
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS;
 constexpr int CO_GROUP = OUT_CHANNELS / GROUPS;
 constexpr int TAPS = KERNEL_H * KERNEL_W;
@@ -13,4 +15,3 @@ __device__ __forceinline__ Index at_weight(int ci, int co, int kh, int kw) {
                               : (((Index)ci * CO_GROUP + co) * KERNEL_H + kh) * KERNEL_W + kw;
 }
 
-constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }

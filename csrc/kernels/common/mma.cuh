@@ -16,13 +16,13 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
 }
 
 /// The value, kept in a register: without this the compiler asks for a shared address again and again.
-__device__ __forceinline__ u32 pinned(u32 value) {
+__device__ __forceinline__ u32 keep_in_register(u32 value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
 /// The same of an address in global memory.
-__device__ __forceinline__ const char* pinned(const char* address) {
+__device__ __forceinline__ const char* keep_in_register(const char* address) {
   asm volatile("" : "+l"(address));
   return address;
 }
@@ -44,7 +44,7 @@ __device__ __forceinline__ u32 round_to_nearest_tf32(u32 bits) {
 }
 
 /// The bits that the multiplier cuts off to the nearest TF32.
-__device__ __forceinline__ u32 nearly_rounded(u32 bits) {
+__device__ __forceinline__ u32 add_half_ulp_of_tf32(u32 bits) {
   return fabsf(__uint_as_float(bits)) < __int_as_float(0x7f800000) ? bits + 0x1000 : bits;
 }
 
@@ -243,7 +243,7 @@ __device__ __forceinline__ void wait_copies() {
 
 /// THREADS of them, whole warps, wait for one another. Barrier 0 is that of all.
 template <int BARRIER, int THREADS>
-__device__ __forceinline__ void meet() {
+__device__ __forceinline__ void sync_named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
 }
 

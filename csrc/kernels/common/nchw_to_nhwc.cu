@@ -4,16 +4,17 @@
 // are not wanted; RAGGED: columns are not.
 //
 // A block turns BLOCK_ROWS rows (128 bytes of them, if there are as many) by some columns of some matrices, at most
-// MOST_POSITIONS of them all. Rows come by 16 bytes through registers (faster than copies past them) and lie in shared memory as in memory; they leave by vectors, in lines of 128
+// MAX_POSITIONS of them all. Rows come by 16 bytes through registers (faster than copies past them) and lie in shared memory as in memory; they leave by vectors, in lines of 128
 // bytes. Where a row begins between two pieces of 16 bytes, what lies before it in the first is the end of another row, and
 // comes with it.
 //
 // partial[blocks of columns and matrices][ROWS] takes the sums, added up by pairs; common/split_k_reduce.cu does the rest.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/sizes.cuh"
 #include "common/tile_index.cuh"
 
-struct ArrangeSizes {
+struct TransposeSizes {
   int batch, columns;
   int matrices, positions;  // of a block: positions are columns of all its matrices
   Divisor block_columns;    // columns of a block
@@ -21,12 +22,10 @@ struct ArrangeSizes {
   Divisor row_pieces;       // pieces that hold a block's columns of a row
 };
 
-constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
-
 constexpr int ITEM = static_cast<int>(sizeof(Element));
 constexpr int PIECE = 16 / ITEM;
 /// Elements of a store, and threads that share a column.
-constexpr int VECTOR = common_factor(ROWS, PIECE), VECTORS = BLOCK_ROWS / VECTOR;
+constexpr int VECTOR = gcd(ROWS, PIECE), VECTORS = BLOCK_ROWS / VECTOR;
 constexpr int ROW_BLOCKS = ceil_div(ROWS, BLOCK_ROWS);
 
 static_assert(ROWS % PIECE == 0 || !RAGGED);
@@ -34,15 +33,15 @@ static_assert(BLOCK_ROWS % PIECE == 0 && THREADS % VECTORS == 0);
 static_assert(!WITH_SUMS || (VECTOR == PIECE && 32 % VECTORS == 0 && BLOCK_ROWS <= THREADS));
 
 /// Elements before a row's first in its first piece: ROWS or columns are multiples of PIECE, and so is a block's first.
-__device__ __forceinline__ int lead(int row, const ArrangeSizes& sizes) { return RAGGED ? row % PIECE * (sizes.columns % PIECE) % PIECE : 0; }
+__device__ __forceinline__ int lead(int row, const TransposeSizes& sizes) { return RAGGED ? row % PIECE * (sizes.columns % PIECE) % PIECE : 0; }
 /// Pieces of the same row of all matrices, at most.
-constexpr int MOST_PIECES = ceil_div((RAGGED ? PIECE - 1 : 0) + MOST_POSITIONS, PIECE);
-constexpr int SLOTS = ceil_div(BLOCK_ROWS * MOST_PIECES, THREADS);
+constexpr int MAX_PIECES = ceil_div((RAGGED ? PIECE - 1 : 0) + MAX_POSITIONS, PIECE);
+constexpr int SLOTS = ceil_div(BLOCK_ROWS * MAX_PIECES, THREADS);
 
 /// In shared memory, in elements: 16 bytes more after every PIECE rows, so that a warp's reads meet all banks.
 struct Pitches {
   int row, matrix;
-  __device__ __forceinline__ explicit Pitches(const ArrangeSizes& sizes)
+  __device__ __forceinline__ explicit Pitches(const TransposeSizes& sizes)
       : row(static_cast<int>(sizes.row_pieces.value) * PIECE), matrix(BLOCK_ROWS * row + BLOCK_ROWS) {}
   __device__ __forceinline__ int place(int in_matrix, int in_row) const { return in_matrix * matrix + in_row * row + in_row / PIECE * PIECE; }
 };
@@ -52,7 +51,7 @@ using Vector = uint4;
 /// Which piece of a block the thread brings as its `slot`-th.
 struct Place {
   int piece, row, matrix;
-  __device__ __forceinline__ Place(int slot, const ArrangeSizes& sizes) {
+  __device__ __forceinline__ Place(int slot, const TransposeSizes& sizes) {
     const int index = slot * THREADS + static_cast<int>(threadIdx.x), rows = sizes.row_pieces.quotient(index);
     piece = sizes.row_pieces.remainder(index, rows);
     row = rows % BLOCK_ROWS;
@@ -64,7 +63,7 @@ struct Place {
 struct Block {
   int row, column, slice;
   long long matrix;
-  __device__ __forceinline__ explicit Block(const ArrangeSizes& sizes) {
+  __device__ __forceinline__ explicit Block(const TransposeSizes& sizes) {
     row = static_cast<int>(blockIdx.x) % ROW_BLOCKS * BLOCK_ROWS;
     slice = static_cast<int>(blockIdx.x) / ROW_BLOCKS;
     const int matrices = sizes.column_blocks.quotient(slice);
@@ -94,8 +93,8 @@ __device__ __forceinline__ void add_up(const float (&sums)[VECTOR], const Block&
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-    arrange(const Element* __restrict__ from, Element* __restrict__ to, float* __restrict__ partial,
-            const __grid_constant__ ArrangeSizes sizes) {
+    nchw_to_nhwc(const Element* __restrict__ from, Element* __restrict__ to, float* __restrict__ partial,
+            const __grid_constant__ TransposeSizes sizes) {
   extern __shared__ __align__(128) char memory[];
   ptx::let_next_launch_start();
   const Block block(sizes);
@@ -121,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   const int row = threadIdx.x % VECTORS * VECTOR;
   [[maybe_unused]] float sums[VECTOR] = {};
 #pragma unroll
-  for (int first = 0; first < MOST_POSITIONS; first += THREADS / VECTORS) {
+  for (int first = 0; first < MAX_POSITIONS; first += THREADS / VECTORS) {
     const int position = first + static_cast<int>(threadIdx.x) / VECTORS;
     const int matrix = sizes.block_columns.quotient(position), column = sizes.block_columns.remainder(position, matrix);
     if (position < sizes.positions && block.matrix + matrix < sizes.batch && block.row + row < ROWS && block.column + column < columns) {

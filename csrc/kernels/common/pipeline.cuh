@@ -9,16 +9,16 @@ namespace ptx {
 // A phase of a barrier ends when the arrivals it was set up for, and all bytes it was told to expect, have come.
 // Phases have alternating parity, the first is 0. To wait for the parity of the phase before the first is to pass.
 
-__device__ __forceinline__ void set_up_barrier(u32 barrier, u32 arrivals) {
+__device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
 /// By the thread that set them up, before a barrier between threads lets others use them.
-__device__ __forceinline__ void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
+__device__ __forceinline__ void arrive_expect_tx(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 __device__ __forceinline__ void wait_for_phase(u32 barrier, u32 parity) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void arrive_in_cluster(u32 barrier, u32 block) {
       : "memory");
 }
 /// Four floats at the same address of a block of the cluster.
-__device__ __forceinline__ float4 load_of_cluster(u32 address, u32 block) {
+__device__ __forceinline__ float4 load_cluster_shared(u32 address, u32 block) {
   float4 v;
   asm volatile(
       "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %4, %5;\n"
@@ -61,13 +61,13 @@ __device__ __forceinline__ float4 load_of_cluster(u32 address, u32 block) {
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 /// By all threads of all blocks of the cluster.
-__device__ __forceinline__ void meet_cluster() {
+__device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
 // ---- bulk copies: one contiguous run, a multiple of 16 bytes --------------------------------------------------------
 
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");

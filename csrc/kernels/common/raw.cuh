@@ -20,7 +20,7 @@ struct Raw {
   static constexpr int BYTES = N * sizeof(Element), WORDS = BYTES < 4 ? 1 : BYTES / 4;
   unsigned words[WORDS];
 
-  __device__ __forceinline__ void ask(const Element* from, bool inside) {
+  __device__ __forceinline__ void load(const Element* from, bool inside) {
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) words[i] = 0;
     if (!inside) return;

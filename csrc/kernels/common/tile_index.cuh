@@ -1,7 +1,7 @@
 // Small helpers of the kernels that walk over tiles: numbers read digit by digit, and elements that travel together.
 #pragma once
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+#include "common/integers.cuh"
 
 // A number read digit by digit, the last first, each with its own base.
 struct Digits {

@@ -16,33 +16,33 @@ struct alignas(64) TensorMap {
 namespace ptx {
 
 /// Tell the copy engine early which map comes.
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 /// A box whose first element is (x0, x1, x2, x3), innermost first; may begin outside. x0 counts a multiple of 16 bytes, or
 /// an illegal instruction is raised (seen on an H200 at -1, float32).
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, int x1, int x2, int x3, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int x0, int x1, int x2, int x3, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
       "[%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
       : "memory");
 }
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, int x1, int x2, int x3, int x4, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int x0, int x1, int x2, int x3, int x4, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6, %7}], "
       "[%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
       : "memory");
 }
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2)
       : "memory");
 }
-__device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, int x1, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 to, const TensorMap& map, int x0, int x1, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1)
@@ -50,26 +50,13 @@ __device__ __forceinline__ void copy_box(u32 to, const TensorMap& map, int x0, i
 }
 
 /// The same to every block of the cluster whose bit is set in `blocks`: to the same place, on the same barrier.
-__device__ __forceinline__ void copy_box_to_cluster(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier,
+__device__ __forceinline__ void tma_load_multicast(u32 to, const TensorMap& map, int x0, int x1, int x2, u32 barrier,
                                                     unsigned short blocks) {
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
       "[%1, {%3, %4, %5}], [%2], %6;" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(x0), "r"(x1), "r"(x2), "h"(blocks)
       : "memory");
-}
-
-/// A box from shared memory; its writers have published it (publish_to_multiplies) and met this thread at a barrier.
-__device__ __forceinline__ void store_box(const TensorMap& map, int x0, int x1, int x2, int x3, u32 from) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-               "r"(from), "r"(x0), "r"(x1), "r"(x2), "r"(x3)
-               : "memory");
-}
-__device__ __forceinline__ void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Until shared memory may be written again, by the thread that stored.
-template <int PENDING>
-__device__ __forceinline__ void wait_stores_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
 }  // namespace ptx

@@ -25,14 +25,14 @@ __device__ __forceinline__ u64 swizzled_descriptor(u32 address, u32 block_bytes,
 }
 
 /// Before the first multiply after other instructions wrote its registers.
-__device__ __forceinline__ void fence_sums() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void commit_multiplies() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void fence_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
-__device__ __forceinline__ void wait_multiplies() {
+__device__ __forceinline__ void wait_wgmma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 /// This thread's writes to shared memory, for the multiplies that follow the next barrier.
-__device__ __forceinline__ void publish_to_multiplies() {
+__device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
@@ -135,7 +135,7 @@ __device__ __forceinline__ void publish_to_multiplies() {
 /// `plane_bytes` is then from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an address.
 /// Without B_ACROSS_K only A lies so, with it alone only B.
 template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false, bool B_ACROSS_K = ACROSS_K>
-__device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
+__device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
   static_assert(!(ACROSS_K || B_ACROSS_K) || PRECISION == FP16 || PRECISION == BF16);
   static_assert(N == 32 || (N >= 56 && N <= 128 && N % 8 == 0) || N == 192 || N == 256);
   if constexpr (ADD) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void multiply(float* d, u64 a, u64 b) {
 /// The same with A in registers: a[0..3] = rows (g, g + 8, g, g + 8) of the words (t, t, t + 4, t + 4) of k of warp w's 16,
 /// a word being one TF32 or two neighbours in 16 bits. They stay as they are until the multiply was waited for.
 template <int N, int PRECISION = TF32, bool ADD = true>
-__device__ __forceinline__ void multiply_from_registers(float* d, const u32 (&a)[4], u64 b) {
+__device__ __forceinline__ void wgmma_from_registers(float* d, const u32 (&a)[4], u64 b) {
   static_assert((N >= 16 && N <= 96 && N % 8 == 0) || N == 128 || N == 192 || N == 256);
 #define TCONV_WGMMA_TYPED(N, TYPES, ADD, ENDING, OPERANDS, A, B, ...)                                              \
   asm volatile("wgmma.mma_async.sync.aligned.m64n" #N TYPES " {" OPERANDS "}, {" A "}, " B ", " ADD ", 1, 1" ENDING \

@@ -20,7 +20,7 @@
 #include "forward/implicit_gemm_mma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "common/tile_fragment.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 
@@ -44,14 +44,14 @@ __device__ constexpr bool shift_used(int group_col, int shift) {
 /// lane's place in the fragment at the warp's first cell, all shifts least.
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
-  repeat<MIN_SHIFT_W, MAX_SHIFT_W + 1>([&](auto shift) {
+  static_for<MIN_SHIFT_W, MAX_SHIFT_W + 1>([&](auto shift) {
     constexpr int SHIFT = decltype(shift)::value;
     if constexpr (shift_used(GROUP_COL, SHIFT)) {
       u32 b[WARP_IMAGES][REACH][WARP_COLS][2];
       [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH : 1][WARP_COLS][2];
 #pragma unroll
       for (int image = 0; image < WARP_IMAGES; ++image)
-        repeat<0, REACH>([&](auto reach) {
+        static_for<0, REACH>([&](auto reach) {
           constexpr int ROW = decltype(reach)::value;
           if constexpr (row_used(GROUP_ROW, ROW)) {
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
             }
           }
         });
-      repeat<0, TAPS>([&](auto index) {
+      static_for<0, TAPS>([&](auto index) {
         constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
         if constexpr (ROWS_AXIS.group(KH) == GROUP_ROW && COLS_AXIS.group(KW) == GROUP_COL &&
                       COLS_AXIS.shift(KW) == SHIFT) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
                                               const Sizes& sizes, int block, int split, int group_row, int group_col) {
   constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
   extern __shared__ __align__(16) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const auto input_stage = [&](int chunk) { return stages + chunk % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int chunk) { return input_stage(chunk) + round_up(INPUT_WORDS, 4) * 4; };
 
@@ -121,7 +121,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const int end_chunk = PARTIAL ? sizes.splits.quotient((split + 1) * CHUNKS) : CHUNKS;
   const int chunks = end_chunk - first_chunk;
 
-  InputFill fill(input, origin, group, first_chunk, sizes);
+  InputLoader loader(input, origin, group, first_chunk, sizes);
   const int phase_group = group_row * GROUP_COLS + group_col;
   const long long before = PHASE_GROUPS == 1 ? 0 : static_cast<long long>(taps_before(phase_group)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
   const u32* weights = packed + before + ((static_cast<long long>(group) * M_BLOCKS + m_block) * CHUNKS + first_chunk) * CHUNK_WEIGHTS;
@@ -133,13 +133,13 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   }
 
   if constexpr (THROUGH_REGISTERS) {
-    fill.load();
-    fill.store(input_stage(0));
-    if (chunks > 1) fill.load();
+    loader.load();
+    loader.store(input_stage(0));
+    if (chunks > 1) loader.load();
   } else {
 #pragma unroll
     for (int s = 0; s < STAGES - 1; ++s)
-      if (s < chunks) fill.copy(input_stage(s));
+      if (s < chunks) loader.copy(input_stage(s));
   }
   ptx::wait_for_previous_launch();
 #pragma unroll
@@ -159,7 +159,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
   const int word = INPUT_CHANNELS_LAST ? lane / 8 % 2 * 4 : lane % 4;
   const int lane_pixel = g / (FRAGMENT_W * FRAGMENT_H) * IMAGE_PITCH + g / FRAGMENT_W % FRAGMENT_H * ROW_PITCH + g % FRAGMENT_W;
   const u32 input_offset =
-      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEAD + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
+      ((warp_image * IMAGE_PITCH + warp_h * ROW_PITCH + warp_w + LEFT_PAD + lane_pixel) * PIXEL_STEP + word * K_STEP) * 4;
   const u32 weight_offset = (warp_m * WARP_M_TILES * FRAGMENT_WORDS + lane * 4) * 4;
 
   Sums sums;
@@ -170,10 +170,10 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
     __syncthreads();
     const int next = chunk + STAGES - 1;
     if constexpr (THROUGH_REGISTERS) {
-      if (chunk + 1 < chunks) fill.store(input_stage(chunk + 1));
-      if (chunk + 2 < chunks) fill.load();
+      if (chunk + 1 < chunks) loader.store(input_stage(chunk + 1));
+      if (chunk + 2 < chunks) loader.load();
     } else {
-      if (next < chunks) fill.copy(input_stage(next));
+      if (next < chunks) loader.copy(input_stage(next));
     }
     if (next < chunks) copy_weights<CHUNK_WEIGHTS>(weight_stage(next), weights);
     weights += CHUNK_WEIGHTS;
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
     forward_group<0, 0>(input, packed, epilogue, output, sizes, rest, split, group_row, group_col);
   } else {
-    repeat<0, PHASE_GROUPS>([&](auto index) {
+    static_for<0, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP)
         forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, epilogue, output, sizes, rest, split,

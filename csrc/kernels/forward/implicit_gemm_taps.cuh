@@ -11,6 +11,8 @@
 // Constants, from the plan: KERNEL_*, STRIDE_*, PADDING_*, DILATION_*, PHASE_ROWS, PHASE_COLS, STACK.
 #pragma once
 
+#include "common/integers.cuh"
+
 struct Axis {
   int kernel, stride, padding, dilation, group_phases;
 
@@ -56,8 +58,6 @@ struct Axis {
   }
 };
 
-__device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
-
 constexpr int STACK_MAX_SHIFT = floor_div(STACK - 1 + PADDING_H, STRIDE_H);
 constexpr int STACK_MIN_SHIFT = -floor_div(KERNEL_H - 1 - PADDING_H, STRIDE_H);
 /// Kernel row in row v of the cell of stacked tap `tap`; outside the kernel where there is none.
@@ -66,8 +66,8 @@ __device__ constexpr int stacked_kernel_row(int v, int tap) {
 }
 
 /// Height of a cell, in the output and in the input.
-constexpr int CELL_ROWS = STACK > 1 ? STACK : STRIDE_H;
-constexpr int CELL_INPUT_ROWS = STACK > 1 ? STACK / STRIDE_H : 1;
+constexpr int POSITION_ROWS = STACK > 1 ? STACK : STRIDE_H;
+constexpr int POSITION_INPUT_ROWS = STACK > 1 ? STACK / STRIDE_H : 1;
 static_assert(STACK == 1 || (STACK % STRIDE_H == 0 && DILATION_H == 1 && PHASE_ROWS == 1 && PLANES));
 
 constexpr Axis ROWS_AXIS =

@@ -1,5 +1,5 @@
 // Copies of one chunk of k of a tile's NCHW input into planes of 4 words, [k / 4][pixel][4], for forward/implicit_gemm_wgmma.cu; by the
-// FILL_THREADS threads that follow those that multiply.
+// PRODUCER_THREADS threads that follow those that multiply.
 //
 // A thread loads a few neighbouring pixels of the 4 (16 bits: 8) channels of a plane and stores them transposed.
 // float32 is rounded to TF32 on the way, since the multiplier would truncate. Pixels outside the image are written as
@@ -7,13 +7,13 @@
 //
 // Through registers, although copies could be asynchronous: pieces that scatter over shared memory are copied three
 // times as slowly as they are stored (measured). To keep loads under way while others are stored, the threads work in
-// FILL_GROUPS groups that take the chunks in turn. (One thread cannot: all its loads count on one scoreboard, so that it
+// PRODUCER_GROUPS groups that take the chunks in turn. (One thread cannot: all its loads count on one scoreboard, so that it
 // would wait for the last one asked for.)
 #pragma once
 
-constexpr int FILL_THREADS = 32 * FILL_WARPS;
-constexpr int FILL_GROUPS = 2;
-constexpr int GROUP_THREADS = FILL_THREADS / FILL_GROUPS;
+constexpr int PRODUCER_THREADS = 32 * PRODUCER_WARPS;
+constexpr int PRODUCER_GROUPS = 2;
+constexpr int GROUP_THREADS = PRODUCER_THREADS / PRODUCER_GROUPS;
 
 constexpr int PLANE_CHANNELS = 4 * CHANNELS_PER_WORD;
 static_assert(!INPUT_CHANNELS_LAST && !NARROW);
@@ -26,14 +26,14 @@ constexpr int SLOTS = ceil_div(PLACES, GROUP_THREADS);
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
 constexpr int PLACE_REGISTERS = PLANE_CHANNELS * ROW_REGISTERS;
 /// A chunk goes through a thread's registers in PASSES.
-constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
+constexpr int PASS_SLOTS = max_of(1, min_of(SLOTS, (STAGING_REGISTERS - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
 constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
 
 /// Many slots: where they go is computed anew, which takes fewer registers.
 constexpr bool KEEP_TO = SLOTS <= 10;
 constexpr bool SWAP_PIXELS = COPY_PIXELS == 4 && CHUNK_PLANES == 2;
 
-struct InputFill {
+struct InputLoader {
   const char* chunk;  // first channel of the chunk, of the tile's first image
   int chunk_channel;   // the same, counted in the channel group
   int from[SLOTS];    // bytes from there, negative outside the image
@@ -41,15 +41,15 @@ struct InputFill {
   int next_channel;   // bytes from one channel to the next
   u32 staged[PASS_SLOTS][PLACE_REGISTERS];
 
-  __device__ __forceinline__ InputFill() {
+  __device__ __forceinline__ InputLoader() {
 #pragma unroll
     for (int s = 0; s < (KEEP_TO ? SLOTS : 0); ++s) to[s] = place_offset(thread(), s);
   }
 
   /// The chunk is the `chunk_index`-th of this tile.
-  __device__ __forceinline__ void aim(const Element* input, const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
+  __device__ __forceinline__ void set_tile(const Element* input, const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
     next_channel = channel_bytes(sizes);
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
             (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     chunk_channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
@@ -63,12 +63,12 @@ struct InputFill {
       int image, pixel;
       bool inside = exists(s);
       if constexpr (FLAT) {
-        const int cell = origin.image + w, in_batch = sizes.image_cells.quotient(cell);
+        const int cell = origin.image + w, in_batch = sizes.image_positions.quotient(cell);
         image = in_batch - first_image;
-        pixel = sizes.image_cells.remainder(cell, in_batch);
+        pixel = sizes.image_positions.remainder(cell, in_batch);
         inside = inside && in_batch < sizes.batch;
       } else {
-        const int row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
+        const int row = origin.row * POSITION_INPUT_ROWS + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEFT_PAD + w;
         image = n;
         pixel = row * sizes.width + col;
         inside = inside && row >= 0 && row < sizes.height && col >= 0 && col < sizes.width && origin.image + n < sizes.batch;
@@ -113,7 +113,7 @@ struct InputFill {
               pixels[p][word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
             }
           }
-        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::pinned(thread())), s));
+        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::keep_in_register(thread())), s));
         if constexpr (SWAP_PIXELS) {
           // Of 8 lanes, 2 planes of 4 places, the later ones store each two pixels in the other order: no bank twice.
           const bool swap = column(s) / (2 * COPY_PIXELS) % 2;

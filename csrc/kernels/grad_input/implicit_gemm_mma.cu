@@ -18,7 +18,7 @@
 #include "grad_input/implicit_gemm_mma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "common/tile_fragment.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 

@@ -25,7 +25,6 @@
 #include "common/repeat.cuh"
 #include "grad_input/tma_gemm.cuh"
 
-__device__ constexpr int min_of(int a, int b) { return a < b ? a : b; }
 
 // ---- phases and taps -------------------------------------------------------------------------------------------
 

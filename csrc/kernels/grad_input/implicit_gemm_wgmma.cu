@@ -25,7 +25,7 @@
 #include "grad_input/implicit_gemm_wgmma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 constexpr int CONSUMER_THREADS = THREADS / M_PARTS, CONSUMER_WARPS = CONSUMER_THREADS / 32;
 static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % (4 * M_PARTS) == 0 && WARP_M_TILES == 1);

@@ -2,6 +2,7 @@
 // grad_input/im2col.cu): accumulators, work tiles, and the barriers of the rings.
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -11,9 +12,6 @@
 
 using ptx::u32;
 using ptx::u64;
-
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 /// Bytes of a swizzled row of an operand.
 constexpr int ROW = 128;

@@ -14,6 +14,7 @@
 // outputs whose positions are the taps. TMA loads grad_output and the weight; cp.async loads the input, whose rows need not
 // begin at multiples of 16 bytes. Elements outside a tensor are zeros. A block computes 128 images at a time.
 #include "common/compensated_sum.cuh"
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
@@ -34,7 +35,6 @@ constexpr int BARRIER_AT = INPUT_AT + CHANNEL_BOXES * BOX_BYTES, SUMS_AT = BARRI
 constexpr int SUMS_PITCH = CHANNELS + 8;
 static_assert(SHARED_BYTES == 1024 + SUMS_AT + (WITH_INPUT ? IMAGES * SUMS_PITCH * 4 : 0), "the plan and the kernel must agree");
 static_assert(IMAGES == 128 && CHANNELS == 128, "a box has 128 rows");
-constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 /// Bytes of one load of the input.
 constexpr int VECTOR = gcd(IN_CHANNELS * ITEM, 16), ROW_VECTORS = CHANNELS * ITEM / VECTOR;
 constexpr int COLUMN_BLOCKS = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;

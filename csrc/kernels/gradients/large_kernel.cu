@@ -16,7 +16,7 @@
 // the end, as the gradient if there is one split, otherwise as float32 sums of each split. Every sum has a fixed order.
 #include "common/images.cuh"
 #include "common/mma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/split_tf32.cuh"
 #include "common/tile_index.cuh"
 

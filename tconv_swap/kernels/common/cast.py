@@ -10,7 +10,7 @@ import torch
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, output, struct
 
-MOST_TENSORS = 3
+MAX_TENSORS = 3
 _THREADS = 256
 #: Mirrors ELEMENTS of common/cast.cu.
 _ELEMENTS = 8
@@ -27,7 +27,7 @@ def plan_cast(copies: Sequence[Output], source: torch.dtype) -> Plan | None:
     counts = [math.prod(copy.shape) for copy in copies]
     if source not in DTYPES or target not in DTYPES or not any(counts) or max(counts) >= INT32_LIMIT:
         return None
-    absent = MOST_TENSORS - len(copies)
+    absent = MAX_TENSORS - len(copies)
     blocks = [ceil_div(count, _THREADS * _ELEMENTS) for count in counts]
     ends = [sum(blocks[: place + 1]) for place in range(len(blocks))]
     places = [*range(len(copies)), *[0] * absent]

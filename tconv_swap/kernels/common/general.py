@@ -30,10 +30,10 @@ REDUCE_THREADS = 256
 REDUCE_LANES = 8
 FEW_RESULTS = 1 << 16
 #: The same where there are hardly any results, and the length of a thread's sum is what counts.
-MOST_REDUCE_LANES = 32
+MAX_REDUCE_LANES = 32
 HARDLY_ANY_RESULTS = 1 << 12
 #: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Copies of
-#: tensors come on top: at most room.MOST_ARRANGED_BYTES.
+#: tensors come on top: at most room.MAX_COPY_BYTES.
 WORKSPACE_LIMIT_BYTES = 64 << 20
 #: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
 BLOCKS_PER_MULTIPROCESSOR = 4
@@ -41,7 +41,7 @@ INT32_ELEMENTS = 2**31 - 1
 #: Taps from which on most problems are some other family's (gradients/narrow_mma.py).
 MANY_TAPS = 256
 #: A tile may reach so many pixels, or cells, beyond the last one.
-MOST_TILE_PIXELS = 256
+MAX_TILE_PIXELS = 256
 _WHY = "covers every geometry"
 
 
@@ -86,7 +86,7 @@ def _common(problem: Problem, of_gradients: bool) -> tuple[tuple[str, Constant],
         geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width,
         geometry.in_channels * geometry.out_channels_per_group * geometry.taps,
     )
-    few = largest <= INT32_ELEMENTS - MOST_TILE_PIXELS
+    few = largest <= INT32_ELEMENTS - MAX_TILE_PIXELS
     if of_gradients and geometry.taps >= MANY_TAPS:
         # Such layers come here with large images alone: they have one kernel.
         few = False
@@ -181,7 +181,7 @@ def split_k_reduce(
     """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in a fixed order, into output ``index``."""
     lanes = REDUCE_LANES if count <= FEW_RESULTS else 1
     if count <= HARDLY_ANY_RESULTS:
-        lanes = MOST_REDUCE_LANES
+        lanes = MAX_REDUCE_LANES
     kernel = Kernel(
         "common/split_k_reduce.cu",
         "split_k_reduce",

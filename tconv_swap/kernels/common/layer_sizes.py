@@ -22,7 +22,7 @@ def of_any_size(geometry: Geometry) -> Geometry:
 
 
 @lru_cache(maxsize=1024)
-def standing_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, ...]]:
+def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, ...]]:
     """The sizes that stand for all of a layer, and what each counts for."""
     one_row = layer.kernel[0] == layer.stride[0] == 1
     found = {
@@ -33,7 +33,7 @@ def standing_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, 
     return tuple(found), tuple(found.values())
 
 
-def power_dividing(n: int, most: int) -> int:
+def power_of_two_dividing(n: int, most: int) -> int:
     """The largest power of two up to ``most``, which is one, that divides n."""
     return gcd(n, most)
 

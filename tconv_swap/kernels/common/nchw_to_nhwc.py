@@ -109,9 +109,9 @@ def _block_of(of: Matrices, rows: int, most: int) -> Block:
     return Block(1, rows, ceil_div(of.columns, strips * of.piece) * of.piece)
 
 
-def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:
+def transpose(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:
     """The launch that transposes ``of``; with ``sums`` it leaves each row's sum there in the workspace, as
-    ``sums_bytes`` of float32 that ``add_up_sums`` adds up.
+    ``row_sums_bytes`` of float32 that ``reduce_row_sums`` adds up.
 
     It may start while the launch before it runs, if that does not write what this one reads, and ends after it: who
     waits for this one has waited for both.
@@ -119,13 +119,13 @@ def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: i
     block = block_for(of, device)
     kernel = Kernel(
         "common/nchw_to_nhwc.cu",
-        "arrange",
+        "nchw_to_nhwc",
         (
             ("Element", ELEMENT_TYPES[of.dtype]),
             ("ROWS", of.rows),
             ("RAGGED", of.ragged),
             ("BLOCK_ROWS", block.rows),
-            ("MOST_POSITIONS", _most_columns(of, block.rows)),
+            ("MAX_POSITIONS", _most_columns(of, block.rows)),
             ("WITH_SUMS", sums is not None),
             ("THREADS", _THREADS),
         ),
@@ -148,12 +148,12 @@ def arrange(of: Matrices, from_: Argument, to: Argument, device: Device, sums: i
     )
 
 
-def sums_bytes(of: Matrices, device: Device) -> int:
+def row_sums_bytes(of: Matrices, device: Device) -> int:
     return block_for(of, device).slices(of) * of.rows * 4
 
 
-def add_up_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
-    """The launch that adds up what ``arrange`` left at ``sums`` into output ``index``: of each row one number."""
+def reduce_row_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
+    """The launch that adds up what ``transpose`` left at ``sums`` into output ``index``: of each row one number."""
     slices = block_for(of, device).slices(of)
     return split_k_reduce(of.dtype, of.rows, slices, sums, index, overlaps_previous=True)
 

@@ -13,9 +13,9 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import select, sizes_o
 from tconv_swap.kernels.problem import Problem
 
 #: Kernels of one stage of a layer that compute it, in one dtype and layout, over all sizes.
-MOST_SCHEDULES = 4
+MAX_SCHEDULES = 4
 #: Of a schedule for a size that it cannot compute.
-MOST_REGRET = 1e3
+MAX_REGRET = 1e3
 #: Batch, rows and columns of the maps that stand for all, those first that many networks have; and of those of patches,
 #: which kernels enlarge that are their strides.
 SIZES: tuple[tuple[int, int, int], ...] = (
@@ -44,7 +44,7 @@ EVERY, BEST = 3, 12
 _Schedule = TypeVar("_Schedule")
 
 
-def few_of(
+def select_schedules(
     layer: Problem,
     most: int,
     candidates: Callable[[Problem], Iterable[_Schedule]],
@@ -74,10 +74,10 @@ def few_of(
         every_schedule = list(times)
         chosen = select(list(times.values()), weights, most, math.log(otherwise))
         return tuple(every_schedule[index] for index in chosen)
-    return covering(times, weights, [one for one in times if any_size(one)], most)
+    return select_covering(times, weights, [one for one in times if any_size(one)], most)
 
 
-def covering(
+def select_covering(
     times: Mapping[_Schedule, Sequence[float]],
     weights: Sequence[float],
     first: Iterable[_Schedule],
@@ -94,7 +94,7 @@ def covering(
     def regret(chosen: Sequence[_Schedule]) -> float:
         reached = (min(of_size) for of_size in zip(*(times[one] for one in chosen), strict=True))
         return sum(
-            weight * math.log(min(MOST_REGRET, time / least))
+            weight * math.log(min(MAX_REGRET, time / least))
             for time, least, weight in zip(reached, best, weights, strict=True)
             if least < math.inf
         )

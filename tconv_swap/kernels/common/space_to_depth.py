@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tconv_swap.geometry import Pair
-from tconv_swap.kernels.common.sizes import part_sizes
+from tconv_swap.kernels.common.sizes import space_to_depth_sizes
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import (
     Argument,
@@ -53,7 +53,7 @@ def planes_of(planes: int, channels: int, cells: Pair) -> Planes:
     return Planes(planes, channels, cells, round_up(cells[0] * cells[1], 4))
 
 
-def unparted() -> tuple[tuple[str, Constant], ...]:
+def identity_constants() -> tuple[tuple[str, Constant], ...]:
     """How common/space_to_depth.cu leaves pixels where they are."""
     return (
         ("ROW_PHASES", 1),
@@ -62,8 +62,8 @@ def unparted() -> tuple[tuple[str, Constant], ...]:
         ("KERNEL_H", 1),
         ("PADDING_H", 0),
         ("PADDING_W", 0),
-        ("UNFOLD_ROWS", False),
-        ("LEAD", 0),
+        ("IM2COL_ROWS", False),
+        ("ZERO_ROWS", 0),
     )
 
 
@@ -74,7 +74,7 @@ def _segment(batch: int, planes: Planes) -> int:
     return min(positions, 1024 if most >= 1024 else 256)
 
 
-def bias_rows_of(batch: int, planes: Planes) -> int:
+def bias_partial_rows(batch: int, planes: Planes) -> int:
     """What the parting leaves of each channel's sum: of every segment a sum, and what rounding left of it."""
     segments = ceil_div(planes.cells[0] * planes.cells[1], _segment(batch, planes))
     return 2 * batch * segments
@@ -111,5 +111,5 @@ def space_to_depth(
         grid=ceil_div(warps, _THREADS // 32),
         block=_THREADS,
         arguments=(source, workspace(to), workspace(bias_at or 0), struct(0)),
-        structs=(part_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
+        structs=(space_to_depth_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
     )

@@ -26,9 +26,9 @@ FAMILY = "tiny"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 #: Multiply-adds up to which one launch of simple kernels was measured to take no longer than several of fast ones
 #: (docs/kernels/tiny.md); products that a thread may add up, one after the other; pixels that a warp may.
-MOST_MACS = 1 << 16
+MAX_MACS = 1 << 16
 LONGEST_SUM = 128
-MOST_PIXELS = 512
+MAX_PIXELS = 512
 _THREADS = 128
 _WARPS = _THREADS // 32
 _WHY = "one launch, nothing copied or packed"
@@ -43,10 +43,10 @@ def claims(problem: Problem) -> bool:
     pixels = g.batch * max(g.height * g.width, g.out_height * g.out_width)
     return (
         problem.dtype in DTYPES
-        and 0 < g.macs <= MOST_MACS
+        and 0 < g.macs <= MAX_MACS
         and longest <= LONGEST_SUM
-        and pixels <= MOST_PIXELS
-        and math.prod(g.output_shape) <= MOST_MACS
+        and pixels <= MAX_PIXELS
+        and math.prod(g.output_shape) <= MAX_MACS
     )
 
 

@@ -44,6 +44,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace

@@ -13,9 +13,8 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import walk_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
+from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
@@ -48,6 +47,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -111,9 +111,9 @@ def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
 def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
     unpadded = replace(layer.geometry, output_padding=(0, 0))
-    return few_of(
+    return select_schedules(
         layer,
-        most_schedules(layer, device),
+        max_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
         lambda problem, tile: (
             computes(problem, tile, False)
@@ -190,7 +190,7 @@ def build_grad_weight(
             struct(0),
         ),
         structs=(
-            walk_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, slices > 1),
+            segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, slices > 1),
         ),
         shared_bytes=shared,
     )

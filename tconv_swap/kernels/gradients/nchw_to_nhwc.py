@@ -130,30 +130,30 @@ def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, devic
     launches: list[Launch] = []
     places: dict[Argument, Argument] = {}
     for index in sorted({index for piece in pieces for index in piece.arranged}):
-        places[input_(index)] = place = workspace(room.take(tensors[index].bytes))
+        places[input_(index)] = place = workspace(memory.reserve(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
-        launches.append(arrange(tensors[index], input_(index), place, device, with_sums))
+        launches.append(transpose(tensors[index], input_(index), place, device, with_sums))
     launches[0] = replace(launches[0], overlaps_previous=False)
     outputs = [piece.output for piece in pieces]
     if sums is not None:
         launches.append(reduce_row_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
         outputs.append(Output((problem.geometry.out_channels,)))
     results = [
-        workspace(room.take(piece.turned.bytes)) if piece.turned else output(i)
+        workspace(memory.reserve(piece.turned.bytes)) if piece.turned else output(i)
         for i, piece in enumerate(pieces)
     ]
     for index, (piece, result) in enumerate(zip(pieces, results, strict=True)):
         arranged = {input_(i): places[input_(i)] for i in piece.arranged}
-        launches += _placed(piece.part, arranged, result, room.bytes)
+        launches += _placed(piece.part, arranged, result, memory.bytes)
         if piece.turned is not None:
-            back = arrange(piece.turned, result, output(index), device)
+            back = transpose(piece.turned, result, output(index), device)
             launches.append(replace(back, overlaps_previous=False))
     return Plan(
         ", ".join(("nchw_to_nhwc", *dict.fromkeys(piece.part.family for piece in pieces))),
         "; ".join(("by way of channels_last", *(piece.part.why for piece in pieces))),
         tuple(outputs),
         tuple(launches),
-        room.bytes + max(piece.part.workspace_bytes for piece in pieces),
+        memory.bytes + max(piece.part.workspace_bytes for piece in pieces),
     )
 
 

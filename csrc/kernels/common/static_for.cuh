@@ -1,19 +1,19 @@
-// A loop whose index is a constant: repeat<0, 3>(body) calls body(Number<0>{}), body(Number<1>{}), body(Number<2>{}).
+// A loop whose index is a constant: static_for<0, 3>(body) calls body(IndexConstant<0>{}), body(IndexConstant<1>{}), body(IndexConstant<2>{}).
 #pragma once
 
 template <int I>
-struct Number {
+struct IndexConstant {
   static constexpr int value = I;
 };
 
 /// By halves: a compiler allows some 200 calls inside each other, and a kernel may have more taps.
 template <int FROM, int TO, class Body>
-__device__ __forceinline__ void repeat(const Body& body) {
+__device__ __forceinline__ void static_for(const Body& body) {
   if constexpr (TO - FROM == 1) {
-    body(Number<FROM>{});
+    body(IndexConstant<FROM>{});
   } else if constexpr (FROM < TO) {
     constexpr int MIDDLE = FROM + (TO - FROM) / 2;
-    repeat<FROM, MIDDLE>(body);
-    repeat<MIDDLE, TO>(body);
+    static_for<FROM, MIDDLE>(body);
+    static_for<MIDDLE, TO>(body);
   }
 }
