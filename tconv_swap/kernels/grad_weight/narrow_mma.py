@@ -1,4 +1,5 @@
-"""Plans of the narrow gradient of the weight: few channels on a side of a group, depthwise, large kernels."""
+"""Plans of csrc/kernels/grad_weight/narrow_mma.cu: the gradient of the weight of groups with few channels on
+one side, depthwise layers and large kernels."""
 
 from __future__ import annotations
 
@@ -65,6 +66,7 @@ class GradWeightTile(NarrowTile):
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
+        """Returns the constants of the kernel that define the tile."""
         return (
             *self.shared_constants,
             ("WARPS_N", self.warps_n),
@@ -75,8 +77,8 @@ class GradWeightTile(NarrowTile):
 
 
 def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) -> Part | None:
-    """Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` of the bias. None for
-    what is not the family's own.
+    """Returns the plan of the gradient of the weight, or None where this family does not claim the problem.
+    Inputs: grad_output, input, weight. Outputs: the gradient of the weight, and ``with_bias`` that of the bias.
 
     Workspace: at most 64 MiB.
     """
@@ -85,7 +87,7 @@ def plan_grad_weight(problem: Problem, device: Device, with_bias: bool = False) 
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     if not claims(problem, device) or _fills_wide_tiles(problem.geometry):
         return []
     layer = of_any_size(problem, False)
@@ -96,7 +98,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 
 
 def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
-    """Whether a tile's kernel computes the size."""
+    """Returns whether a tile's kernel computes the size."""
     geometry = problem.geometry
     slices = ceil_div(geometry.width, tile.grad_output.tile_w)
     return (
@@ -109,7 +111,7 @@ def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
 
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
-    """The tiles that a layer has, whatever its sizes."""
+    """Returns the tiles that a layer has over all its sizes."""
     unpadded = replace(layer.geometry, output_padding=(0, 0))
     return select_schedules(
         layer,
@@ -127,7 +129,8 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
 
 
 def _fills_wide_tiles(geometry: Geometry) -> bool:
-    """8 channels on both sides are enough for the tiles of grad_weight/implicit_gemm.py: up to twice as fast (kb75)."""
+    """Returns whether 8 channels on both sides fill the tiles of grad_weight/implicit_gemm.py, which are up to
+    twice as fast then (kb75)."""
     channels = (geometry.in_channels_per_group, geometry.out_channels_per_group)
     return min(channels) >= 8 and geometry.taps < MANY_TAPS
 
@@ -154,9 +157,9 @@ def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
 def build_grad_weight(
     problem: Problem, tile: GradWeightTile, device: Device, with_bias: bool = False
 ) -> Part:
-    """The part that runs ``tile``."""
+    """Returns the part that computes the problem with ``tile``."""
     geometry = problem.geometry
-    repeat, slices = slices_of(geometry, tile, device)
+    repeat, splits = splits_of(geometry, tile, device)
     across = blocks_across(geometry, tile)
     down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     kernel = Kernel(
@@ -167,13 +170,14 @@ def build_grad_weight(
             *tile.constants,
             ("WITH_BIAS", with_bias),
         ),
-        # Beside 96 sums of a thread, 16-bit pieces of NCHW wait in registers to be widened: 160 bytes leave on sm_80.
+        # Beside 96 sums of a thread, 16-bit elements of NCHW wait in registers to be converted: on sm_80 160 bytes
+        # spill.
         spills=problem.dtype.itemsize == 2
         and not problem.channels_last
         and tile.m_tiles * tile.n_tiles >= 24,
     )
     count = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
-    bias_at = round_up(4 * count * slices, WORKSPACE_ALIGNMENT)
+    bias_at = round_up(4 * count * splits, WORKSPACE_ALIGNMENT)
     bias = output(1 if with_bias else 0)
     shared = tile.shared_bytes
     if with_bias:
@@ -185,8 +189,8 @@ def build_grad_weight(
         arguments=(
             input_(1),
             input_(0),
-            workspace(0) if slices > 1 else output(0),
-            workspace(bias_at if with_bias else 0) if slices > 1 else bias,
+            workspace(0) if splits > 1 else output(0),
+            workspace(bias_at if with_bias else 0) if splits > 1 else bias,
             struct(0),
         ),
         structs=(
@@ -194,12 +198,12 @@ def build_grad_weight(
         ),
         shared_bytes=shared,
     )
-    if slices == 1:
+    if splits == 1:
         return Part(FAMILY, why(geometry), (launch,))
-    launches = [launch, split_k_reduce(problem.dtype, count, slices)]
+    launches = [launch, split_k_reduce(problem.dtype, count, splits)]
     if with_bias:
-        launches.append(split_k_reduce(problem.dtype, geometry.out_channels, 2 * slices, bias_at, 1))
-    bytes_ = bias_at + 8 * geometry.out_channels * slices if with_bias else 4 * count * slices
+        launches.append(split_k_reduce(problem.dtype, geometry.out_channels, 2 * splits, bias_at, 1))
+    bytes_ = bias_at + 8 * geometry.out_channels * splits if with_bias else 4 * count * splits
     return Part(FAMILY, why(geometry), overlapping(launches, device), bytes_)
 
 
@@ -216,18 +220,18 @@ def slices_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple
     walks = min(down, max(1, device.multiprocessors * tile.resident // across))
     units = tile.grad_output.tile_h * tile.grad_output.tile_w // 16 // tile.warps_k
     repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
-    repeat = max(repeat, ceil_div(down, most_walks))
+    repeat = max(repeat, ceil_div(down, max_walks))
     return repeat, tiles_w * ceil_div(down, repeat)
 
 
-def _slice_bytes(geometry: Geometry) -> int:
-    """Partial sums of the gradients of weight and bias."""
+def _split_bytes(geometry: Geometry) -> int:
+    """Returns the bytes of one split's sums of the weight and of the bias."""
     weights = geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     return 4 * (weights + geometry.out_channels) + WORKSPACE_ALIGNMENT
 
 
 def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTile]:
-    """The tiles worth a thought."""
+    """Yields the tiles that are compared."""
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
     layer = of_one_pixel(geometry)
@@ -237,7 +241,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
             least_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
             widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
             for load, warps_n, warps_k, tile_w, tile_h in product(
-                widths, sorted({least_n, min(2 * least_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
+                widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
             ):
                 n_tiles = ceil_div(n_total, warps_n)
                 warps = warps_k * warps_n * warps_m * groups
@@ -249,7 +253,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     continue
                 if tile_h * tile_w // 16 % warps_k:
                     continue
-                if ceil_div(geometry.width, tile_w) * _slice_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
+                if ceil_div(geometry.width, tile_w) * _split_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
                     continue
                 for vector in (1, 2, 4):
                     grad_output = GradOutputTile(
@@ -303,7 +307,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
 
 
 def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
-    """INPUT_LOAD of csrc/kernels/grad_weight/narrow_mma_input.cuh."""
+    """Returns INPUT_LOAD of csrc/kernels/grad_weight/narrow_mma_input.cuh."""
     geometry, channels = problem.geometry, 2 * m_tiles
     if not problem.channels_last:
         return vector
@@ -313,7 +317,7 @@ def _input_load(problem: Problem, groups: int, m_tiles: int, vector: int) -> int
 
 
 def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> int:
-    """Registers that hold the input of a unit."""
+    """Returns the registers that hold the input of a unit of 16 pixels."""
     load = _input_load(problem, groups, m_tiles, vector)
     count = m_tiles * (1 if problem.geometry.in_channels_per_group <= 8 else 2) * 4 // load
     return count * ceil_div(load * problem.dtype.itemsize, 4)
@@ -339,6 +343,6 @@ def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device
         resident=tile.resident,
         chunks=1,
         inputs=steps * tile.m_tiles * 2 * rows_of_input / load,
-        partial_bytes=count * slices if slices > 1 else 0,
+        partial_bytes=count * splits if splits > 1 else 0,
     )
     return microseconds(work, GRAD_WEIGHT, warps)

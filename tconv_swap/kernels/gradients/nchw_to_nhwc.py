@@ -114,7 +114,7 @@ def nhwc_grad_weight(problem: Problem, device: Device) -> Piece | None:
     arranged = (GRAD_OUTPUT, INPUT)
     made = Output(problem.geometry.weight_shape, problem.weight_channels_last)
     posed = replace(problem, channels_last=True, weight_channels_last=True)
-    part = grad_weight_tma.plan_arranged(posed, device, problem.weight_channels_last)
+    part = grad_weight_tma.plan_from_nhwc_copies(posed, device, problem.weight_channels_last)
     if part is None:
         return None
     if len(part.launches) == 1 and not problem.weight_channels_last:
