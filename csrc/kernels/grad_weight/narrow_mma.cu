@@ -1,7 +1,8 @@
 // Gradient of the weight with mma.sync where a group has few channels on one side: RGB heads, narrow groups, depthwise
 // layers, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; either layout of the gradient.
 //
-//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * patch[(ih, iw), tap]    (patch: see gradients/grad_output_tile.cuh)
+//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * im2col[(ih, iw), tap]
+//   (im2col: see gradients/grad_output_tile.cuh)
 //
 // An implicit GEMM with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps
 // of one chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in
@@ -153,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       // Outside of the input x is zero, but the patch may hold an infinity, and their product would be NaN.
       if (ih0 + row0 + down >= sizes.height) continue;
       const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * PIXEL_PITCH);
-      // Pinned: what follows is then a constant offset of each load.
+      // Pinned, so that each load has a constant offset from it.
       u32 patch[N_TILES];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::keep_in_register(unit_address + taps[n]);

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import tile_count_sizes, divisor
+from tconv_swap.kernels.common.sizes import divisor, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
@@ -56,7 +56,9 @@ def claims(problem: StridedProblem, device: Device) -> bool:
         return False
     if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
-    pixels = geometry.batch * max(geometry.height * geometry.width, problem.positions[0] * problem.positions[1])
+    pixels = geometry.batch * max(
+        geometry.height * geometry.width, problem.positions[0] * problem.positions[1]
+    )
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
 
 

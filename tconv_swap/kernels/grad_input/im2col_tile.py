@@ -29,7 +29,7 @@ ASKING_THREADS = 128
 MOST_OFFSETS = 36
 #: The same beside the sums of 256 channels: beyond it the compiler spills.
 MOST_OFFSETS_256 = 20
-#: Warpgroups, multiplies of 64 cells of each, channels: of 128 sums a thread, or 64.
+#: Warpgroups, multiplies of 64 positions of each, channels: of 128 sums a thread, or 64.
 SHAPES = ((2, 2, 128), (2, 1, 256), (3, 1, 128), (2, 1, 128), (2, 2, 64), (2, 1, 64))
 #: Bytes a clock from the L2 to each multiprocessor; multiply-adds a clock for each element of a word; lines of shared
 #: memory, clocks that a row of a box takes for each that it touches, and at least (fitted,
@@ -46,7 +46,7 @@ LAUNCH_CLOCKS = 5000
 
 @dataclass(frozen=True, slots=True)
 class Im2colTile:
-    """What one block computes: cells of ``images`` x ``rows`` x ``cols``, as many multiplies as hold them."""
+    """What one block computes: positions of ``images`` x ``rows`` x ``cols``, as many multiplies as hold them."""
 
     images: int
     rows: int
@@ -57,7 +57,7 @@ class Im2colTile:
     #: Of grad_output in one stage; columns of its box.
     stage_channels: int
     box_w: int
-    #: Neighbouring cells are one thread's.
+    #: Neighbouring positions are one thread's.
     paired: bool = True
     input_stages: int = 2
     weight_stages: int = 2
@@ -65,11 +65,11 @@ class Im2colTile:
 
     @property
     def multiplies(self) -> int:
-        """Of 64 cells."""
+        """Of 64 positions."""
         return self.m_tiles * self.warpgroups
 
     @property
-    def cells(self) -> int:
+    def positions(self) -> int:
         """Cells that are multiplied; some may be none."""
         return 64 * self.multiplies
 
@@ -78,7 +78,7 @@ class Im2colTile:
         return 128 * self.warpgroups + ASKING_THREADS
 
     def __str__(self) -> str:
-        text = f"{self.images}x{self.rows}x{self.cols} cells x {self.channels} channels, {self.warpgroups} warpgroups"
+        text = f"{self.images}x{self.rows}x{self.cols} positions x {self.channels} channels, {self.warpgroups} warpgroups"
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
 
@@ -132,7 +132,7 @@ def rounds(problem: StridedProblem, tile: Im2colTile) -> int:
 
 
 def place(problem: StridedProblem, tile: Im2colTile, k: int) -> int:
-    """Elements from a cell's first to the ``k``-th of a stage; mirrors grad_input/im2col.cu."""
+    """Elements from a position's first to the ``k``-th of a stage; mirrors grad_input/im2col.cu."""
     geometry = problem.geometry
     channel, tap = divmod(k, geometry.taps)
     kh, kw = divmod(tap, geometry.kernel[1])
@@ -141,7 +141,7 @@ def place(problem: StridedProblem, tile: Im2colTile, k: int) -> int:
 
 
 def halves(problem: StridedProblem, tile: Im2colTile) -> bool:
-    """Whether the two taps of a word are loaded apart: they do not lie in one word of the box, of any cell."""
+    """Whether the two taps of a word are loaded apart: they do not lie in one word of the box, of any position."""
     geometry = problem.geometry
     together = geometry.kernel[1] % 2 == 0 and geometry.dilation[1] == 1 and problem.step[1] % 2 == 0
     return word(problem) == 2 and not (together and lead(problem, tile) % 2 == 0)
@@ -186,26 +186,31 @@ def work_count(problem: StridedProblem, tile: Im2colTile) -> int:
 
 
 def conflicts(problem: StridedProblem, tile: Im2colTile) -> float:
-    """How many passes over the banks of shared memory a load of the cells' words takes, on average."""
+    """How many passes over the banks of shared memory a load of the positions' words takes, on average."""
     width, size = tile.cols, word(problem)
     image = tile.stage_channels * box_h(problem, tile) * tile.box_w
     existing = tile.images * tile.rows * width
 
-    def cell_place(cell: int) -> int:
-        if cell >= existing:
+    def first_element(position: int) -> int:
+        if position >= existing:
             return lead(problem, tile)
-        rows = cell // (width * tile.rows) * image + cell // width % tile.rows * problem.step[0] * tile.box_w
-        return lead(problem, tile) + rows + cell % width * problem.step[1]
+        rows = (
+            position // (width * tile.rows) * image
+            + position // width % tile.rows * problem.step[0] * tile.box_w
+        )
+        return lead(problem, tile) + rows + position % width * problem.step[1]
 
     passes = []
     fours = 1 if regular(problem, tile) else 2 * steps(problem, tile)
     words = [[place(problem, tile, (4 * four + t) * size) for t in range(4)] for four in range(fours)]
     for warp, half in product(range(0, 4 * tile.multiplies, 3), range(2)):
-        cells = [cell_place(warp * 16 + (2 * g + half if tile.paired else g + 8 * half)) for g in range(8)]
+        positions = [
+            first_element(warp * 16 + (2 * g + half if tile.paired else g + 8 * half)) for g in range(8)
+        ]
         for four in words[:: max(1, fours // 4)]:
             banks: dict[int, set[int]] = {}
-            for cell, at in product(cells, four):
-                found = (cell + at) // size
+            for position, at in product(positions, four):
+                found = (position + at) // size
                 banks.setdefault(found % 32, set()).add(found)
             passes.append(max(map(len, banks.values())))
     return sum(passes) / len(passes)
@@ -240,8 +245,8 @@ def clocks(problem: StridedProblem, tile: Im2colTile, multiprocessors: int, pass
 def macs(problem: StridedProblem) -> int:
     """Multiply-adds."""
     geometry, (rows, cols) = problem.geometry, problem.positions
-    cells = geometry.batch * rows * cols
-    return cells * geometry.out_channels * geometry.in_channels_per_group * geometry.taps
+    positions = geometry.batch * rows * cols
+    return positions * geometry.out_channels * geometry.in_channels_per_group * geometry.taps
 
 
 def legal(problem: StridedProblem, tile: Im2colTile) -> bool:
@@ -306,11 +311,11 @@ def _shapes(problem: StridedProblem, channels: int) -> Iterator[Im2colTile]:
     for warpgroups, m_tiles, width in SHAPES:
         if width >= 2 * out_channels and width > 64:
             continue
-        cells = 64 * m_tiles * warpgroups
+        positions = 64 * m_tiles * warpgroups
         # Equals in this order: long rows, and few images.
         for cols in (64, 32, 128, 16, 256, 8, 4):
-            for rows in range(cells // cols, 0, -1):
-                images, rest = divmod(cells // cols, rows)
+            for rows in range(positions // cols, 0, -1):
+                images, rest = divmod(positions // cols, rows)
                 box_w = least_box_w(problem, cols)
                 shape = Im2colTile(images, rows, cols, m_tiles, warpgroups, width, channels, box_w)
                 if rest == 0 and _fits(problem, shape):
@@ -319,7 +324,7 @@ def _shapes(problem: StridedProblem, channels: int) -> Iterator[Im2colTile]:
             # Whole rows of maps of patches; those of fewer columns fit tiles of 16 as well (measured).
             cols = PATCHES[2]
             box_w = least_box_w(problem, cols)
-            shape = Im2colTile(1, cells // cols, cols, m_tiles, warpgroups, width, channels, box_w)
+            shape = Im2colTile(1, positions // cols, cols, m_tiles, warpgroups, width, channels, box_w)
             if _fits(problem, shape):
                 yield shape
 

@@ -2,7 +2,7 @@
 whatever its sizes: at most four; and which of them computes one size. Pure functions of data.
 
 A schedule is the tile that is expected to be the fastest for a size that stands for its class; a size takes the
-schedule that covers its map with the fewest cells too many.
+schedule that covers its map with the fewest positions too many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SUM_OVERHEAD = 48
 LARGE, MIDDLE, FEW, SMALL = (8, 64, 64), (8, 32, 32), (1, 16, 16), ((128, 8, 8), (128, 4, 4))
 LARGE_ROW, FEW_ROW = (8, 1, 512), (1, 1, 64)
 ONE_PIXEL = (128, 1, 1)
-#: By what a cell counts for more that mma.sync multiplies: three products took 1.6 times as long by it.
+#: By what a position counts for more that mma.sync multiplies: three products took 1.6 times as long by it.
 HANDICAP_MMA = 1.6
 #: Channels of the layer's input in a group from which on maps of 4 x 4 come before those of 8 x 8.
 MANY_CHANNELS = 256
@@ -59,7 +59,7 @@ MANY_CHANNELS = 256
 @dataclass(frozen=True, slots=True)
 class Schedule:
     """What one kernel computes. ``problem``: of the size that stands for the class. ``few``: for sizes that leave
-    multiprocessors idle otherwise. ``handicap``: what a cell of it costs, compared with the first schedule's."""
+    multiprocessors idle otherwise. ``handicap``: what a position of it costs, compared with the first schedule's."""
 
     problem: StridedProblem
     tile: Tile
@@ -72,13 +72,13 @@ class Schedule:
             return False
         if self.problem.even and problem.positions[1] % 2:
             return False
-        tile, (cells_h, cells_w) = self.tile, problem.positions
-        if tile.wgmma and tile.cols < 8 and cells_w > tile.cols:
+        tile, (positions_h, positions_w) = self.tile, problem.positions
+        if tile.wgmma and tile.cols < 8 and positions_w > tile.cols:
             return False
         # Offsets from a tile's first image are counted in 32 bits.
         geometry = problem.geometry
         image_bytes = geometry.in_channels * geometry.height * geometry.width * problem.item
-        images = 1 + ceil_div(tile.cols, cells_h * cells_w) if problem.flat else tile.images
+        images = 1 + ceil_div(tile.cols, positions_h * positions_w) if problem.flat else tile.images
         return images * image_bytes < INT32_LIMIT
 
     def multiplied(self, problem: StridedProblem) -> float:
@@ -86,8 +86,8 @@ class Schedule:
         tile, batch, (rows, cols) = self.tile, problem.geometry.batch, problem.positions
         if problem.flat:
             return self.handicap * round_up(batch * rows * cols, tile.cols)
-        cells = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
-        return self.handicap * cells
+        positions = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
+        return self.handicap * positions
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tuple[StridedProblem, Tile]]:
@@ -208,7 +208,9 @@ def fill_share(tile: Tile) -> int:
     multiplying = multiplying_threads(tile)
     registers = forward_fit.REGISTERS // tile.blocks_per_multiprocessor
     spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + SUM_OVERHEAD)
-    return min(255, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS)) // 8 * 8
+    return (
+        min(255, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS)) // 8 * 8
+    )
 
 
 def _fill_room(problem: StridedProblem, tile: Tile) -> int:
@@ -248,7 +250,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         return
     if channels <= 32 or (problem.input_channels_last and geometry.in_channels_per_group * problem.item % 16):
         return
-    # Warpgroups over channels and over cells, registers of sums for 64 channels, times 64 channels of a warpgroup.
+    # Warpgroups over channels and over positions, registers of sums for 64 channels, times 64 channels of a warpgroup.
     broad, wide, tall, long, short = (
         (4, 1, 64, 2),
         (2, 1, 128, 1),
@@ -308,10 +310,10 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         for warps_m in (4, 2, 1):
             if warps_m > 1 and tiles_of_channels < 2 * warps_m * warp_m_tiles:
                 continue
-            for cells in (fragments, fragments // 2, fragments // 4, fragments // 8):
-                if cells < 2:
+            for positions in (fragments, fragments // 2, fragments // 4, fragments // 8):
+                if positions < 2:
                     continue
-                arranged = forward_fit.tile_fragments(problem, cells, 4 // warps_m, 4)
+                arranged = forward_fit.tile_fragments(problem, positions, 4 // warps_m, 4)
                 for chunk_words in (16, 8):
                     if chunk_words > max(8, problem.words):
                         continue

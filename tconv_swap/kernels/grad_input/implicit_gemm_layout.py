@@ -28,7 +28,7 @@ from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import ELEMENT_TYPES, Constant
 
 #: Columns of an NCHW grad_output of which rows are multiples, if they are aligned: those of one copy, at most. Of so
-#: many cells and no output_padding.
+#: many positions and no output_padding.
 ALIGNED_COLUMNS, ALIGNED_CELLS = 4, 64
 
 
@@ -45,7 +45,7 @@ class StridedProblem(TileProblem):
 
     @property
     def row_multiple(self) -> int:
-        """What divides the columns of grad_output, whatever the size, and with ``flat`` the columns that the cells of a
+        """What divides the columns of grad_output, whatever the size, and with ``flat`` the columns that the positions of a
         row have there."""
         return self.aligned_columns if self.aligned else 1
 
@@ -63,7 +63,7 @@ class StridedProblem(TileProblem):
 
     @property
     def even_columns(self) -> bool:
-        """The same of cells."""
+        """The same of positions."""
         return self.even
 
     @property
@@ -154,9 +154,9 @@ def sized(problem: StridedProblem, batch: int, rows: int, cols: int) -> StridedP
     )
     # Of each axis: the pixels of grad_output, and what makes the convolution's output as large as it should be.
     found = []
-    for cells, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
-        pixels = max(1, (cells - 1) * step + reach + 1 - 2 * padding)
-        found.append((pixels, cells - (pixels + reach - 2 * padding)))
+    for positions, (step, reach, padding) in zip((rows, cols), pairs, strict=True):
+        pixels = max(1, (positions - 1) * step + reach + 1 - 2 * padding)
+        found.append((pixels, positions - (pixels + reach - 2 * padding)))
     (height, missing_h), (width, missing_w) = found
     posed = replace(geometry, batch=batch, height=height, width=width, output_padding=(missing_h, missing_w))
     return replace(problem, geometry=posed)
@@ -196,7 +196,9 @@ def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
         return power_of_two_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
     if not through_registers(problem, tile):
         return 1
-    return power_of_two_dividing(problem.row_multiple, power_of_two_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS))
+    return power_of_two_dividing(
+        problem.row_multiple, power_of_two_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS)
+    )
 
 
 def slice_taps(problem: StridedProblem) -> list[int]:
@@ -218,7 +220,7 @@ def slice_taps(problem: StridedProblem) -> list[int]:
 
 
 def _copied(problem: StridedProblem, tile: Tile) -> tuple[int, int, int]:
-    """Rows of a slice that a tile copies, its columns, and of these those before the first cell's."""
+    """Rows of a slice that a tile copies, its columns, and of these those before the first position's."""
     step, reach, shift = problem.step[1], problem.reach[1], problem.most_shift
     rows, cols = tile.rows + shift[0], tile.cols
     if problem.input_channels_last:

@@ -63,12 +63,12 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     if any(size * problem.item % _ALIGNMENT for size in sizes):
         return False
     pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.positions
-    # Tiles reach beyond the last cell, by rows at most.
-    cells = (geometry.batch * rows + MOST_TILE_ROWS) * (cols + MOST_TILE_ROWS)
+    # Tiles reach beyond the last position, by rows at most.
+    positions = (geometry.batch * rows + MOST_TILE_ROWS) * (cols + MOST_TILE_ROWS)
     return (
         max(problem.step) <= grad_input_tma_tile.MOST_STEP
         and geometry.taps <= MOST_TAPS
-        and max(pixels, cells) < INT32_LIMIT
+        and max(pixels, positions) < INT32_LIMIT
     )
 
 

@@ -17,18 +17,18 @@ ROW_BYTES = 128
 #: The engine's: elements of a box along an axis, and between two that it takes.
 MOST_BOX = 256
 MOST_STEP = 8
-#: Of a tile of maps of fewer columns than the 8 cells that lie together.
+#: Of a tile of maps of fewer columns than the 8 positions that lie together.
 NARROW_COLS = 4
 MOST_INPUT_STAGES = 8
 MOST_WEIGHT_STAGES = 12
 #: Of a block, beside those that multiply.
 ASKING_THREADS = 64
-#: Clocks that 64 cells take to be multiplied by 256 channels, one tap of one chunk; bytes a clock from the L2 to each
+#: Clocks that 64 positions take to be multiplied by 256 channels, one tap of one chunk; bytes a clock from the L2 to each
 #: multiprocessor (measured, docs/kernels/grad_input_boxes.md), and of its outputs to the memory (fitted).
 MULTIPLY_CLOCKS = 512
 FILL_BYTES = 38
 STORE_BYTES = 14
-#: Columns of the widest map that a tile of cells in a row takes: whole rows of a wider one are much more than the tile.
+#: Columns of the widest map that a tile of positions in a row takes: whole rows of a wider one are much more than the tile.
 DENSE_COLS = 32
 #: Bytes a clock of the memory, and clocks that a launch costs.
 MEMORY_BYTES = 2300
@@ -37,11 +37,11 @@ LAUNCH_CLOCKS = 5000
 
 @dataclass(frozen=True, slots=True)
 class TmaTile:
-    """What one block computes. A multiply is 64 cells, 8 groups of 8; ``groups_along`` and ``multiplies_along`` say
+    """What one block computes. A multiply is 64 positions, 8 groups of 8; ``groups_along`` and ``multiplies_along`` say
     along which axis of the map ("h", "w", or images "n") they follow each other; "" with a flat map. ``dense`` (flat,
-    too): the tile is so many cells in a row, wherever they begin, of maps of ``cols`` columns at most."""
+    too): the tile is so many positions in a row, wherever they begin, of maps of ``cols`` columns at most."""
 
-    #: Of cells: all warpgroups' together.
+    #: Of positions: all warpgroups' together.
     images: int
     rows: int
     cols: int
@@ -66,7 +66,7 @@ class TmaTile:
     phased: bool = False
 
     @property
-    def cells(self) -> int:
+    def positions(self) -> int:
         """Cells that are multiplied; of a tile that is not dense, some may be none."""
         return 64 * self.m_tiles * self.warpgroups
 
@@ -79,8 +79,8 @@ class TmaTile:
         return 128 * self.warpgroups * self.teams + ASKING_THREADS
 
     def __str__(self) -> str:
-        cells = self.positions if self.dense else f"{self.images}x{self.rows}x{self.cols}"
-        text = f"{cells} cells x {self.channels} channels, {self.warpgroups} warpgroups"
+        positions = self.positions if self.dense else f"{self.images}x{self.rows}x{self.cols}"
+        text = f"{positions} positions x {self.channels} channels, {self.warpgroups} warpgroups"
         text += f", {self.teams} teams" if self.teams > 1 else ""
         return text + (f", {self.splits} splits" if self.splits > 1 else "")
 
@@ -168,13 +168,13 @@ def shared_bytes(problem: StridedProblem, tile: TmaTile) -> int:
 
 
 def tile_counts(problem: StridedProblem, tile: TmaTile) -> tuple[int, int, int]:
-    """Tiles of cells along the images, the rows and the columns."""
-    batch, (cells_h, cells_w) = problem.geometry.batch, problem.positions
+    """Tiles of positions along the images, the rows and the columns."""
+    batch, (positions_h, positions_w) = problem.geometry.batch, problem.positions
     if tile.dense:
-        return 1, 1, ceil_div(batch * cells_h * cells_w, tile.positions)
+        return 1, 1, ceil_div(batch * positions_h * positions_w, tile.positions)
     if tile.flat:
-        batch, cells_h = 1, batch * cells_h
-    return ceil_div(batch, tile.images), ceil_div(cells_h, tile.rows), ceil_div(cells_w, tile.cols)
+        batch, positions_h = 1, batch * positions_h
+    return ceil_div(batch, tile.images), ceil_div(positions_h, tile.rows), ceil_div(positions_w, tile.cols)
 
 
 def work_count(problem: StridedProblem, tile: TmaTile) -> int:
@@ -266,12 +266,12 @@ def _shapes(problem: StridedProblem) -> Iterator[TmaTile]:
 
 
 def _flat_shapes(problem: StridedProblem, warpgroups: int, m_tiles: int) -> Iterator[TmaTile]:
-    """All rows are of one map: so many cells in a row, or pieces of rows."""
+    """All rows are of one map: so many positions in a row, or pieces of rows."""
     if not problem.flat:
         return
     own = 64 * m_tiles
     yield TmaTile(1, 1, DENSE_COLS, "", "", m_tiles, warpgroups, warpgroups, 0, flat=True, dense=True)
-    # Equals in this order: rows of more than 64 cells were the slower.
+    # Equals in this order: rows of more than 64 positions were the slower.
     for cols in (64, 32, 16, 8, 128):
         if cols <= own:
             rows = own // cols * warpgroups

@@ -13,7 +13,6 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,

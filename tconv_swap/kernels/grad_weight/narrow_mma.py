@@ -56,7 +56,7 @@ from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, o
 
 @dataclass(frozen=True, slots=True)
 class GradWeightTile(NarrowTile):
-    """The constants of csrc/kernels/grad_weight/narrow_mma.cu, and what a tile costs."""
+    """The constants of csrc/kernels/grad_weight/narrow_mma.cu, and what the cost of a tile depends on."""
 
     warps_n: int
     warps_k: int
@@ -100,11 +100,11 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
     """Returns whether a tile's kernel computes the size."""
     geometry = problem.geometry
-    slices = ceil_div(geometry.width, tile.grad_output.tile_w)
+    splits = ceil_div(geometry.width, tile.grad_output.tile_w)
     return (
         loads_rows(problem, tile.grad_output)
         and (problem.channels_last or geometry.width % tile.input_vector == 0)
-        and slices * _slice_bytes(geometry) <= WORKSPACE_LIMIT_BYTES
+        and splits * _split_bytes(geometry) <= WORKSPACE_LIMIT_BYTES
         and (not with_bias or _holds_the_output(geometry, tile.grad_output))
     )
 
@@ -136,7 +136,7 @@ def _fills_wide_tiles(geometry: Geometry) -> bool:
 
 
 def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
-    """Whether the tiles hold every pixel of the output, and a block the sums of its channels."""
+    """Returns whether the tiles hold every pixel of the output, and a block the bias sums of its channels."""
     if grad_output.channels > BIAS_CHANNELS or grad_output.chunk_kh < geometry.kernel[0]:
         return False
     gaps = grad_output.chunk_kh > 1 and gcd(geometry.stride[0], geometry.dilation[0]) > 1
@@ -194,7 +194,7 @@ def build_grad_weight(
             struct(0),
         ),
         structs=(
-            segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, slices > 1),
+            segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, splits > 1),
         ),
         shared_bytes=shared,
     )
@@ -208,15 +208,17 @@ def build_grad_weight(
 
 
 def blocks_across(geometry: Geometry, tile: GradWeightTile) -> int:
+    """Returns the blocks side by side: along channels, taps, groups and columns of the image."""
     return tile.blocks_of_a_row(geometry) * chunks(geometry, tile.grad_output)
 
 
-def slices_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
-    """(tiles that a block walks down, partial sums of the gradient): enough blocks to fill the GPU once."""
+def splits_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
+    """Returns how many tiles a block walks down, and how many partial sums of the gradient that leaves: enough
+    blocks to fill the GPU once."""
     down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     across = blocks_across(geometry, tile)
     tiles_w = ceil_div(geometry.width, tile.grad_output.tile_w)
-    most_walks = max(1, WORKSPACE_LIMIT_BYTES // (_slice_bytes(geometry) * tiles_w))
+    max_walks = max(1, WORKSPACE_LIMIT_BYTES // (_split_bytes(geometry) * tiles_w))
     walks = min(down, max(1, device.multiprocessors * tile.resident // across))
     units = tile.grad_output.tile_h * tile.grad_output.tile_w // 16 // tile.warps_k
     repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
@@ -238,7 +240,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
     for m_tiles, warps_m, groups in channel_tiles(problem):
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
-            least_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
+            min_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
             widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
             for load, warps_n, warps_k, tile_w, tile_h in product(
                 widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
@@ -324,9 +326,9 @@ def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> in
 
 
 def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device) -> float:
-    """The expected time on an H200: it ranks tiles."""
+    """Returns the expected time on an H200, by which tiles are ranked."""
     geometry, grad_output = problem.geometry, tile.grad_output
-    repeat, slices = slices_of(geometry, tile, device)
+    repeat, splits = splits_of(geometry, tile, device)
     down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
     across = blocks_across(geometry, tile)
     load = _input_load(problem, grad_output.block_groups, tile.m_tiles, tile.input_vector)

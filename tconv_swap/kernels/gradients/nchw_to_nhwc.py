@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, reduce_row_sums, arrange, sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import (
+    Matrices,
+    activation,
+    reduce_row_sums,
+    row_sums_bytes,
+    transpose,
+)
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution
@@ -125,8 +131,8 @@ def nhwc_grad_weight(problem: Problem, device: Device) -> Piece | None:
 def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:
     """What the pieces read is arranged once, the bias's gradient comes with grad_output's arranging."""
     tensors = tensors_of(problem)
-    room = WorkspaceLayout()
-    sums = room.take(sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
+    memory = WorkspaceLayout()
+    sums = memory.reserve(row_sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
     launches: list[Launch] = []
     places: dict[Argument, Argument] = {}
     for index in sorted({index for piece in pieces for index in piece.arranged}):
