@@ -22,7 +22,7 @@
 // is float32 [sizes.splits, ...], and each split has its share of the chunks. PHASE_MAJOR: the sum goes over all chunks of a
 // phase, then over the next phase; otherwise over all phases of a chunk. PHASE_DIMENSION (widths of whole strides, one group): the
 // tensor map has a dimension for the phases of columns.
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "grad_input/tma_gemm.cuh"
 
 

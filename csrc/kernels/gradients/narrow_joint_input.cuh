@@ -50,7 +50,7 @@ struct GradInputConsumer {
   // Multiplies one step of k. The products of float32 begin a new sum.
   __device__ __forceinline__ static void multiply(Sums& sums, const u32 (&taps)[PARTS][4], const uint4 (&w)[INPUT_C_TILES][PARTS]) {
     const auto half_of = [](const uint4& v, int j) { return make_uint2(j ? v.y : v.x, j ? v.w : v.z); };
-    const uint4 rows[2] = {as_vector(taps[0]), as_vector(taps[PARTS - 1])};
+    const uint4 im2col[2] = {as_vector(taps[0]), as_vector(taps[PARTS - 1])};
     static_for<0, IS_IEEE ? 3 : 1>([&](auto round) {
       constexpr int ROUND = decltype(round)::value;
 #pragma unroll
@@ -61,7 +61,7 @@ struct GradInputConsumer {
           const u32 high[2] = {CHANNELS_LAST ? weight_high.x : taps[0][2 * j], CHANNELS_LAST ? weight_high.y : taps[0][2 * j + 1]};
           const u32 low[2] = {CHANNELS_LAST ? weight_low.x : taps[PARTS - 1][2 * j],
                               CHANNELS_LAST ? weight_low.y : taps[PARTS - 1][2 * j + 1]};
-          const uint4 rows[2] = {CHANNELS_LAST ? rows[0] : w[c][0], CHANNELS_LAST ? rows[1] : w[c][PARTS - 1]};
+          const uint4 rows[2] = {CHANNELS_LAST ? im2col[0] : w[c][0], CHANNELS_LAST ? im2col[1] : w[c][PARTS - 1]};
           if constexpr (IS_IEEE) {
             multiply_part<ROUND, ROUND == 0>(sums.of[c][j], rows, high, low);
           } else {
@@ -73,7 +73,7 @@ struct GradInputConsumer {
 
   __device__ __forceinline__ void compute(u32 im2col, const PatchSizes& sizes, int tile, Element* grad_input) const {
     Sums sum[INPUT_P_TILES] = {};
-    const u32 rows = ptx::keep_in_register(im2col + im2col_at);
+    const u32 row_address = ptx::keep_in_register(im2col + im2col_at);
 #pragma unroll(IS_IEEE ? 1 : 3)
     for (int step = 0; step < K_STEPS; ++step) {
       uint4 w[INPUT_C_TILES][PARTS];
@@ -87,7 +87,7 @@ struct GradInputConsumer {
         u32 taps[PARTS][4];
 #pragma unroll
         for (int part = 0; part < PARTS; ++part)
-          ptx::load_matrices(taps[part], rows + part * IM2COL_PART + p * 2 * IM2COL_GROUP + step * STEP_BYTES);
+          ptx::load_matrices(taps[part], row_address + part * IM2COL_PART + p * 2 * IM2COL_GROUP + step * STEP_BYTES);
         if constexpr (IS_IEEE) {
           Sums products;
           multiply(products, taps, w);

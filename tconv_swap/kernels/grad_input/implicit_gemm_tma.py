@@ -1,5 +1,5 @@
-"""Plans of the gradient of the input, strides above 1, by boxes of the copy engine
-(csrc/kernels/grad_input/implicit_gemm_tma.cu). Pure functions of data."""
+"""Plans the gradient of the input, strides above 1, from channels_last tensors that TMA loads
+(csrc/kernels/grad_input/implicit_gemm_tma.cu). The functions are pure."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ from tconv_swap.runtime.program import (
 )
 
 FAMILY = "implicit_gemm_tma"
-#: The kernel's code does not depend on it, but a table of its constants does.
-MOST_TAPS = 64
-#: Of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply is padding. (The
-#: halo tile was the faster where the output's leave half of a chunk empty.)
-LEAST_CHANNELS = 32
+#: The most taps of a kernel: a table of the kernel's constants has an entry for each.
+MAX_TAPS = 64
+#: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
+#: is padding. (implicit_gemm was faster where the output channels fill at most half of a chunk.)
+MIN_CHANNELS = 32
 ELEMENT_KINDS = {
     "TF32": ElementKind.TFLOAT32,
     "FP16": ElementKind.FLOAT16,
     "BF16": ElementKind.BFLOAT16,
 }
-#: Cells of a tile along an axis.
-MOST_TILE_ROWS = 512
+#: The most positions of a tile along an axis.
+MAX_TILE_SIDE = 512
 _ALIGNMENT = 16
 
 
 def claims(problem: StridedProblem, device: Device) -> bool:
-    """Whether the kernel computes the problem."""
+    """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
     if device.architecture != "sm_90a" or geometry.batch == 0:
         return False
@@ -63,21 +63,21 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     if any(size * problem.item % _ALIGNMENT for size in sizes):
         return False
     pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.positions
-    # Tiles reach beyond the last position, by rows at most.
-    positions = (geometry.batch * rows + MOST_TILE_ROWS) * (cols + MOST_TILE_ROWS)
+    # Tiles may reach beyond the last position, by less than a tile.
+    positions = (geometry.batch * rows + MAX_TILE_SIDE) * (cols + MAX_TILE_SIDE)
     return (
-        max(problem.step) <= grad_input_tma_tile.MOST_STEP
-        and geometry.taps <= MOST_TAPS
+        max(problem.step) <= grad_input_tma_tile.MAX_STEP
+        and geometry.taps <= MAX_TAPS
         and max(pixels, positions) < INT32_LIMIT
     )
 
 
 def part_candidates(problem: StridedProblem, device: Device, count: int) -> list[Part]:
-    """The ``count`` parts that are expected to be the fastest, the best first."""
+    """Returns the ``count`` parts that are expected to be the fastest, the fastest first."""
     geometry = problem.geometry
     channels = min(geometry.in_channels_per_group, geometry.out_channels_per_group)
     half_empty = 2 * geometry.in_channels_per_group * problem.item <= grad_input_tma_tile.ROW_BYTES
-    if channels < LEAST_CHANNELS or half_empty or not claims(problem, device):
+    if channels < MIN_CHANNELS or half_empty or not claims(problem, device):
         return []
     return [part_with_tile(problem, tile, device.multiprocessors) for tile in choose(problem, device, count)]
 
@@ -89,15 +89,16 @@ def part_with_tile(
     grad_output: Argument = input_(0),  # noqa: B008 - plain data
     weight: Argument = input_(2),  # noqa: B008
 ) -> Part:
-    """The part that computes the problem with this tile. ``grad_output``, ``weight``: where they lie, channels_last."""
+    """Returns the part that computes the problem with this tile. ``grad_output``, ``weight``: the arguments that hold
+    them in channels_last."""
     geometry = problem.geometry
-    works = grad_input_tma_tile.work_count(problem, tile)
+    work_tiles = grad_input_tma_tile.work_count(problem, tile)
     count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     split = tile.splits > 1
     kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     main = Launch(
         kernel,
-        grid=min(works, multiprocessors),
+        grid=min(work_tiles, multiprocessors),
         block=tile.threads,
         arguments=(
             tensor_map(0),
@@ -126,8 +127,8 @@ def part_with_tile(
 
 @lru_cache(maxsize=4096)
 def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
-    """The kernel that computes a layer whatever its sizes (``of_any_size``), with any number of splits above 1, and the
-    shared memory that it takes."""
+    """Returns the kernel that computes all sizes of a layer (``of_any_size``), and its bytes of shared memory. A tile
+    of 2 splits stands for any number of splits above 1."""
     shared, split = grad_input_tma_tile.shared_bytes(layer, tile), tile.splits > 1
     constants: tuple[tuple[str, Constant], ...] = (
         *layer_constants(layer, split),
@@ -139,7 +140,7 @@ def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
         ("TILE_W", tile.cols),
         ("M_TILES", tile.m_tiles),
         ("WARPGROUPS", tile.warpgroups),
-        ("CONSUMERS", tile.teams),
+        ("CONSUMERS", tile.consumers),
         ("WARPGROUPS_H", tile.warpgroups_h),
         ("BLOCK_CHANNELS", tile.channels),
         *grad_input_tma_tile.pitches(layer, tile).items(),
@@ -147,11 +148,11 @@ def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
         ("INPUT_STAGES", tile.input_stages),
         ("WEIGHT_STAGES", tile.weight_stages),
         ("PARTIAL", split),
-        ("PHASE_MAJOR", tile.slices_first),
-        ("PHASE_DIMENSION", tile.phased),
+        ("PHASE_MAJOR", tile.phase_major),
+        ("PHASE_DIMENSION", tile.phase_dimension),
         ("SHARED_BYTES", shared),
     )
-    # With 128 sums, a thread's other registers are in some geometries a few words too little to store them by.
+    # Beside 128 accumulators, a thread lacks a few registers for the epilogue in some geometries.
     spills = tile.m_tiles * tile.channels >= 256
     return Kernel(
         "grad_input/implicit_gemm_tma.cu", "grad_input_implicit_gemm_tma", constants, spills
@@ -159,7 +160,7 @@ def _compiled(layer: StridedProblem, tile: TmaTile) -> tuple[Kernel, int]:
 
 
 def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> TensorMap:
-    """Channels, groups if there are several, columns, rows, images."""
+    """Returns the tensor map of grad_output: channels, groups if there are several, columns, rows, images."""
     geometry = problem.geometry
     pixel = geometry.in_channels * problem.item
     images, rows = geometry.batch, geometry.height
@@ -167,7 +168,7 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
         images, rows = 1, images * rows
     box_h, box_w = grad_input_tma_tile.box_size(problem, tile)
     step_h, step_w = problem.step
-    if tile.phased:
+    if tile.phase_dimension:
         return TensorMap(
             base,
             ELEMENT_KINDS[problem.precision],
@@ -201,11 +202,12 @@ def _grad_output_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> 
 
 
 def _without_groups(values: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns the values without the dimension of the groups."""
     return values[:1] + values[2:]
 
 
 def _weight_map(problem: StridedProblem, tile: TmaTile, base: Argument) -> TensorMap:
-    """Channels of the output, taps, channels of the input, groups."""
+    """Returns the tensor map of the weight: channels of the output, taps, channels of the input, groups."""
     geometry = problem.geometry
     group = geometry.in_channels_per_group * problem.item
     channels = geometry.out_channels_per_group
