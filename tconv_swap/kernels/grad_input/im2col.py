@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.sizes import divisor, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -15,7 +13,7 @@ from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_cho
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
 from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
-from tconv_swap.kernels.grad_input.implicit_gemm_tma import ELEMENT_KINDS
+from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
 from tconv_swap.runtime.program import (
@@ -45,9 +43,7 @@ _PAD_EACH = 8
 def claims(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if device.architecture != "sm_90a" or geometry.batch == 0:
-        return False
-    if problem.dtype == torch.float64 or problem.precision not in ELEMENT_KINDS:
+    if not may_load(problem, device):
         return False
     if problem.input_channels_last or problem.output_channels_last or problem.weight_channels_last:
         return False
@@ -85,9 +81,8 @@ def part_candidates(problem: StridedProblem, device: Device, count: int) -> list
 
 def part_with_tile(problem: StridedProblem, tile: Im2colTile, multiprocessors: int = 132) -> Part:
     """Returns the part that computes the problem with this tile."""
-    geometry = problem.geometry
     work_tiles = grad_input_im2col_tile.work_count(problem, tile)
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    count = grad_input_elements(problem)
     split = tile.splits > 1
     partial_bytes = round_up(4 * count * tile.splits, WORKSPACE_ALIGNMENT) if split else 0
     grad_output = input_(0) if aligned(problem) else workspace(partial_bytes)

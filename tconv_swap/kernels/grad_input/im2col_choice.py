@@ -4,11 +4,8 @@ each size. The functions are pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
-from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.schedules import PATCHES, select_covering
 from tconv_swap.kernels.grad_input.im2col_tile import (
     MULTIPLY_MACS,
@@ -29,6 +26,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     sized,
 )
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_im2col
+from tconv_swap.kernels.grad_input.tma_gemm import for_size
 from tconv_swap.kernels.problem import Device
 
 #: How many times as long as its multiplies a problem may be expected to take: with more,
@@ -41,8 +39,6 @@ FALLBACK_CLOCKS_PER_MULTIPLY = 5.8
 #: for each multiprocessor (the problems that were slower had fewer of both).
 HALVES_SUMMED = 2048
 HALVES_ELEMENTS = 3 * 128 * 128
-#: The numbers of splits; more never paid.
-SPLITS = (2, 4)
 #: For how many of the tiles expected to be the fastest for a size the bank conflicts are computed.
 EXAMINED = 8
 #: Clocks that are added to each size, so that tiles for small sizes do not count too much.
@@ -66,7 +62,7 @@ def _ranked(among: tuple[Schedule, ...], problem: StridedProblem, device: Device
     timed = (
         (clocks(problem, one, device.multiprocessors, passes), i, one)
         for i, (tile, passes) in enumerate(among)
-        for one in for_size(tile, problem)
+        for one in for_size(tile, problem, legal)
         if not halves(problem, tile) or _halves_pay(problem, device.multiprocessors)
     )
     return [tile for time, _, tile in sorted(timed, key=lambda entry: entry[:2]) if time <= limit]
@@ -77,16 +73,6 @@ def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
     elements = geometry.batch * rows * cols * geometry.out_channels
     summed = geometry.in_channels_per_group * geometry.taps
     return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors
-
-
-def for_size(tile: Im2colTile, problem: StridedProblem) -> Iterator[Im2colTile]:
-    """Yields the tile with each number of splits that this size allows."""
-    geometry = problem.geometry
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    for splits in SPLITS if tile.splits > 1 else (1,):
-        one = replace(tile, splits=splits) if splits != tile.splits else tile
-        if (splits == 1 or 4 * count * splits <= WORKSPACE_LIMIT_BYTES) and legal(problem, one):
-            yield one
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +102,7 @@ def _expected_clocks(tile: Im2colTile, passes: float, problem: StridedProblem, d
     """Returns the expected clocks with the best number of splits, or those of grad_input/implicit_gemm_wgmma.cu for a
     size that it computes."""
     best = min(
-        (clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem)),
+        (clocks(problem, one, device.multiprocessors, passes) for one in for_size(tile, problem, legal)),
         default=math.inf,
     )
     limit = _max_clocks(problem, device)

@@ -6,20 +6,18 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-import torch
-
 from tconv_swap.kernels.common.sizes import tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_choice import choose
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.kernels.grad_input.tma_gemm import ELEMENT_KINDS, grad_input_elements, may_load
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import (
     Argument,
     Constant,
-    ElementKind,
     Kernel,
     Launch,
     Part,
@@ -38,11 +36,6 @@ MAX_TAPS = 64
 #: The fewest channels of a group, on either side: with fewer it was not measured, and most of a chunk or of a multiply
 #: is padding. (implicit_gemm was faster where the output channels fill at most half of a chunk.)
 MIN_CHANNELS = 32
-ELEMENT_KINDS = {
-    "TF32": ElementKind.TFLOAT32,
-    "FP16": ElementKind.FLOAT16,
-    "BF16": ElementKind.BFLOAT16,
-}
 #: The most positions of a tile along an axis.
 MAX_TILE_SIDE = 512
 _ALIGNMENT = 16
@@ -51,9 +44,7 @@ _ALIGNMENT = 16
 def claims(problem: StridedProblem, device: Device) -> bool:
     """Returns whether the kernel computes the problem."""
     geometry = problem.geometry
-    if device.architecture != "sm_90a" or geometry.batch == 0:
-        return False
-    if problem.dtype == torch.float64 or problem.precision not in ELEMENT_KINDS:
+    if not may_load(problem, device):
         return False
     if not (problem.input_channels_last and problem.weight_channels_last):
         return False
@@ -91,9 +82,8 @@ def part_with_tile(
 ) -> Part:
     """Returns the part that computes the problem with this tile. ``grad_output``, ``weight``: the arguments that hold
     them in channels_last."""
-    geometry = problem.geometry
     work_tiles = grad_input_tma_tile.work_count(problem, tile)
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
+    count = grad_input_elements(problem)
     split = tile.splits > 1
     kernel, shared = _compiled(of_any_size(problem), replace(tile, splits=min(tile.splits, 2)))
     main = Launch(

@@ -4,11 +4,8 @@ them for each size. The functions are pure."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import lru_cache
 
-from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
 from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_tma
@@ -20,6 +17,7 @@ from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
     tiles,
     work_count,
 )
+from tconv_swap.kernels.grad_input.tma_gemm import for_size
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -40,8 +38,6 @@ LARGE, ONE_CONSUMER, IDLE_CONSUMER = 1.5, 1.5, 2.0
 NARROW, WIDE, WIDE_CHANNELS = 1.02, 1.02, 192
 #: Clocks that are added to each size, so that tiles for small sizes do not count too much.
 MIN_CLOCKS = 10000
-#: The numbers of splits; more never paid.
-SPLITS = (2, 4)
 
 
 def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[TmaTile]:
@@ -54,18 +50,8 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[TmaT
 
 
 def _ranked(among: tuple[TmaTile, ...], problem: StridedProblem, device: Device) -> list[TmaTile]:
-    sized_tiles = [tile for one in among for tile in for_size(one, problem)]
+    sized_tiles = [tile for one in among for tile in for_size(one, problem, legal)]
     return sorted(sized_tiles, key=lambda tile: expected(problem, tile, device))
-
-
-def for_size(tile: TmaTile, problem: StridedProblem) -> Iterator[TmaTile]:
-    """Yields the tile with each number of splits that this size allows."""
-    geometry = problem.geometry
-    count = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
-    for splits in SPLITS if tile.splits > 1 else (1,):
-        one = replace(tile, splits=splits) if splits != tile.splits else tile
-        if (splits == 1 or 4 * count * splits <= WORKSPACE_LIMIT_BYTES) and legal(problem, one):
-            yield one
 
 
 def expected(problem: StridedProblem, tile: TmaTile, device: Device) -> float:
@@ -116,5 +102,5 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[TmaTile, ...]:
 
 def _expected_clocks(tile: TmaTile, problem: StridedProblem, device: Device) -> float:
     """Returns the expected clocks with the best number of splits, or infinity if the tile does not compute the size."""
-    times = (MIN_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem))
+    times = (MIN_CLOCKS + expected(problem, one, device) for one in for_size(tile, problem, legal))
     return min(times, default=math.inf)

@@ -23,14 +23,13 @@ MAX_INPUT_STAGES = 8
 MAX_WEIGHT_STAGES = 12
 #: Threads of a block beside its consumers.
 PRODUCER_THREADS = 64
-#: Clocks that 64 positions take to be multiplied by 256 channels, one tap of one chunk; bytes a clock from the L2 to
-#: each
-#: multiprocessor (measured, docs/kernels/grad_input_boxes.md), and of its outputs to the memory (fitted).
+#: Clocks of a multiply of 64 positions by 256 channels, for one tap of one chunk; bytes that a multiprocessor loads
+#: from
+#: the L2 in a clock (measured, docs/kernels/grad_input/implicit_gemm_tma.md), and bytes that it stores (fitted).
 MULTIPLY_CLOCKS = 512
 LOAD_BYTES = 38
 STORE_BYTES = 14
-#: Columns of the widest map that a tile of positions in a row takes: whole rows of a wider one are much more than the
-#: tile.
+#: Columns of the widest map of a dense tile: whole rows of a wider one are much more than the tile.
 DENSE_COLS = 32
 #: Bytes that the memory moves in a clock, and clocks that a launch takes.
 MEMORY_BYTES = 2300
