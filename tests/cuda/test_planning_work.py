@@ -27,7 +27,7 @@ def _nothing_remembered() -> None:
     plan.plan_backward.cache_clear()
     for module, _ in RANKED:
         module.schedules.cache_clear()
-    gradients_grad_output_tile.laid_out.cache_clear()
+    gradients_grad_output_tile.with_pitches.cache_clear()
 
 
 def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +66,7 @@ def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pyte
 
     monkeypatch.setattr(gradients_grad_output_tile, "replace", counted)
     tile = gradients_grad_output_tile.GradOutputTile(4, 16, 1, 3, 9, 1, True, 128)
-    laid, passes = gradients_grad_output_tile.laid_out(RGB, tile, True, (0, 1, 2, 3), True)
+    laid, passes = gradients_grad_output_tile.with_pitches(RGB, tile, True, (0, 1, 2, 3), True)
     assert len(made) == 1
     assert laid.pixel_pitch >= 1
     assert laid.row_pitch > 0

@@ -18,9 +18,9 @@ from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
     chunk_taps,
     chunks,
-    laid_out,
     load_widths,
     of_one_pixel,
+    with_pitches,
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     CHUNK_TAPS,
@@ -185,7 +185,9 @@ def grad_input_tiles(problem: Problem, device: Device) -> Iterator[GradInputTile
                     if not loadable(problem, grad_output):
                         continue
                     pixels = tuple(4 * (g // 2) + g % 2 if store == 2 else g for g in range(8))
-                    grad_output, passes = laid_out(layer, grad_output, problem.channels_last, pixels, False)
+                    grad_output, passes = with_pitches(
+                        layer, grad_output, problem.channels_last, pixels, False
+                    )
                     made = _with_splits(
                         problem, device, grad_output, m_tiles, n_tiles, warps_m, warps_p, store, passes
                     )

@@ -20,9 +20,9 @@ from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.grad_output_tile import (
     GradOutputTile,
     chunks,
-    laid_out,
     load_widths,
     of_one_pixel,
+    with_pitches,
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
@@ -271,7 +271,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                     aligned = channels_last or geometry.width % vector == 0
                     if not aligned or not loadable(problem, grad_output):
                         continue
-                    grad_output, passes = laid_out(
+                    grad_output, passes = with_pitches(
                         layer, grad_output, channels_last, tuple(vector * t for t in range(4)), True
                     )
                     sums = m_tiles * n_tiles * 4
