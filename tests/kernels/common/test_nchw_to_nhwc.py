@@ -76,7 +76,7 @@ def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = 
     return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
 
 
-def arranging(made: Plan, source: ArgumentKind) -> list[Launch]:
+def conversions(made: Plan, source: ArgumentKind) -> list[Launch]:
     return [
         one for one in made.launches if one.kernel.entry == "nchw_to_nhwc" and one.arguments[0].kind == source
     ]
@@ -99,7 +99,7 @@ def test_each_tensor_is_arranged_once_and_each_gradient_written(
     assert not any(o.channels_last for o in made.outputs)
     written = {a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.OUTPUT}
     assert written == set(range(len(made.outputs)))
-    brought = [one.arguments[0].value for one in arranging(made, ArgumentKind.INPUT)]
+    brought = [one.arguments[0].value for one in conversions(made, ArgumentKind.INPUT)]
     assert brought == ([0, 1, 2] if mask[0] and arranges_grad_input else [0, 1])
     assert not made.launches[0].overlaps_previous
     # What computes reads what several launches wrote: it waits for them all. So does what brings a gradient back.
@@ -112,12 +112,12 @@ def test_arranged_tensors_and_the_parts_workspace_lie_apart() -> None:
     places = workspace_places(made)
     assert all(place % 256 == 0 for place in places)
     sizes = [2 * math.prod(shape) for shape in (WIDE.output_shape, WIDE.input_shape, WIDE.weight_shape)]
-    arranged = arranging(made, ArgumentKind.INPUT)
-    for one, size in zip(arranged, sizes, strict=True):
+    converted = conversions(made, ArgumentKind.INPUT)
+    for one, size in zip(converted, sizes, strict=True):
         begin = one.arguments[1].value
         assert not any(begin < place < begin + size for place in places)
         assert begin + size <= made.workspace_bytes
-    back = arranging(made, ArgumentKind.WORKSPACE)
+    back = conversions(made, ArgumentKind.WORKSPACE)
     assert all(one.arguments[1].kind == ArgumentKind.OUTPUT and not one.overlaps_previous for one in back)
     most = sum(sizes) + sizes[2] * len(back) + general.WORKSPACE_LIMIT_BYTES + (1 << 20)
     assert max(places) <= made.workspace_bytes <= most
@@ -154,17 +154,17 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "arranged"),
+    ("geometry", "converted"),
     [
         (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
-        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for what is arranged
+        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for each converted element
     ],
     ids=str,
 )
-def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, arranged: bool) -> None:
+def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
     made = plan.plan_backward(problem(geometry), (True, False, False), H200)
-    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == arranged
-    assert ("nchw_to_nhwc" in made.family) == arranged
+    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == converted
+    assert ("nchw_to_nhwc" in made.family) == converted
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
