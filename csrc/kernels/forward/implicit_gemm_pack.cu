@@ -9,6 +9,7 @@
 // One thread writes 16 bytes. Neighbouring threads read neighbouring weights, so that each weight is read once, in whole
 // sectors. The loads of a thread are independent, so that the kernel waits for memory once.
 #include "common/mma.cuh"
+#include "common/raw.cuh"
 #include "forward/implicit_gemm_taps.cuh"
 
 using ptx::u32;
@@ -18,10 +19,6 @@ using ptx::u32;
 constexpr int PARTS_OF_STEP = PLANES ? 2 : 4;
 constexpr int CHANNELS_OF_UNIT = PLANES ? 1 : 2;
 constexpr int UNITS = M_BLOCKS * BLOCK_M / CHANNELS_OF_UNIT;
-
-__device__ __forceinline__ u32 bits_of(float x) { return __float_as_uint(x); }
-__device__ __forceinline__ u32 bits_of(Half x) { return x.bits; }
-__device__ __forceinline__ u32 bits_of(BFloat16 x) { return x.bits; }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     forward_implicit_gemm_pack(const Element* __restrict__ weight, u32* __restrict__ packed) {
