@@ -162,7 +162,7 @@ class _Stage(NamedTuple):
             return None
         if _is_capturing(self.gpu):
             # What is answered now is asked again: the next call may come outside of the capture.
-            launch.forget_answers()
+            launch.forget_plans()
             return None
         with _lock:
             if (found := self.known()) is not None or (self.gpu, key) in _untimed:

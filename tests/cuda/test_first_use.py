@@ -233,7 +233,7 @@ def test_a_capture_is_not_disturbed_and_the_next_call_asks_again(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forgotten: list[bool] = []
-    monkeypatch.setattr(launch, "forget_answers", lambda: forgotten.append(True))
+    monkeypatch.setattr(launch, "forget_plans", lambda: forgotten.append(True))
     clock.capturing = True
     assert forward(problem()).plan is not None
     assert (clock.asked, forgotten) == ([], [True])

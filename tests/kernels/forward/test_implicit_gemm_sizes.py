@@ -1,5 +1,5 @@
 """Kernels of the halo tile, which are told sizes at their launch: what they compute with the sizes, and one kernel at
-several of them. test_sizes_forward.py counts those of the whole stage."""
+several of them. test_sizes.py counts those of the whole stage."""
 
 from __future__ import annotations
 
@@ -12,43 +12,18 @@ from itertools import pairwise
 import pytest
 import torch
 from harness import assert_kernel_matches
+from size_cases import H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
-from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
-from tconv_swap.measurement.suite import load_suite
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Kernel, Plan, input_, output
-
-H200 = plan.Device("sm_90a", 132, 227 << 10)
-AMPERE = plan.Device("sm_80", 108, 163 << 10)
-MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
-LAYERS = [layer for layer in load_suite().layers if layer.geometry.out_channels_per_group >= 8]
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geometry:
-    """Any batch, height and width, small and large; one row where the layer has one dimension."""
-    while True:
-        height, width = (
-            rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, most))) for _ in "hw"
-        )
-        one_row = layer.height == layer.kernel[0] == 1
-        found = replace(
-            layer,
-            batch=rng.choice((1, 2, 8, rng.randint(1, 256))),
-            height=1 if one_row else height,
-            width=width,
-        )
-        image = found.in_channels * found.height * found.width
-        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MAX_COPY_BYTES:
-            return found
 
 
 def computing(made: Plan) -> Kernel:
@@ -91,12 +66,6 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
 
 
 # ---- the arithmetic, emulated --------------------------------------------------------------------------------
-
-
-def quotient(words: sizes.Words, n: int) -> int:
-    """``Divisor::quotient`` of common/sizes.cuh, in 32 bits."""
-    _, magic, shift = words
-    return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
 
 
 def test_division_by_numbers_known_at_the_launch() -> None:
