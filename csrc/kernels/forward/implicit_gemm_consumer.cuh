@@ -1,8 +1,8 @@
-// The threads that multiply and store, of forward/implicit_gemm_wgmma.cu and forward/implicit_gemm_tma.cu.
+// The consumers of forward/implicit_gemm_{wgmma,tma,tma_nchw}.cu: threads that multiply and store.
 #pragma once
 
-/// Add one chunk. `weights`: the warpgroup's; `input`: at the warpgroup's first cell, all shifts least. After each tap of a
-/// step `after` is called with its number.
+/// Adds the products of one chunk to `sums`. `weights` describes the warpgroup's weights, `input` its first position with the
+/// smallest shifts. Calls `after` with its number after each tap of a step.
 template <int GROUP_ROW, int GROUP_COL, class After>
 __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx::u64 input, const After& after) {
   constexpr int STEP = TMA_WEIGHTS ? TMA_STEP_WEIGHTS : group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS / 4;
@@ -28,14 +28,14 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
     });
 }
 
-/// This warp's word that the multiplies of a stage are done.
+/// Tells the producers that this warp has multiplied a stage.
 __device__ __forceinline__ void release(u32 empty) {
   if (threadIdx.x % 32 == 0) ptx::arrive(empty);
 }
 
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, int weights_from, int input_from) {
-  // Unrolled, the compiler would wait between the first multiplies.
+  // If this loop were unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
@@ -70,13 +70,13 @@ __device__ __forceinline__ void run_consumer(u32 shared, char* memory, const Epi
   Out* staged = reinterpret_cast<Out*>(memory + STAGED_AT + warp * SUBTILE_BUFFER);
 
   Ring ring(shared);
-  const BlockWork turns(sizes);
-  for (int index = turns.first; index < turns.end; ++index) {
+  const BlockWork block(sizes);
+  for (int index = block.first; index < block.end; ++index) {
     const WorkTile work(index, sizes);
     Sums sums;
     sums.clear();
     if constexpr (STAGGER > 0) {
-      if (warp >= 4) ptx::wait_for_phase(shared + STAGGER_BARRIER, (index - turns.first) % 2);
+      if (warp >= 4) ptx::wait_for_phase(shared + STAGGER_BARRIER, (index - block.first) % 2);
     }
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
       add_chunks<0, 0>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);

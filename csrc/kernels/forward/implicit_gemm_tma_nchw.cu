@@ -1,13 +1,13 @@
-// Transposed convolution, forward, NCHW, on Hopper's warpgroup multiply (sm_90a): forward/implicit_gemm_wgmma.cu with an input that the
-// copy engine brings as it lies. Filling warps turn it, from one place in shared memory to another: the multiplier
-// wants neighbouring channels of a pixel together, and any pixel to begin at.
+// Transposed convolution, forward, NCHW, on Hopper's wgmma (sm_90a): forward/implicit_gemm_wgmma.cu with an input that the
+// copy engine loads in its own layout. Producer warps transpose it within shared memory, because the multiplier needs
+// neighbouring channels of a pixel together, and has to begin at any pixel.
 //
-// Brought, NCHW_STAGES chunks ahead: [row][channel][pixel] of the tile with its halo. Turned: planes of 4 words,
-// [k / 4][pixel][4], STAGES of them.
+// The copy engine loads [row][channel][pixel] of the tile with its halo, NCHW_STAGES chunks ahead. The transposed chunks are
+// planes of 4 words, [k / 4][pixel][4], in STAGES stages.
 //
-// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; inputs with rows of 16-byte multiples (FLAT: one
-// row for each image, which tiles divide), and with several groups also chunks that end where a group does; otherwise what
-// forward/implicit_gemm_wgmma.cu does but NARROW.
+// Covers: float32 (TF32, rounded by the copy engine), float16, bfloat16; inputs whose rows are multiples of 16 bytes (FLAT:
+// each image is one row, which tiles divide); with several groups, chunks that end where a group ends; otherwise all that
+// forward/implicit_gemm_wgmma.cu covers except NARROW.
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -35,14 +35,14 @@ extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS, BLOCKS_
     ptx::prefetch_tensor_map(input);
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
-      // One arrival expects the weights.
+      // One of the arrivals announces the bytes of the weights.
       ptx::init_barrier(ring.full(), 1 + PRODUCER_THREADS);
       ptx::init_barrier(ring.empty(), WARPS);
     }
-    NchwRing raw(shared);
-    for (int s = 0; s < NCHW_STAGES; ++s, raw.advance()) {
-      ptx::init_barrier(raw.full(), 1);
-      ptx::init_barrier(raw.empty(), PRODUCER_THREADS);
+    NchwRing nchw(shared);
+    for (int s = 0; s < NCHW_STAGES; ++s, nchw.advance()) {
+      ptx::init_barrier(nchw.full(), 1);
+      ptx::init_barrier(nchw.empty(), PRODUCER_THREADS);
     }
     ptx::fence_barrier_init();
   }

@@ -1,11 +1,12 @@
-// Copies of one chunk of k of a tile's input by the copy engine, for forward/implicit_gemm_tma.cu: boxes of rows of CHUNK_WORDS words,
-// [pixel][k] with a swizzle as long as a row. Outside the image, and past the last channel of a group, are zeros.
+// Loads of one chunk of k of a tile's input by the copy engine, for forward/implicit_gemm_tma.cu: boxes of rows of CHUNK_WORDS
+// words, [pixel][k] with a swizzle as long as a row. The copy engine writes zeros for what lies outside the image or behind
+// the last channel of a group.
 //
-// The tensor, innermost first: channel of the group, column, row, image, group; with FLAT channel, pixel, group; with
-// PIXEL_MAJOR pixel, channel, image.
+// The dimensions of the tensor map of the input, innermost first: channel of the group, column, row, image, group; with FLAT
+// channel, pixel, group; with PIXEL_MAJOR pixel, channel, image.
 #pragma once
 
-/// At most 256 of a dimension come at once.
+/// Pixels of a box of a FLAT input; a dimension of a box has at most 256 elements.
 constexpr int FLAT_BOX = TILE_W / ceil_div(TILE_W, 256);
 static_assert(TILE_W % FLAT_BOX == 0);
 constexpr int BOX_PIXELS = NARROW ? SHIFTS * TILE_N * HALO_H * TILE_W : HALO_PIXELS;

@@ -65,7 +65,7 @@ def nchw_map(problem: TileProblem, tile: Tile) -> TensorMap:
 
 def weight_map(problem: TileProblem, tile: Tile) -> TensorMap:
     """Returns the tensor map of a channels_last weight: output channel, input channel, tap, group
-    (forward/implicit_gemm_tma_producer.cuh)."""
+    (forward/implicit_gemm_tma_weights.cuh)."""
     geometry, item = problem.geometry, problem.item
     taps = geometry.kernel[0] * geometry.kernel[1]
     channels, tap = geometry.in_channels_per_group, geometry.out_channels_per_group * item
