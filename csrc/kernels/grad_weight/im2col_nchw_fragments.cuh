@@ -92,7 +92,7 @@ struct AAddresses {
       // Before the first column and after the last there are zeros, which the boxes of whole rows do not hold.
       const bool may_be_outside = WHOLE_ROWS && (!QUADS_STAY_IN_ROW || first < PADDING_W ||
                                          first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= MIN_OUT_WIDTH);
-      // Pinned: otherwise the compiler computes the addresses of all steps ahead and spills them.
+      // Kept in a register: otherwise the compiler computes the addresses of all steps ahead and spills them.
       const u32 packed = QUADS_STAY_IN_ROW ? 0 : ptx::keep_in_register(pixels[step][quad]);
       const u32 row = stage + (QUADS_STAY_IN_ROW ? pixel / COLS * ROW_BYTES : packed & ~511u);
 #pragma unroll

@@ -190,7 +190,7 @@ struct WindowLoader {
 
   __device__ __forceinline__ void load(u32 table, const Source& source, int misalignment) {
     const Inside inside(source, misalignment);
-    // Pinned, and 32 bits: otherwise the compiler computes the address of every load from the tile's origin again.
+    // Kept in a register, and 32 bits: otherwise the compiler computes the address of every load from the tile's origin again.
     const u32 next_channel = ptx::keep_in_register(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
@@ -245,7 +245,6 @@ struct WindowLoader {
   }
 };
 
-/// Round a window of float32 to TF32, where the multiplier would truncate; all threads, a part each.
 /// Rounds a float32 window to TF32, where the tensor cores would truncate. By all threads, a part each.
 template <class Win>
 __device__ __forceinline__ void round_window(u32 window) {

@@ -19,7 +19,6 @@
 #include "common/tma.cuh"
 #include "grad_weight/implicit_gemm_layout.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
-#include "grad_weight/implicit_gemm_flush.cuh"
 #include "grad_weight/implicit_gemm_tma.cuh"
 #include "common/stage_ring.cuh"
 #include "grad_weight/ring_barriers.cuh"
@@ -148,8 +147,15 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Gra
   for (int i = 0; i < WARP_TAPS; ++i) tap_offset[i] = ::tap_offset(at.t * WARP_TAPS + i) / 16;
   const u32 input_first = at.m / 4 * INPUT_BYTES, output_first = at.n * (WARP_N / BOX_CHANNELS) * OutputBoxes::BYTES;
 
-  const auto multiply_tiles = [&](float (&sums)[FRAGMENTS][4], int& index, int end) {
-    const int first = index;
+  const int count = sizes.tiles_of(place.split);
+  int index = 0;
+  float sums[FRAGMENTS][4];
+  do {
+    const int first = index, end = sizes.flush < count - index ? index + sizes.flush : count;
+#pragma unroll
+    for (auto& fragment : sums)
+#pragma unroll
+      for (float& sum : fragment) sum = 0.f;
 #pragma unroll 1
     for (; index < end; ++index) {
       ptx::wait_for_phase(ring.full(), ring.parity);
@@ -167,13 +173,13 @@ __device__ __forceinline__ void consume(Ring ring, const Place& place, const Gra
     }
     ptx::wait_wgmma<0>();
     if (lane == 0) ptx::arrive(ring.empty_before());
-  };
+    if (end == count) ptx::let_next_launch_start();
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split, partial, first > 0);
+  } while (index < count);
+  if (sizes.through_workspace) return;
   // The sums take the stages' memory once all consumers and the bias's warps have read them.
-  const auto wait_for_free_stages = [&] {
-    for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-  };
-  multiply_and_store(place, sizes, sizes.tiles_of(place.split), warp, 0, lane, reinterpret_cast<float*>(shared), partial, gradient,
-                     multiply_tiles, wait_for_free_stages);
+  for (int s = 0; s < STAGES; ++s, ring.advance()) ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
+  store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS + PRODUCER_THREADS + BIAS_THREADS, 1)

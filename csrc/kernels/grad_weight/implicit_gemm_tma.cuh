@@ -2,12 +2,10 @@
 // pixel, as TMA writes them.
 //
 //   input        [64 channels][pixel]
-//   grad_output  [phase row][phase column][64 channels][image][row][column]: one box for each phase, with the pixels that
-//   the
-//                tile's pixels read for tap 0 and those to which the other taps reach. BOX_PER_TAP_COL: one box for each
-//                phase
-//                row and tap column, so that no tap shifts a box's columns and rows of fewer than 8 pixels are
-//                contiguous.
+//   grad_output  [phase row][phase column][64 channels][image][row][column]: one box for each phase, with the pixels
+//                that the tile's pixels read for tap 0 and those to which the other taps reach. BOX_PER_TAP_COL: one
+//                box for each phase row and tap column, so that no tap shifts a box's columns and rows of fewer than 8
+//                pixels are contiguous.
 #pragma once
 
 constexpr int ROW_BYTES = 128, BOX_CHANNELS = 64;

@@ -15,7 +15,6 @@
 #include "grad_weight/implicit_gemm_layout.cuh"
 #include "grad_weight/implicit_gemm_producer.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
-#include "grad_weight/implicit_gemm_flush.cuh"
 
 using In = InputWindow;
 using Out = OutputWindow;
@@ -81,7 +80,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   for (int s = 0; s < STAGES - 2; ++s) producer.copy(s);
   producer.store(0);
   producer.load(1);
-  const auto multiply_tiles = [&](float (&sums)[FRAGMENTS][4], int& index, int end) {
+  int index = 0;
+  float sums[FRAGMENTS][4];
+  do {
+    const int first = index, end = sizes.flush < producer.count - index ? index + sizes.flush : producer.count;
+#pragma unroll
+    for (auto& fragment : sums)
+#pragma unroll
+      for (float& sum : fragment) sum = 0.f;
     for (; index < end; ++index) {
       ptx::wait_copies<STAGES - 3>();
       ptx::fence_proxy_async();
@@ -106,8 +112,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       producer.load(index + 2);
     }
     ptx::wait_wgmma<0>();
-  };
-  multiply_and_store(place, sizes, producer.count, warp, warp_k, lane, reinterpret_cast<float*>(shared), partial, gradient, multiply_tiles, [] {});
+    if (end == producer.count) ptx::let_next_launch_start();
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
+  } while (index < producer.count);
+  if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
   if (WITH_BIAS && place.m0 == 0) {
     // Everything is multiplied, so the stages are free.
     __syncthreads();

@@ -14,7 +14,6 @@
 #include "grad_weight/implicit_gemm_layout.cuh"
 #include "grad_weight/implicit_gemm_producer.cuh"
 #include "grad_weight/implicit_gemm_store.cuh"
-#include "grad_weight/implicit_gemm_flush.cuh"
 
 using In = InputWindow;
 using Out = OutputWindow;
@@ -89,7 +88,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   ptx::wait_copies<STAGES - 2>();
   __syncthreads();
   producer.round_input(0);
-  const auto multiply_tiles = [&](float (&sums)[FRAGMENTS][4], int& index, int end) {
+  int index = 0;
+  float sums[FRAGMENTS][4];
+  do {
+    const int first = index, end = sizes.flush < producer.count - index ? index + sizes.flush : producer.count;
+#pragma unroll
+    for (auto& fragment : sums)
+#pragma unroll
+      for (float& sum : fragment) sum = 0.f;
     AFragments even, odd;
     for (; index < end; ++index) {
       ptx::wait_copies<STAGES - 3>();
@@ -117,8 +123,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       }
     }
     ptx::wait_wgmma<0>();
-  };
-  multiply_and_store(place, sizes, producer.count, warp, warp_k, lane, reinterpret_cast<float*>(shared), partial, gradient, multiply_tiles, [] {});
+    if (end == producer.count) ptx::let_next_launch_start();
+    if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.split * WARPS_K + warp_k, partial, first > 0);
+  } while (index < producer.count);
+  if (!sizes.through_workspace) store_gradient(sums, place, warp, lane, reinterpret_cast<float*>(shared), gradient);
 
   if (WITH_BIAS && place.m0 == 0) {
     const int row = place.split * BIAS_ROWS + (place.tap_block_w * TapsH::BLOCKS + place.tap_block_h) * BIAS_WRITERS +

@@ -5,8 +5,8 @@
 //   (im2col: see gradients/grad_output_tile.cuh)
 //
 // An implicit GEMM with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps
-// of one chunk, k = pixels. A block walks down `repeat` tiles of TILE_H x TILE_W pixels and keeps its sums in
-// registers. At the end it stores them in the gradient's own memory order: as they are, or, where sizes.split, as
+// of one chunk, k = pixels. A block walks down sizes.segment_tiles tiles of TILE_H x TILE_W pixels and keeps its sums
+// in registers. At the end it stores them in the gradient's own memory order: as they are, or, where sizes.split, as
 // float32 to partial[split], where a split is what one column of tiles and one walk add up. Every sum has a fixed
 // order.
 // Warps, fastest first: WARPS_K over the pixels, WARPS_N over the taps, WARPS_M over the channels, BLOCK_GROUPS. A
