@@ -234,9 +234,7 @@ def test_small_maps_have_a_tile_in_nchw() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "stride", "multiple"), [(5, 5, 2), (4, 2, 4), (3, 2, 4)])
-def test_aligned_rows_are_multiples_of_the_power_of_two_that_most_layers_have(
-    kernel: int, stride: int, multiple: int
-) -> None:
+def test_aligned_rows_are_multiples_of_a_power_of_two(kernel: int, stride: int, multiple: int) -> None:
     # 638 columns, 128, and 127, to which an output_padding of 1 is added.
     extra = stride - kernel + 2 if stride == 2 else 0
     geometry = Geometry(1, 32, 128, 128, 32, (kernel,) * 2, (stride,) * 2, (1, 1), (extra, extra))
