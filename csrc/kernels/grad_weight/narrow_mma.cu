@@ -1,8 +1,8 @@
 // Gradient of the weight with mma.sync where a group has few channels on one side: RGB heads, narrow groups, depthwise
 // layers, large kernels. Storage float, Half or BFloat16; NCHW and channels_last; either layout of the gradient.
 //
-//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * patch[(ih, iw), tap]
-//   (patch: see gradients/gather.cuh)
+//   grad_weight[ci, tap] = sum over n, ih, iw of input[n, ci, ih, iw] * im2col[(ih, iw), tap]
+//   (im2col: see gradients/grad_output_tile.cuh)
 //
 // An implicit GEMM with m = input channels (of BLOCK_GROUPS groups; of one group WARPS_M * M_TILES * 16), n = the taps
 // of one chunk, k = pixels. A block walks down sizes.segment_tiles tiles of TILE_H x TILE_W pixels and keeps its sums
@@ -100,8 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int n0 = warp_n * (8 * N_TILES);
   int taps[N_TILES];
 #pragma unroll
-  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_place(n0 + 8 * n + g) : 0;
-  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * CELL;
+  for (int n = 0; n < N_TILES; ++n) taps[n] = n0 + 8 * n + g < CHUNK_TAPS ? tap_offset(n0 + 8 * n + g) : 0;
+  const int lane_place = group * CHUNK_CO * PLANE + row0 * PIXEL_ROWS * ROW_PITCH + (column0 + INPUT_VECTOR * t) * PIXEL_PITCH;
 
   constexpr int OWN_ROWS = TILE_H * PIXEL_ROWS < ROWS ? TILE_H * PIXEL_ROWS : ROWS;
   const bool sums_bias = WITH_BIAS && m0 == 0 && kh0 == 0;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
   for (int step = 0; step < steps; ++step) {
     if constexpr (ASYNC) {
-      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE);
+      if (step + 1 < steps) fetch_tile(tiles + (buffer ^ 1) * GRAD_OUTPUT_TILE_WORDS);
       ptx::commit_copies();
       ptx::wait_copies<1>();
       __syncthreads();
@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       __syncthreads();
       if (step + 1 < steps) fetch_tile(nullptr);
     }
-    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE : 0);
+    const float* const whole_tile = tiles + (ASYNC ? buffer * GRAD_OUTPUT_TILE_WORDS : 0);
     const u32 lane_address = ptx::shared_address(whole_tile + lane_place);
     buffer ^= 1;
     if (sums_bias) {
@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int c = 0; c < (WITH_BIAS ? CHANNELS : 0); ++c)
         for (int row = threadIdx.x / 32; row < rows; row += THREADS / 32)
           for (int column = SHIFT + lane; column < own_columns; column += 32)
-            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_place(column)]);
+            bias[c].add(whole_tile[c * PLANE + row * ROW_PITCH + column_offset(column)]);
     }
 
 #pragma unroll UNROLL
@@ -153,8 +153,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       const int down = rows_down(first, slot), across = columns_across(first, slot);
       // Outside of the input x is zero, but the patch may hold an infinity, and their product would be NaN.
       if (ih0 + row0 + down >= sizes.height) continue;
-      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * CELL);
-      // Kept in a register, so that each load has a constant offset from it.
+      const u32 unit_address = lane_address + 4 * (down * PIXEL_ROWS * ROW_PITCH + across * PIXEL_PITCH);
+      // Pinned, so that each load has a constant offset from it.
       u32 patch[N_TILES];
 #pragma unroll
       for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::keep_in_register(unit_address + taps[n]);
@@ -192,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           }
         }
       };
-      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * CELL)); };
+      const auto of_pixel = [&](int n, int q) { return __uint_as_float(ptx::load_shared(patch[n] + 4 * pixel_of(q, 0) * PIXEL_PITCH)); };
       const int unit_columns = sizes.width - (iw0 + column0 + across);
       if (unit_columns >= 16) {  // the same for all lanes
         multiply_unit([&](int n, int q) { return rounded(of_pixel(n, q)); });

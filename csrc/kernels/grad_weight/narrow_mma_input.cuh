@@ -2,7 +2,7 @@
 // of a row. Of each m tile a lane holds rows g and g + 8 and four pixels q: its k = t (q even) or t + 4 (q odd) in
 // step q / 2. Units are prefetched DEPTH ahead, and kept as they were loaded until they are used.
 #pragma once
-#include "gradients/gather.cuh"
+#include "gradients/grad_output_tile.cuh"
 
 constexpr int BLOCK_M = WARPS_M * M_TILES * 16;  // input channels of a block, of one group
 /// In channels_last, where there are more than 8 channels, rows g and g + 8 of every m tile of a lane are neighbouring

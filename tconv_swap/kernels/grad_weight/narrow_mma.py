@@ -16,15 +16,13 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_red
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
-from tconv_swap.kernels.gradients.gather_tile import (
-    GatherTile,
+from tconv_swap.kernels.gradients.grad_output_tile import (
+    GradOutputTile,
     chunks,
-    laid_out,
     load_widths,
     of_one_pixel,
-    side_by_side,
+    with_pitches,
 )
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
@@ -33,10 +31,11 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     INPUT_REGISTERS,
     LONGEST_CHAIN,
     MANY_TAPS,
-    MOST_SUMS,
-    REGISTER_MARGIN,
+    MAX_SUM_TILES,
     REGISTERS,
     SHARED_BYTES,
+    NarrowTile,
+    channel_tiles,
     chunk_shapes,
     claims,
     common_constants,
@@ -45,51 +44,35 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     loads_rows,
     overlapping,
     powers,
-    resident_blocks,
     rounds_nothing,
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
 
 
 @dataclass(frozen=True, slots=True)
-class GradWeightTile:
+class GradWeightTile(NarrowTile):
     """The constants of csrc/kernels/grad_weight/narrow_mma.cu, and what the cost of a tile depends on."""
 
-    gather: GatherTile
-    m_tiles: int
-    n_tiles: int
-    warps_m: int
     warps_n: int
     warps_k: int
     input_vector: int
     depth: int
     ieee: bool
-    registers: int
-    shared_bytes: int
-    passes: float
-
-    @property
-    def resident(self) -> int:
-        """Returns how many blocks run on a multiprocessor at a time."""
-        return resident_blocks(self.registers, self.gather, self.shared_bytes)
 
     @property
     def constants(self) -> tuple[tuple[str, Constant], ...]:
         """Returns the constants of the kernel that define the tile."""
         return (
-            *self.gather.constants,
-            ("M_TILES", self.m_tiles),
-            ("N_TILES", self.n_tiles),
-            ("WARPS_M", self.warps_m),
+            *self.shared_constants,
             ("WARPS_N", self.warps_n),
             ("WARPS_K", self.warps_k),
             ("INPUT_VECTOR", self.input_vector),
             ("DEPTH", self.depth),
-            ("MIN_BLOCKS", resident_blocks(self.registers + REGISTER_MARGIN, self.gather, self.shared_bytes)),
         )
 
 
@@ -117,12 +100,12 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
 def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
     """Returns whether a tile's kernel computes the size."""
     geometry = problem.geometry
-    splits = ceil_div(geometry.width, tile.gather.tile_w)
+    splits = ceil_div(geometry.width, tile.grad_output.tile_w)
     return (
-        loads_rows(problem, tile.gather)
+        loads_rows(problem, tile.grad_output)
         and (problem.channels_last or geometry.width % tile.input_vector == 0)
         and splits * _split_bytes(geometry) <= WORKSPACE_LIMIT_BYTES
-        and (not with_bias or _holds_the_output(geometry, tile.gather))
+        and (not with_bias or _holds_the_output(geometry, tile.grad_output))
     )
 
 
@@ -132,14 +115,15 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
     unpadded = replace(layer.geometry, output_padding=(0, 0))
     return select_schedules(
         layer,
-        most_schedules(layer, device),
+        max_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
         lambda problem, tile: (
-            computes(problem, tile, False) and (not with_bias or _holds_the_output(unpadded, tile.gather))
+            computes(problem, tile, False)
+            and (not with_bias or _holds_the_output(unpadded, tile.grad_output))
         ),
         lambda problem, tile: expected_microseconds(problem, tile, device),
         lambda tile: (
-            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.gather.load)
+            (layer.channels_last or tile.input_vector == 1) and loads_every_size(layer, tile.grad_output.load)
         ),
     )
 
@@ -151,12 +135,12 @@ def _fills_wide_tiles(geometry: Geometry) -> bool:
     return min(channels) >= 8 and geometry.taps < MANY_TAPS
 
 
-def _holds_the_output(geometry: Geometry, gather: GatherTile) -> bool:
+def _holds_the_output(geometry: Geometry, grad_output: GradOutputTile) -> bool:
     """Returns whether the tiles hold every pixel of the output, and a block the bias sums of its channels."""
-    if gather.channels > BIAS_CHANNELS or gather.chunk_kh < geometry.kernel[0]:
+    if grad_output.channels > BIAS_CHANNELS or grad_output.chunk_kh < geometry.kernel[0]:
         return False
-    gaps = gather.chunk_kh > 1 and gcd(geometry.stride[0], geometry.dilation[0]) > 1
-    gaps = gaps or (gather.chunk_kh == 1 and geometry.stride[0] > 1)
+    gaps = grad_output.chunk_kh > 1 and gcd(geometry.stride[0], geometry.dilation[0]) > 1
+    gaps = gaps or (grad_output.chunk_kh == 1 and geometry.stride[0] > 1)
     return not gaps and all(
         dilation * (kernel - 1) + 1 >= stride and output_padding <= padding
         for kernel, stride, dilation, padding, output_padding in zip(
@@ -177,7 +161,7 @@ def build_grad_weight(
     geometry = problem.geometry
     repeat, splits = splits_of(geometry, tile, device)
     across = blocks_across(geometry, tile)
-    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     kernel = Kernel(
         "grad_weight/narrow_mma.cu",
         "grad_weight_narrow_mma",
@@ -197,11 +181,11 @@ def build_grad_weight(
     bias = output(1 if with_bias else 0)
     shared = tile.shared_bytes
     if with_bias:
-        shared = max(shared, 8 * tile.gather.channels * tile.gather.threads // 32)
+        shared = max(shared, 8 * tile.grad_output.channels * tile.grad_output.threads // 32)
     launch = Launch(
         kernel,
         grid=across * ceil_div(down, repeat),
-        block=tile.gather.threads,
+        block=tile.grad_output.threads,
         arguments=(
             input_(1),
             input_(0),
@@ -209,7 +193,9 @@ def build_grad_weight(
             workspace(bias_at if with_bias else 0) if splits > 1 else bias,
             struct(0),
         ),
-        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, splits > 1),),
+        structs=(
+            segment_sizes(geometry, (tile.grad_output.tile_h, tile.grad_output.tile_w), repeat, splits > 1),
+        ),
         shared_bytes=shared,
     )
     if splits == 1:
@@ -223,20 +209,18 @@ def build_grad_weight(
 
 def blocks_across(geometry: Geometry, tile: GradWeightTile) -> int:
     """Returns the blocks side by side: along channels, taps, groups and columns of the image."""
-    m_blocks = ceil_div(geometry.in_channels_per_group, 16 * tile.m_tiles * tile.warps_m)
-    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
-    return m_blocks * chunks(geometry, tile.gather) * (geometry.groups // tile.gather.block_groups) * tiles_w
+    return tile.blocks_of_a_row(geometry) * chunks(geometry, tile.grad_output)
 
 
 def splits_of(geometry: Geometry, tile: GradWeightTile, device: Device) -> tuple[int, int]:
     """Returns how many tiles a block walks down, and how many partial sums of the gradient that leaves: enough
     blocks to fill the GPU once."""
-    down = geometry.batch * ceil_div(geometry.height, tile.gather.tile_h)
+    down = geometry.batch * ceil_div(geometry.height, tile.grad_output.tile_h)
     across = blocks_across(geometry, tile)
-    tiles_w = ceil_div(geometry.width, tile.gather.tile_w)
+    tiles_w = ceil_div(geometry.width, tile.grad_output.tile_w)
     max_walks = max(1, WORKSPACE_LIMIT_BYTES // (_split_bytes(geometry) * tiles_w))
     walks = min(down, max(1, device.multiprocessors * tile.resident // across))
-    units = tile.gather.tile_h * tile.gather.tile_w // 16 // tile.warps_k
+    units = tile.grad_output.tile_h * tile.grad_output.tile_w // 16 // tile.warps_k
     repeat = min(ceil_div(down, walks), max(1, LONGEST_CHAIN[tile.ieee] // units))
     repeat = max(repeat, ceil_div(down, max_walks))
     return repeat, tiles_w * ceil_div(down, repeat)
@@ -253,17 +237,10 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
     geometry, element_bytes = problem.geometry, problem.dtype.itemsize
     channels_last, asynchronous = problem.channels_last, problem.dtype == torch.float32
     layer = of_one_pixel(geometry)
-    m_total = ceil_div(geometry.in_channels_per_group, 16)
-    for m_tiles, groups in product(
-        sorted({min(2, m_total), min(4, m_total)}),
-        side_by_side(geometry, channels_last, element_bytes, 8),
-    ):
-        warps_m = min(4, ceil_div(m_total, m_tiles))
-        if groups > 1 and warps_m * m_tiles < m_total:
-            continue
+    for m_tiles, warps_m, groups in channel_tiles(problem):
         for chunk in chunk_shapes(geometry, groups, CHUNK_TAPS):
             n_total = ceil_div(chunk[0] * chunk[1] * geometry.kernel[1], 8)
-            min_n = ceil_div(n_total, MOST_SUMS[rounds_nothing(problem)] // m_tiles)
+            min_n = ceil_div(n_total, MAX_SUM_TILES[rounds_nothing(problem)] // m_tiles)
             widths = load_widths(geometry, groups * chunk[0], channels_last, element_bytes, asynchronous)
             for load, warps_n, warps_k, tile_w, tile_h in product(
                 widths, sorted({min_n, min(2 * min_n, n_total)}), powers(8), (16, 32, 64, 128), powers(16)
@@ -281,7 +258,7 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                 if ceil_div(geometry.width, tile_w) * _split_bytes(geometry) > WORKSPACE_LIMIT_BYTES:
                     continue
                 for vector in (1, 2, 4):
-                    gather = GatherTile(
+                    grad_output = GradOutputTile(
                         tile_h=tile_h,
                         tile_w=tile_w,
                         block_groups=groups,
@@ -292,14 +269,14 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         threads=32 * warps,
                     )
                     aligned = channels_last or geometry.width % vector == 0
-                    if not aligned or not loadable(problem, gather):
+                    if not aligned or not loadable(problem, grad_output):
                         continue
-                    gather, passes = laid_out(
-                        layer, gather, channels_last, tuple(vector * t for t in range(4)), True
+                    grad_output, passes = with_pitches(
+                        layer, grad_output, channels_last, tuple(vector * t for t in range(4)), True
                     )
                     sums = m_tiles * n_tiles * 4
                     exchange = warps // warps_k * (warps_k // 2) * sums * 32
-                    shared = 4 * max(gather.shared_words, exchange)
+                    shared = 4 * max(grad_output.shared_words, exchange)
                     words = _input_words(problem, groups, m_tiles, vector)
                     units = tile_h * tile_w // 16 // warps_k
                     depth = max(d for d in powers(min(4, units)) if d == 1 or d * words <= INPUT_REGISTERS)
@@ -309,25 +286,25 @@ def grad_weight_tiles(problem: Problem, device: Device) -> Iterator[GradWeightTi
                         + 8 * m_tiles
                         + words * depth
                         + n_tiles * (7 if rounds_nothing(problem) else 3)
-                        + loader_registers(problem, gather)
+                        + loader_registers(problem, grad_output)
                     )
                     if shared > min(SHARED_BYTES, device.shared_memory_per_block) or needed > 250:
                         continue
-                    if needed * gather.threads > REGISTERS:
+                    if needed * grad_output.threads > REGISTERS:
                         continue
                     yield GradWeightTile(
-                        gather,
+                        grad_output,
                         m_tiles,
                         n_tiles,
                         warps_m,
+                        needed,
+                        shared,
+                        passes,
                         warps_n,
                         warps_k,
                         vector,
                         depth,
                         rounds_nothing(problem),
-                        needed,
-                        shared,
-                        passes,
                     )
 
 
@@ -350,17 +327,17 @@ def _input_words(problem: Problem, groups: int, m_tiles: int, vector: int) -> in
 
 def expected_microseconds(problem: Problem, tile: GradWeightTile, device: Device) -> float:
     """Returns the expected time on an H200, by which tiles are ranked."""
-    geometry, gather = problem.geometry, tile.gather
+    geometry, grad_output = problem.geometry, tile.grad_output
     repeat, splits = splits_of(geometry, tile, device)
-    down = geometry.batch * ceil_div(geometry.height, gather.tile_h)
+    down = geometry.batch * ceil_div(geometry.height, grad_output.tile_h)
     across = blocks_across(geometry, tile)
-    load = _input_load(problem, gather.block_groups, tile.m_tiles, tile.input_vector)
+    load = _input_load(problem, grad_output.block_groups, tile.m_tiles, tile.input_vector)
     rows_of_input = 1 if geometry.in_channels_per_group <= 8 else 2
-    steps = gather.threads // 32 * (gather.tile_h * gather.tile_w // 8 // tile.warps_k)
+    steps = grad_output.threads // 32 * (grad_output.tile_h * grad_output.tile_w // 8 // tile.warps_k)
     count = 4 * geometry.in_channels * geometry.out_channels_per_group * geometry.taps
     work, warps = work_of(
         problem,
-        gather,
+        grad_output,
         Multiplies(steps, tile.m_tiles, tile.n_tiles, tile.passes, 0),
         device,
         tiles=across * down,

@@ -36,7 +36,7 @@ def planned(problem: plan.Problem, device: plan.Device, with_bias: bool) -> list
     """Returns the parts of a problem: by way of channels_last where that pays; both parts where two families may
     compute it."""
     if gradients_nchw_to_nhwc.pays(problem, MASK, device):
-        piece = gradients_nchw_to_nhwc.arranged_grad_weight(problem, device)
+        piece = gradients_nchw_to_nhwc.nhwc_grad_weight(problem, device)
         if piece is not None:
             return [piece.part]
     im2col = grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, 1)
