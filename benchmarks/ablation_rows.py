@@ -21,7 +21,7 @@ FEWEST_OF_CLASS = 3
 #: What is slower than the best by no more is as good: noise.
 TIE = 1.01
 #: The regret that no row should have.
-MOST_REGRET = 1.25
+MAX_REGRET = 1.25
 WORST_SHOWN = 20
 
 #: What other GPUs than Hopper run in the place of kernels that only Hopper has. They keep their place for that.
@@ -114,7 +114,7 @@ class Verdict:
 @dataclass(frozen=True, slots=True)
 class Regret:
     """Of what the rule takes, over the fastest: the geometric mean of so many rows, the largest, and how many are above
-    ``MOST_REGRET``."""
+    ``MAX_REGRET``."""
 
     stage: str
     rows: int
@@ -227,7 +227,7 @@ def regrets(rows: Sequence[Row]) -> list[Regret]:
     for stage, group in _grouped(rows, lambda row: row.stage).items():
         known = [regret for row in group if (regret := row.regret) is not None]
         if known:
-            above = sum(regret > MOST_REGRET for regret in known)
+            above = sum(regret > MAX_REGRET for regret in known)
             found.append(Regret(stage, len(known), geometric_mean(known), max(known), above))
     return found
 

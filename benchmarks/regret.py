@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.ablation_measure import Announce, Call, Prepared, Task, measure, prepare
-from benchmarks.ablation_rows import MOST_REGRET, Row, geometric_mean, worst
+from benchmarks.ablation_rows import MAX_REGRET, Row, geometric_mean, worst
 from benchmarks.families import MASKS, PYTORCH, family_of, plans_of
 from benchmarks.measuring_process import Work
 from benchmarks.selection import add_selection, directions_of, settings_of, tasks_of
@@ -184,7 +184,7 @@ class Regret:
         group: ``"forward, suite"``.
         rows: how many there are, of which what "auto" takes was timed.
         mean: the geometric mean; ``largest``: of one row.
-        as_good: the share of rows within ``AS_GOOD``; ``above``: how many rows are above ``MOST_REGRET``.
+        as_good: the share of rows within ``AS_GOOD``; ``above``: how many rows are above ``MAX_REGRET``.
         over_pytorch: the geometric mean of PyTorch's time over that of what "auto" takes.
     """
 
@@ -221,7 +221,7 @@ def _regret(name: str, group: Sequence[tuple[Row, float]]) -> Regret:
         mean=geometric_mean(values),
         largest=max(values),
         as_good=sum(value <= AS_GOOD for value in values) / len(values),
-        above=sum(value > MOST_REGRET for value in values),
+        above=sum(value > MAX_REGRET for value in values),
         over_pytorch=geometric_mean(gains),
     )
 

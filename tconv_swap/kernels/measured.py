@@ -40,11 +40,11 @@ TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
-#: The family of tensor-core tiles, and that whose tiles the copy engine brings. The narrow family was slower than cuDNN
-#: only where ``_has_few_pairs`` says so.
-HALO_FAMILY = "implicit_gemm"
-TMA_FAMILY = "implicit_gemm_tma"
-NARROW_FAMILY = "narrow_mma"
+#: The family of tensor-core tiles, and that whose tiles the copy engine loads. The narrow family was slower than cuDNN
+#: only where ``_has_few_pairs`` says so, the others nowhere that they were measured.
+IMPLICIT_GEMM = "implicit_gemm"
+IMPLICIT_GEMM_TMA = "implicit_gemm_tma"
+NARROW_MMA = "narrow_mma"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -71,16 +71,16 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
     # Of maps of one row, only layers with strides and maps of one pixel were measured.
     one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
-    if family == HALO_FAMILY and not problem.channels_last:
+    if family == IMPLICIT_GEMM and not problem.channels_last:
         if precision == "tf32" and one_row:
             return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
         if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
             return _WHY.format(what="wide strides and gaps in NCHW without TF32", speedup="0.87")
     if not problem.channels_last or precision == "ieee" or geometry.groups > 1:
         return None
-    if family == NARROW_FAMILY and _has_few_pairs(geometry):
+    if family == NARROW_MMA and _has_few_pairs(geometry):
         return _WHY.format(what="2 or 4 output channels in channels_last", speedup="0.45 to 0.94")
-    if family in (HALO_FAMILY, TMA_FAMILY) and _is_intense(geometry, family, precision):
+    if family in (IMPLICIT_GEMM, IMPLICIT_GEMM_TMA) and _is_intense(geometry, family, precision):
         return _WHY.format(what="many products of an element in channels_last", speedup="0.18 to 0.91")
     return None
 
@@ -89,7 +89,7 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
     """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
-    on_hopper = device.compute_capability == 90 and family == HALO_FAMILY
+    on_hopper = device.compute_capability == 90 and family == IMPLICIT_GEMM
     if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
@@ -115,7 +115,7 @@ def _is_intense(geometry: Geometry, family: str, precision: str) -> bool:
     rate than this family."""
     if min(geometry.in_channels, geometry.out_channels) < INTENSE_CHANNELS:
         return False
-    if family == HALO_FAMILY and max(geometry.stride) > 1:
+    if family == IMPLICIT_GEMM and max(geometry.stride) > 1:
         return geometry.macs >= INTENSE_UNBOXED * geometry.elements
     large = geometry.macs >= INTENSE_MACS and geometry.macs >= INTENSE * geometry.elements
     return large and precision == "16 bits"
@@ -128,9 +128,9 @@ def _leaves_gaps(geometry: Geometry) -> bool:
 
 def _transformed(problem: Problem, family: str, device: Device) -> bool:
     """Returns whether cuDNN computes this output, of float32 without TF32, by a transform whose time does not
-    depend on the kernel's size (the table is in docs/kernels/tile.md)."""
+    depend on the kernel's size (the table is in docs/kernels/forward/implicit_gemm_mma.md)."""
     geometry = problem.geometry
-    if device.compute_capability != 90 or family != HALO_FAMILY or not problem.is_ieee:
+    if device.compute_capability != 90 or family != IMPLICIT_GEMM or not problem.is_ieee:
         return False
     return (
         geometry.stride == geometry.dilation == (1, 1)
@@ -143,7 +143,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
 
 
 def _applies(problem: Problem, family: str, device: Device) -> bool:
-    """Returns whether the measurements apply: strides above 1, the tiles' family, Hopper, not float32 without TF32."""
-    if device.compute_capability != 90 or family != HALO_FAMILY or max(problem.geometry.stride) == 1:
+    """Returns whether the measurements apply: strides above 1, implicit_gemm, Hopper, not float32 without TF32."""
+    if device.compute_capability != 90 or family != IMPLICIT_GEMM or max(problem.geometry.stride) == 1:
         return False
     return problem.dtype.itemsize == 2 or problem.precision == "tf32"

@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 import torch
+from norm_call_cases import CHANNELS_LAST, RecordedOperators, gradients, image, misaligned, norm
 from pretended_norm import Pretended, pretended
-from test_norm_call import CHANNELS_LAST, gradients, image, misaligned, norm
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
@@ -56,28 +56,28 @@ def test_python_is_asked_once_for_each_kind_of_call(gpu: Pretended, cls: type[nn
         for x in images:
             x = x.clone(memory_format=torch.preserve_format).requires_grad_()
             ours(made, x, other(x), nn.ReLU()).sum().backward()
-        assert gpu.asked == 2 * len(images), repeated
+        assert gpu.planned == 2 * len(images), repeated
     assert gpu.sum_forwards == gpu.sum_backwards == 3 * len(images)
     for x in images:
         call.computed(made, nn.ReLU(), x.clone(memory_format=torch.preserve_format))
-    assert gpu.asked == 3 * len(images)  # without a sum it is another kind
+    assert gpu.planned == 3 * len(images)  # without a sum it is another kind
     assert gpu.sum_forwards == 3 * len(images)
 
 
 def test_answers_are_kept_where_all_are_and_bounded(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(), image().requires_grad_()
     ours(made, x, other(x), nn.ReLU()).sum().backward()
-    assert launch.known_answers() == gpu.asked == 2
-    launch.forget_answers()
+    assert launch.count_plans() == gpu.planned == 2
+    launch.forget_plans()
     ours(made, x, other(x), nn.ReLU())
-    assert gpu.asked == 3
+    assert gpu.planned == 3
     declined, most = [0, 1], 2 * 2048
-    monkeypatch.setattr(kernels, "answer", lambda *question: declined)
+    monkeypatch.setattr(kernels, "plan_call", lambda *given: declined)
     for channels in range(1, most + 500):
         x = image(1, channels, 1, 2)
         assert call.computed(made, nn.ReLU(), x, x) is None
-        assert launch.known_answers() <= most
-    assert launch.known_answers() > most // 4
+        assert launch.count_plans() <= most
+    assert launch.count_plans() > most // 4
 
 
 class Subclass(Tensor):
@@ -290,20 +290,11 @@ def test_under_an_autocast_tensors_of_one_dtype_are_taken(gpu: Pretended) -> Non
 
 
 def test_a_mode_around_the_backward_pass_sees_pytorchs_operators(gpu: Pretended) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Mode(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
     made, x = norm(), image().requires_grad_()
     output = ours(made, x, other(x), nn.Tanh())
-    with Mode():
+    with RecordedOperators() as recorded:
         found = gradients(output, [x])
     assert_alike(found, gradients(theirs(made, x, other(x), nn.Tanh()), [x]))
-    assert any("tanh_backward" in name for name in seen)
-    assert not any("tconv_swap" in name for name in seen)
+    assert any("tanh_backward" in name for name in recorded.names)
+    assert not any("tconv_swap" in name for name in recorded.names)
     assert gpu.backwards == 0

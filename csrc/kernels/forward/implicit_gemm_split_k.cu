@@ -1,5 +1,5 @@
-// The output from the sum over splits of partial [splits, output], in the order of the splits, and the epilogue: the last step
-// of a pass whose sum over input channels is split.
+// Computes the output from `partial` [splits, output]: it adds up the splits in their order and applies the epilogue. It is
+// the last launch of a pass whose sum over input channels is split (split-K).
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/sizes.cuh"
@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int v = 0; v < VECTOR; ++v) {
     const int channel = (OUTPUT_CHANNELS_LAST ? i + v : sizes.out_pixels.quotient(i + v)) % OUT_CHANNELS;
-    output[i + v] = store_as<Element>(finished(sum[v], channel_of(epilogue, channel), epilogue));
+    output[i + v] = store_as<Element>(apply_epilogue(sum[v], load_channel(epilogue, channel), epilogue));
   }
 }

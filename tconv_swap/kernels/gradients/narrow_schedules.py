@@ -1,0 +1,35 @@
+"""The number of tiles that the narrow gradients of a layer have, whatever its sizes."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tconv_swap.kernels.gradients import large_kernel as gradients_large_kernel
+from tconv_swap.kernels.gradients import narrow_joint as gradients_narrow_joint
+from tconv_swap.kernels.gradients.narrow_mma import MANY_TAPS
+from tconv_swap.kernels.problem import Device, Problem
+
+#: The most kernels of each gradient that a layer has over all sizes, of all families; and the most of the narrow
+#: family.
+MAX_KERNELS, MAX_NARROW = 4, 3
+
+
+@lru_cache(maxsize=1024)
+def max_schedules(layer: Problem, device: Device) -> int:
+    """Returns how many tiles each narrow gradient of a layer may have. Subtracted are the kernels that compute
+    both gradients of some sizes in one pass, and, for many taps, the general kernel, which computes what would
+    leave too many partial sums."""
+    others = max(
+        gradients_narrow_joint.kernels_of(layer, device), gradients_large_kernel.kernels_of(layer, device)
+    )
+    others += layer.geometry.taps >= MANY_TAPS
+    return min(MAX_NARROW, MAX_KERNELS - others)
+
+
+def loads_every_size(layer: Problem, load: int) -> bool:
+    """Whether rows of grad_output hold whole loads whatever the size; for many taps, of sizes without output
+    padding."""
+    if layer.channels_last or load == 1:
+        return True
+    g = layer.geometry
+    return g.taps >= MANY_TAPS and g.stride[1] % load == 0 and (g.out_width - g.output_padding[1]) % load == 0

@@ -1,0 +1,282 @@
+"""Sizes that kernels of the implicit GEMM get at their launch: what they compute with the sizes, and one kernel at
+several of them. test_sizes.py counts those of the whole stage."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+from size_cases import H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
+
+from tconv_swap.cuda import call
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import sizes
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
+from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
+from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
+from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Kernel, Plan, input_, output
+
+
+def computing(made: Plan) -> Kernel:
+    """Returns the kernel that multiplies."""
+    (found,) = (
+        one.kernel
+        for one in made.launches
+        if one.kernel.entry
+        not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
+    )
+    return found
+
+
+def test_no_size_is_compiled_in() -> None:
+    names = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "COLUMNS", "OUT_PIXELS"}
+    for layer in LAYERS:
+        for channels_last in (False, True):
+            problem = plan.Problem(layer.geometry, torch.float16, "ieee", channels_last, channels_last)
+            made = forward_implicit_gemm.plan_forward(problem, layer.bias, H200)
+            for one in () if made is None else made.launches:
+                assert not names & dict(one.kernel.constants).keys()
+
+
+def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
+    """A sample of the kernels that no size of the suite has: of every class of three layers, of one on each commit."""
+    done = 0
+    names = ("cyclegan2", "simplebaseline", "maskrcnn")
+    for name in names if request.config.getoption("all_architectures") else names[:1]:
+        geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
+        for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
+            problem = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
+            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200):
+                made = forward_implicit_gemm.plan_with_tile(schedule.problem, schedule.tile, H200)
+                _, log = jit.compile_with_log(computing(made), "sm_90a")
+                spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
+                assert spills
+                assert computing(made).spills or not any(spills), log
+                done += 1
+    assert done >= 4
+
+
+# ---- the arithmetic, emulated --------------------------------------------------------------------------------
+
+
+def test_division_by_numbers_known_at_the_launch() -> None:
+    rng = random.Random(0)
+    most = 2**31 - 1
+    divisors = [*range(1, 300), *(2**i + d for i in range(2, 31) for d in (-1, 0, 1)), most]
+    divisors += [rng.randint(1, most) for _ in range(500)]
+    for value in divisors:
+        if value > most:
+            continue
+        words = sizes.divisor(value)
+        assert words[0] == value
+        assert all(-(2**31) <= word < 2**31 for word in words)
+        edges = [k * value + d for k in (1, 2, 3, most // value) for d in (-1, 0, 1)]
+        for n in (0, 1, most - 1, most, *edges, *(rng.randint(0, most) for _ in range(40))):
+            if 0 <= n <= most:
+                assert quotient(words, n) == n // value, (n, value)
+
+
+class PassedSizes:
+    """``Sizes`` of common/sizes.cuh, by name."""
+
+    def __init__(self, words: sizes.Words) -> None:
+        self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
+        self.positions_h, self.positions_w, self.tiles = words[5:8]
+        rest = words[8:]
+        assert len(rest) == 15
+        parts = [rest[i : i + 3] for i in range(0, 15, 3)]
+        self.image_tiles, self.row_tiles, self.image_positions, self.row_positions, self.splits = parts
+
+
+def positions_of(
+    passed: PassedSizes, problem: TileProblem, tile: Tile, index: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields image, row and column of the positions of a tile, as tile_origin and position_at of common/tile_shape.cuh
+    compute them."""
+    if problem.flat:
+        for w in range(tile.cols):
+            position = index * tile.cols + w
+            image = quotient(passed.image_positions, position)
+            pixel = position - image * passed.image_positions[0]
+            row = quotient(passed.row_positions, pixel)
+            if image < passed.batch:
+                yield image, row, pixel - row * passed.row_positions[0]
+        return
+    images = quotient(passed.image_tiles, index)
+    in_image = index - images * passed.image_tiles[0]
+    down = quotient(passed.row_tiles, in_image)
+    across = in_image - down * passed.row_tiles[0]
+    for n in range(tile.images):
+        for h in range(tile.rows):
+            for w in range(tile.cols):
+                position_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
+                if (
+                    position_at[0] < passed.batch
+                    and position_at[1] < passed.positions_h
+                    and position_at[2] < passed.positions_w
+                ):
+                    yield position_at
+
+
+def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
+    layer = rng.choice(LAYERS).geometry
+    geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, batch))
+    dtype, precision = rng.choice(MODES)
+    channels_last = rng.random() < 0.5
+    problem = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
+    if not forward_implicit_gemm.claims(problem, H200):
+        return chosen(rng, most, batch)
+    (found,) = forward_classes.choose(problem, H200)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_output_is_in_one_tile(seed: int) -> None:
+    """Each pixel of the output is of one position of one tile: no more, no fewer, whatever the size."""
+    problem, tile = chosen(random.Random(seed))
+    geometry = problem.geometry
+    passed = PassedSizes(sizes.tile_sizes(problem, tile))
+    assert (passed.batch, passed.height, passed.width) == (geometry.batch, geometry.height, geometry.width)
+    assert (passed.out_height, passed.out_width) == (geometry.out_height, geometry.out_width)
+    of_a_tile = block_count(problem, replace(tile, splits=1)) // passed.tiles
+    assert of_a_tile * passed.tiles == block_count(problem, replace(tile, splits=1))
+    found = [
+        position for index in range(passed.tiles) for position in positions_of(passed, problem, tile, index)
+    ]
+    assert len(found) == len(set(found)) == geometry.batch * passed.positions_h * passed.positions_w
+    rows = problem.stack if problem.stack > 1 else geometry.stride[0]
+    assert (passed.positions_h - 1) * rows < geometry.out_height <= passed.positions_h * rows
+    assert (
+        (passed.positions_w - 1) * geometry.stride[1]
+        < geometry.out_width
+        <= passed.positions_w * geometry.stride[1]
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_kernel_is_right_for_its_size(seed: int) -> None:
+    """The assumptions of a kernel hold for the size: multiples of rows, maps as narrow as the tile, splits."""
+    rng = random.Random(1000 + seed)
+    posed, tile = chosen(rng, 200, 32)
+    geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
+    row = pixels if posed.flat else geometry.width
+    assert row % posed.row_multiple == 0 or posed.input_channels_last
+    assert geometry.out_width % posed.out_row_multiple == 0
+    if posed.flat:
+        assert posed.positions == (geometry.height, geometry.width)
+        assert not posed.even_columns or geometry.width % 2 == 0
+        if tile.pixel_major or tile.nchw_stages:
+            assert pixels % tile.cols == 0
+        if tile.by_rows:
+            assert tile.warp_cols * 8 % geometry.width == 0
+            assert geometry.width % 2 == 0
+    elif tile.wgmma and tile.cols < 8:
+        assert posed.positions[1] <= tile.cols
+    chunks = -(-posed.words // tile.chunk_words)
+    assert 1 <= tile.splits <= chunks
+    steps = [split * chunks // tile.splits for split in range(tile.splits + 1)]
+    words = sizes.divisor(tile.splits)
+    assert steps == [quotient(words, split * chunks) for split in range(tile.splits + 1)]
+    assert all(a < b for a, b in pairwise(steps))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
+    """common/nchw_to_nhwc.cu: each column of each matrix is in one block, and no block has more pieces than its
+    threads load."""
+    rng = random.Random(3)
+    for _ in range(300):
+        piece = 16 // dtype.itemsize
+        of = Matrices(
+            rng.randint(1, 40),
+            piece * rng.randint(1, 40),
+            rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
+            dtype,
+        )
+        made = transpose(of, input_(0), output(0), H200)
+        constants, (words,) = dict(made.kernel.constants), made.structs
+        batch, columns, matrices, positions = words[:4]
+        block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
+        assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
+        most = int(constants["MAX_POSITIONS"])
+        max_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
+        assert positions <= most
+        assert matrices * row_pieces[0] <= max_pieces
+        assert column_blocks[0] == 1 or block_columns[0] % piece == 0
+        row_blocks = -(-of.rows // int(constants["BLOCK_ROWS"]))
+        seen = set()
+        for block in range(made.grid // row_blocks):
+            group = quotient(column_blocks, block)
+            first = (block - group * column_blocks[0]) * block_columns[0]
+            for position in range(positions):
+                matrix = quotient(block_columns, position)
+                at = group * matrices + matrix, first + position - matrix * block_columns[0]
+                if at[0] < batch and at[1] < columns:
+                    assert at not in seen
+                    seen.add(at)
+        assert len(seen) == batch * columns
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, list[tuple[TileProblem, Tile]]]:
+    """Returns three sizes of a small layer that one kernel computes."""
+    while True:
+        groups, kernel = rng.choice((1, 1, 2)), rng.choice((2, 2, 3, 4))
+        stride = rng.choice((1, 2, 2, kernel))
+        layer = Geometry(
+            1,
+            groups * rng.choice((32, 64, 72, 256)),
+            1,
+            1,
+            groups * rng.choice((40, 64, 128)),
+            (kernel, kernel),
+            (stride, stride),
+            (0, 0) if kernel == stride else (rng.randint(0, 1),) * 2,
+            groups=groups,
+        )
+        dtype = rng.choice((torch.float16, torch.bfloat16, torch.float32, torch.float32))
+        precision = rng.choice(("tf32", "ieee"))
+        channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
+        by_kernel: dict[Kernel, list[tuple[TileProblem, Tile]]] = {}
+        for _ in range(40):
+            geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
+            problem = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
+            if forward_implicit_gemm.claims(problem, H200):
+                one = rng.choice(forward_classes.choose(problem, H200, 4))
+                by_kernel.setdefault(computing(forward_implicit_gemm.plan_with_tile(*one, H200)), []).append(
+                    one
+                )
+        several = [found for found in by_kernel.values() if len(found) >= 3]
+        if several:
+            return dtype, channels_last, bias, rng.choice(several)[:3]
+
+
+def test_one_kernel_has_several_sizes() -> None:
+    for seed in range(5):
+        *_, found = sizes_of_one_kernel(random.Random(seed))
+        assert len({problem.geometry for problem, _ in found}) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(48))
+def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
+    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    torch.manual_seed(seed)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("the tiles are chosen for sm_90a")
+    dtype, channels_last, bias, found = sizes_of_one_kernel(random.Random(seed))
+    for problem, tile in (*found, found[0]):
+        made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+        layouts = (channels_last, channels_last)
+        assert_kernel_matches(made, problem.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)

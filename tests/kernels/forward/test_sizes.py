@@ -1,0 +1,376 @@
+"""The whole forward stage over all sizes, all families together: how many kernels a layer has, that no size is compiled
+in, and one kernel of each family at several sizes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+from size_cases import AMPERE, H200, MODES, quotient, random_sizes
+
+from tconv_swap.cuda import call
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import general
+from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.sizes import Words
+from tconv_swap.kernels.forward import col2im as forward_col2im
+from tconv_swap.kernels.forward import gemm as forward_gemm
+from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
+from tconv_swap.kernels.forward import narrow_ffma_choice as forward_narrow_ffma_choice
+from tconv_swap.kernels.forward import narrow_mma as forward_narrow_mma
+from tconv_swap.kernels.forward import narrow_mma_choice as forward_narrow_mma_choice
+from tconv_swap.kernels.forward import stride1 as forward_stride1
+from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.runtime.program import Kernel, Plan
+
+TURING = plan.Device("sm_75", 40, 64 << 10)
+LAYERS = load_suite().layers
+#: Kernels that prepare what others compute from, or add up what they computed.
+AUXILIARY = (
+    "forward_implicit_gemm_pack",
+    "forward_narrow_mma_pack",
+    "forward_stride1_pack",
+    "nchw_to_nhwc",
+    "forward_implicit_gemm_split_k",
+)
+#: The kernel that gets the layer at its launch too: there is one for each dtype.
+OF_NO_LAYER = "forward_tiny"
+#: Of an image, in float32.
+MAX_IMAGE_BYTES = 256 << 20
+#: Constants that follow from the sizes of images.
+SIZE_NAMES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SEGMENT", "SPLITS", "COLUMNS"}
+TOLERANCE = {
+    (torch.float32, "ieee"): 1e-6,
+    (torch.float32, "tf32"): 1e-3,
+    (torch.float16, "ieee"): 1e-3,
+    (torch.bfloat16, "ieee"): 8e-3,
+}
+
+
+def sizes_of(layer: Geometry) -> Iterator[Geometry]:
+    """Yields about 200 sizes: random ones, maps of one pixel, and images so large that stride1 computes them. Inputs
+    take at most 1 GiB of float32, since larger ones are not copied; offsets in an image have 32 bits."""
+    rng = random.Random(str(layer))
+    for batch in (1, 7, 64, 200, 256, 300):
+        yield replace(layer, batch=batch, height=1, width=1)
+    if not layer.height == layer.kernel[0] == 1:
+        for batch, height, width in ((8, 512, 1024), (16, 512, 512), (2, 1024, 1024), (5, 700, 1000)):
+            found = replace(layer, batch=batch, height=height, width=width)
+            images = [4 * math.prod(shape[1:]) for shape in (found.input_shape, found.output_shape)]
+            if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MAX_IMAGE_BYTES:
+                yield found
+    for _ in range(190):
+        yield random_sizes(rng, layer)
+
+
+def computing(made: Plan) -> Kernel:
+    """Returns the kernel that computes the output."""
+    (found,) = (one.kernel for one in made.launches if one.kernel.entry not in AUXILIARY)
+    return found
+
+
+@pytest.mark.parametrize("device", [H200, AMPERE, TURING], ids=lambda device: device.architecture)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(
+    layer: Layer, device: plan.Device
+) -> None:
+    for dtype, precision in MODES:
+        for channels_last in (False, True):
+            kernels: dict[str, set[Kernel]] = {}
+            for geometry in sizes_of(layer.geometry):
+                if min(geometry.out_height, geometry.out_width) <= 0:
+                    continue
+                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+                made = plan.plan_forward(problem, layer.bias, device)
+                for one in made.launches:
+                    assert not SIZE_NAMES & dict(one.kernel.constants).keys()
+                    if one.kernel.entry == OF_NO_LAYER:
+                        assert len(one.kernel.constants) <= 3
+                        continue
+                    entry = one.kernel.entry if one.kernel.entry in AUXILIARY else "computes"
+                    kernels.setdefault(entry, set()).add(one.kernel)
+            assert all(len(found) <= 4 for found in kernels.values()), kernels
+            assert len(kernels.get("nchw_to_nhwc", ())) <= 2  # rows that begin between two pieces, and others
+            assert len(kernels.get("forward_implicit_gemm_split_k", ())) <= 1
+            assert len(kernels.get("forward_stride1_pack", ())) <= 1
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+def test_float64_has_one_kernel(channels_last: bool) -> None:
+    for layer in LAYERS:
+        problems = [
+            plan.Problem(size, torch.float64, "ieee", channels_last, channels_last)
+            for size in sizes_of(layer.geometry)
+            if min(size.out_height, size.out_width) > 0
+            and max(size.batch * size.out_channels * size.out_height * size.out_width, 1) < 2**31 - 256
+        ]
+        made = [plan.plan_forward(problem, layer.bias, H200) for problem in problems]
+        assert len({computing(one) for one in made}) == 1
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_divides_the_rows_of_some_sizes(seed: int) -> None:
+    """``out_row_multiple`` divides the rows of the output at every size at which the multiple divides those of the
+    input."""
+    rng = random.Random(seed)
+    layer = of_any_size(random_layer(rng))
+    for multiple in (1, 2, 4, 8):
+        found = out_row_multiple(layer, multiple, 8)
+        widths = [multiple * n for n in range(1, 40)]
+        assert all(replace(layer, width=width).out_width % found == 0 for width in widths)
+        assert found == 8 or any(replace(layer, width=width).out_width % (2 * found) for width in widths)
+
+
+def random_layer(rng: random.Random) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 2, 3))
+        kernel, stride = ((rng.randint(1, 5), rng.randint(1, 5)) for _ in "ks")
+        dilation = (rng.choice((1, 1, 2)), rng.choice((1, 1, 2)))
+        made = Geometry(
+            1,
+            groups * rng.choice((1, 3, 8, 16, 20)),
+            rng.randint(6, 12),
+            rng.randint(6, 12),
+            groups * rng.choice((1, 2, 3, 7, 16)),
+            kernel,
+            stride,
+            (rng.randint(0, 2), rng.randint(0, 2)),
+            (
+                rng.randint(0, max(stride[0], dilation[0]) - 1),
+                rng.randint(0, max(stride[1], dilation[1]) - 1),
+            ),
+            dilation,
+            groups,
+        )
+        if min(made.out_height, made.out_width) > 0:
+            return made
+
+
+# ---- the arithmetic, emulated --------------------------------------------------------------------------------
+
+
+def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem, Geometry]]:
+    rng = random.Random(seed)
+    layer = random_layer(rng)
+    dtype, precision = rng.choice(MODES)
+    for _ in range(6):
+        geometry = replace(random_sizes(rng, layer, 70), batch=rng.randint(1, 9))
+        yield plan.Problem(geometry, dtype, precision, channels_last, channels_last), geometry
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("seed", range(20))
+def test_blocks_of_narrow_ffma_own_every_position_once(seed: int, channels_last: bool) -> None:
+    for problem, geometry in narrow_layer(seed, channels_last):
+        for made, tile in zip(
+            forward_narrow_ffma.plan_candidates(problem, False, H200, 1),
+            forward_narrow_ffma_choice.choose(problem, H200, 4, 1),
+            strict=False,
+        ):
+            (words,) = made.launches[0].structs
+            all_tiles, repeat = words[5:7]
+            down, across, walks = words[7:10], words[10:13], words[13:16]
+            assert geometry.width % tile.load == 0 or channels_last
+            assert geometry.out_width % tile.out_row_multiple == 0
+            constants = dict(made.launches[0].kernel.constants)
+            rows = int(constants["LANES_H"]) * int(constants["THREAD_ROWS"])
+            columns = int(constants["LANES_W"]) * int(constants["THREAD_COLUMNS"])
+            cells = [-(-out // s) for out, s in zip(geometry.output_shape[2:], geometry.stride, strict=True)]
+            others = made.launches[0].grid // (across[0] * walks[0])
+            assert others * across[0] * walks[0] == made.launches[0].grid
+            seen = set()
+            for block in range(across[0] * walks[0]):
+                walk = quotient(across, block)
+                column = (block - walk * across[0]) * columns
+                first = walk * repeat
+                for one in range(first, min(first + repeat, all_tiles)):
+                    images = quotient(down, one)
+                    at = (images, (one - images * down[0]) * rows, column)
+                    assert at[1] < cells[0]
+                    assert at[2] < cells[1]
+                    assert at not in seen
+                    seen.add(at)
+            images = -(-geometry.batch // int(constants["BLOCK_IMAGES"]))
+            assert len(seen) == images * -(-cells[0] // rows) * -(-cells[1] // columns)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("seed", range(20))
+def test_tiles_of_narrow_mma_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
+    for problem, geometry in narrow_layer(100 + seed, channels_last):
+        for tile in forward_narrow_mma_choice.choose(problem, H200, 4, 1):
+            assert channels_last or geometry.width % tile.row_multiple == 0
+            assert geometry.out_width % tile.out_row_multiple == 0
+            assert not tile.direct or geometry.out_width % geometry.stride[1] == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_row_tiles_of_col2im_are_the_images(seed: int) -> None:
+    """Every row of positions is in one row tile, and every group of outputs in one column tile, at any size."""
+    rng = random.Random(seed)
+    channels_last = rng.random() < 0.5
+    problem = col2im_problem(rng, channels_last)
+    geometry = problem.geometry
+    (made,) = forward_col2im.plan_candidates(problem, False, H200, 1)
+    constants, (words,) = dict(made.launches[0].kernel.constants), made.launches[0].structs
+    height, out_height, out_width, tiles, cell_rows, groups, whole = words[:7]
+    column_tiles, strips = words[7:10], words[10:13]
+    assert (height, out_height, out_width) == (geometry.height, geometry.out_height, geometry.out_width)
+    assert tiles == geometry.batch * column_tiles[0] * strips[0]
+    assert groups <= int(constants["MOST_GROUPS"])
+    columns = int(constants["PANEL_PIXELS"]) * int(constants["STEP_PANELS"])
+    assert whole == (geometry.width <= columns)
+    assert column_tiles[0] == 1 or not whole
+    cells = -(-4 // (problem.dtype.itemsize * geometry.stride[1]))
+    assert groups * column_tiles[0] * cells * geometry.stride[1] >= out_width
+    bounds = [quotient(strips, strip * cell_rows) for strip in range(strips[0] + 1)]
+    assert bounds == [strip * cell_rows // strips[0] for strip in range(strips[0] + 1)]
+    first = geometry.padding[0] // geometry.stride[0]
+    last = (out_height - 1 + geometry.padding[0]) // geometry.stride[0]
+    assert (bounds[0], bounds[-1]) == (0, last + 1 - first)
+    seen = set()
+    for tile in range(tiles):
+        rest = quotient(column_tiles, tile)
+        image = quotient(strips, rest)
+        seen.add((image, rest - image * strips[0], tile - rest * column_tiles[0]))
+    assert len(seen) == tiles
+    assert max(seen)[0] == geometry.batch - 1
+
+
+def col2im_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
+    while True:
+        kernel, stride = rng.randint(2, 7), rng.randint(1, 4)
+        geometry = Geometry(
+            rng.randint(1, 4),
+            rng.choice((16, 32, 48)),
+            rng.randint(1, 60),
+            rng.choice((rng.randint(16, 300), 8 * rng.randint(2, 30))),
+            rng.choice((1, 2, 3)),
+            (kernel, kernel),
+            (stride, stride),
+            (rng.randint(0, kernel // 2),) * 2,
+            (rng.randint(0, stride - 1),) * 2,
+        )
+        dtype, precision = rng.choice(MODES)
+        problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+        if min(geometry.out_height, geometry.out_width) <= 0 or not forward_col2im.claims(problem, H200):
+            continue
+        if forward_col2im.plan_candidates(problem, False, H200, 1):
+            return problem
+
+
+def test_stride1_gets_the_sizes_of_its_tiles() -> None:
+    layer = Geometry(8, 64, 512, 512, 64, (3, 3))
+    for size in ((8, 512, 512), (3, 700, 1000), (1, 1024, 2048)):
+        geometry = replace(layer, batch=size[0], height=size[1], width=size[2])
+        problem = plan.Problem(geometry, torch.float16, "ieee", False, False)
+        made = forward_stride1.plan_candidates(problem, False, H200, 1)[0]
+        words: Words = made.launches[1].structs[0]
+        height, width, out_height, out_width, segment, columns = words[:6]
+        assert (height, width, out_height, out_width) == (*size[1:], geometry.out_height, geometry.out_width)
+        strips, segments = words[6:9], words[9:12]
+        assert (strips[0] - 1) * 128 < out_width <= strips[0] * 128
+        assert (segments[0] - 1) * segment < out_height <= segments[0] * segment
+        assert columns == geometry.batch * strips[0] * segments[0]
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def small_sizes(rng: random.Random, layer: Geometry, most: int = 60) -> Geometry:
+    return replace(random_sizes(rng, layer, most), batch=rng.randint(1, 5))
+
+
+def of_pixels(rng: random.Random, layer: Geometry) -> Geometry:
+    return replace(layer, batch=rng.choice((1, 5, 40, 130, 200)), height=1, width=1)
+
+
+def rgb_layer(rng: random.Random) -> Geometry:
+    kernel, stride = rng.choice(((4, 2), (4, 2), (3, 1), (5, 3), (9, 4)))
+    channels = rng.choice((32, 48, 64))
+    out = rng.choice((1, 3) if kernel < 9 else (1,))
+    return Geometry(1, channels, 1, 1, out, (kernel,) * 2, (stride,) * 2, (rng.randint(0, 2),) * 2)
+
+
+def stride_1_layer(rng: random.Random) -> Geometry:
+    kernel = (rng.randint(1, 3), rng.randint(1, 5))
+    return Geometry(1, rng.choice((16, 32, 64)), 1, 1, rng.choice((32, 64)), kernel)
+
+
+def generator_layer(rng: random.Random) -> Geometry:
+    return Geometry(
+        1, rng.choice((64, 100, 130)), 1, 1, rng.choice((8, 20, 64)), (4, 4), (rng.randint(1, 3),) * 2
+    )
+
+
+Found = list[tuple[plan.Problem, Plan]]
+Candidates = Callable[[plan.Problem, bool, plan.Device, int], list[Plan]]
+#: Plans of one kernel, layers that it computes, sizes of them.
+FAMILIES: dict[str, tuple[Candidates, Callable[[random.Random], Geometry], Callable[..., Geometry]]] = {
+    "narrow_mma": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
+    "col2im": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
+    "general": (
+        lambda problem, bias, *_: [general.plan_forward(problem, bias)],
+        random_layer,
+        small_sizes,
+    ),
+    "narrow_ffma": (forward_narrow_ffma.plan_candidates, random_layer, small_sizes),
+    "gemm": (forward_gemm.plan_candidates, generator_layer, of_pixels),
+    "stride1": (forward_stride1.plan_candidates, stride_1_layer, small_sizes),
+}
+
+
+def sizes_of_one_kernel(family: str, rng: random.Random, device: plan.Device) -> tuple[bool, Found]:
+    """Returns whether the layer has a bias, and three of its sizes that one kernel computes."""
+    candidates, layer_of, size_of = FAMILIES[family]
+    while True:
+        layer = layer_of(rng)
+        dtype, precision = rng.choice(list(TOLERANCE))
+        channels_last, weight_last = family != "stride1" and rng.random() < 0.5, rng.random() < 0.5
+        if family == "gemm":
+            weight_last = channels_last
+        bias = rng.random() < 0.5
+        by_kernel: dict[Kernel, Found] = {}
+        for _ in range(30):
+            geometry = size_of(rng, layer)
+            problem = plan.Problem(geometry, dtype, precision, channels_last, weight_last)
+            for made in candidates(problem, bias, device, 1):
+                by_kernel.setdefault(computing(made), []).append((problem, made))
+        several = [found for found in by_kernel.values() if len({one.geometry for one, _ in found}) >= 3]
+        if several:
+            found = rng.choice(several)
+            return bias, rng.sample(list({one.geometry: (one, made) for one, made in found}.values()), 3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_kernel_has_several_sizes(family: str) -> None:
+    for seed in range(3):
+        _, found = sizes_of_one_kernel(family, random.Random(seed), H200)
+        assert len({problem.geometry for problem, _ in found}) == 3
+        assert len({computing(made) for _, made in found}) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
+    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    torch.manual_seed(seed)
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("the tiles are chosen for sm_90a")
+    bias, found = sizes_of_one_kernel(family, random.Random(1000 + seed), facts)
+    for problem, made in (*found, found[0]):
+        layouts = (problem.channels_last, problem.weight_channels_last)
+        dtype = problem.dtype
+        # Of these kernels, only stride1, gemm and narrow_mma round to TF32.
+        precision = problem.precision if family in ("stride1", "gemm", "narrow_mma") else "ieee"
+        tolerance = TOLERANCE[dtype, precision]
+        assert_kernel_matches(made, problem.geometry, dtype, layouts, tolerance, with_bias=bias)

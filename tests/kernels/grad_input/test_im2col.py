@@ -1,0 +1,219 @@
+"""grad_input/im2col: every kind of tile on random problems, and when the planner takes the family."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
+from tconv_swap.kernels.grad_input.im2col_tile import Im2colTile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee"))
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random_geometry(rng: random.Random) -> Geometry:
+    """Returns a geometry; rows are often multiples of 16 bytes, and often kernel = stride."""
+    groups = rng.choice((1, 1, 1, 2, 3))
+    kernel = (rng.randint(1, 4), rng.choice((1, 2, 2, 3, 4, 4, 8)))
+    largest = rng.choice((8, 40))
+    size = (rng.randint(1, largest), rng.randint(1, largest))
+    channels = [groups * rng.choice((8, 24, 32, 64, 72, 136, 264)) for _ in range(2)]
+    batch = rng.choice((1, 2, 5, 9))
+    if rng.random() < 0.4:
+        return Geometry(batch, channels[0], *size, channels[1], kernel, kernel, groups=groups)
+    stride = (rng.randint(1, 4), rng.choice((1, 2, 2, 3, 4, 8)))
+    dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)))
+    padding = (rng.randint(0, 3), rng.randint(0, 3))
+    extra = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+    added = (extra[0], extra[1])
+    return Geometry(batch, channels[0], *size, channels[1], kernel, stride, padding, added, dilation, groups)
+
+
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, Im2colTile]]:
+    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as
+    another."""
+    rng = random.Random(seed)
+    while count:
+        dtype, precision = MODES[count % len(MODES)]
+        geometry = random_geometry(rng)
+        if min(geometry.out_height, geometry.out_width) < 1 or geometry.macs / geometry.groups > 1e9:
+            continue
+        problem = plan.Problem(geometry, dtype, precision, False, False)
+        posed = as_convolution(problem)
+        kinds: dict[tuple[object, ...], list[Im2colTile]] = {}
+        if posed.step != (1, 1) and grad_input_im2col.claims(posed, H200):
+            every = [
+                one
+                for tile in grad_input_im2col_tile.tiles(posed, H200)
+                for one in (tile, replace(tile, paired=False))
+            ]
+            for tile in every:
+                if not grad_input_im2col_tile.legal(posed, tile):
+                    continue
+                kind = (
+                    tile.warpgroups,
+                    tile.m_tiles,
+                    tile.paired,
+                    tile.splits > 1,
+                    tile.cols,
+                    tile.images > 1,
+                )
+                kinds.setdefault(kind, []).append(tile)
+        if kinds:
+            count -= 1
+            yield problem, posed, rng.choice(rng.choice(list(kinds.values())))
+
+
+def emulated(posed: StridedProblem, tile: Im2colTile) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gradient of one channel of the first group, computed with the offsets of grad_input/im2col.cu, and by
+    the definition."""
+    rng = np.random.default_rng(0)
+    geometry, (step_h, step_w) = posed.geometry, posed.step
+    launches = grad_input_im2col.part_with_tile(posed, tile).launches
+    main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
+    constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
+    box_w, box_h, alignment = constants["BOX_W"], constants["BOX_H"], constants["ALIGNMENT_COLUMNS"]
+    channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
+    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.positions
+    grad_output = rng.standard_normal((geometry.batch, channels, height, width))
+    weight = rng.standard_normal((channels, *geometry.kernel))
+    steps = grad_input_im2col_tile.steps(posed, tile)
+    stages = grad_input_im2col_tile.rounds(posed, tile) * grad_input_im2col_tile.round_stages(steps)
+    weight_of_k = np.zeros(stages * steps * 8 * word)
+    weight_of_k[: weight.size] = weight.ravel()
+
+    offsets = np.array([grad_input_im2col_tile.offset(posed, tile, k) for k in range(steps * 8 * word)])
+    position = np.arange(tile.images * tile.rows * tile.cols)
+    at_col, at_row, at_image = (
+        position % tile.cols,
+        position // tile.cols % tile.rows,
+        position // (tile.cols * tile.rows),
+    )
+    first = (
+        at_image * tile.stage_channels * box_h * box_w + at_row * step_h * box_w + at_col * step_w + alignment
+    )
+    elements = first[:, None] + offsets
+    if word == 2 and not constants["HALVES"]:
+        assert (elements[:, 1::2] == elements[:, ::2] + 1).all(), "words"
+        assert (elements[:, ::2] % 2 == 0).all(), "words"
+
+    grad_input = np.full((geometry.batch, rows, cols), np.nan)
+    counts = grad_input_im2col_tile.tile_counts(posed, tile)
+    for index in np.ndindex(*counts):
+        image, row, col = (
+            n * size for n, size in zip(index, (tile.images, tile.rows, tile.cols), strict=True)
+        )
+        start = col * step_w - geometry.padding[1] - alignment
+        assert (
+            start % grad_input_im2col_tile.column_alignment(posed, box_w > grad_input_im2col_tile.MAX_BOX)
+            == 0
+        )
+        n, c, h, w = np.ogrid[
+            image : image + tile.images,
+            : stages * tile.stage_channels,
+            row * step_h - geometry.padding[0] : row * step_h - geometry.padding[0] + box_h,
+            start : start + box_w,
+        ]
+        inside = (n < geometry.batch) & (c < channels) & (h >= 0) & (h < height) & (w >= 0) & (w < width)
+        clipped = (n.clip(0, geometry.batch - 1), c.clip(0, channels - 1), h.clip(0, height - 1))
+        box = np.where(inside, grad_output[(*clipped, w.clip(0, width - 1))], 0)
+        sums = np.zeros(len(position))
+        for stage in range(stages):
+            stage_elements = box[:, stage * tile.stage_channels : (stage + 1) * tile.stage_channels].ravel()
+            sums += (
+                stage_elements[elements]
+                @ weight_of_k[stage * steps * 8 * word : (stage + 1) * steps * 8 * word]
+            )
+        exists = (image + at_image < geometry.batch) & (row + at_row < rows) & (col + at_col < cols)
+        stored = (image + at_image[exists], row + at_row[exists], col + at_col[exists])
+        assert np.isnan(grad_input[stored]).all(), "stored twice"
+        grad_input[stored] = sums[exists]
+
+    (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
+    (padding_h, padding_w), wanted = geometry.padding, np.zeros_like(grad_input)
+    padded = np.zeros((geometry.batch, channels, height + 200, width + 400))
+    padded[:, :, padding_h : padding_h + height, padding_w : padding_w + width] = grad_output
+    for kh, kw in np.ndindex(kernel_h, kernel_w):
+        shifted = padded[:, :, kh * dilation_h :: step_h, kw * dilation_w :: step_w][:, :, :rows, :cols]
+        wanted += np.einsum("nchw,c->nhw", shifted, weight[:, kh, kw])
+    return grad_input, wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
+    for _, posed, tile in cases(seed, 9):
+        found, wanted = emulated(posed, tile)
+        np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
+
+
+UNET1 = Geometry(4, 1024, 32, 32, 512, (2, 2), (2, 2))
+VOCODER = Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5))
+#: Layers with rows of 129 and 638 pixels, which are no multiples of 16 bytes; the second has few multiply-adds for each
+#: of them.
+STYLEGAN2 = Geometry(1, 4096, 64, 64, 2048, (3, 3), (2, 2), groups=8)
+KB81 = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "dtype", "entries"),
+    [
+        (UNET1, torch.float32, ["grad_input_im2col"]),
+        # A row of which no multiple of 32 columns is made, at a stride for which most tiles need that.
+        (VOCODER, torch.float32, ["grad_input_im2col"]),
+        (STYLEGAN2, torch.float32, ["pad_rows", "grad_input_im2col"]),
+        (STYLEGAN2, torch.float16, ["nchw_to_nhwc", "nchw_to_nhwc", "grad_input_implicit_gemm_tma"]),
+        (KB81, torch.float32, ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"]),
+        (
+            replace(UNET1, in_channels=16),
+            torch.float32,
+            ["forward_implicit_gemm_pack", "grad_input_implicit_gemm_mma"],
+        ),
+    ],
+    ids=str,
+)
+def test_the_planner_takes_the_family_where_it_is_faster(
+    geometry: Geometry, dtype: torch.dtype, entries: list[str]
+) -> None:
+    """In TF32, rows that TMA cannot read are padded first, if there are multiply-adds enough to pay for the copy."""
+    problem = plan.Problem(geometry, dtype, "tf32", False, False)
+    made = plan.plan_backward(problem, (True, False, False), H200)
+    assert [one.kernel.entry for one in made.launches][: len(entries)] == entries
+    ampere = plan.plan_backward(problem, (True, False, False), plan.Device("sm_80", 108, 163 << 10))
+    assert ampere.family != grad_input_im2col.FAMILY
+
+
+def test_padded_rows_follow_the_partial_sums_in_the_workspace() -> None:
+    posed = as_convolution(plan.Problem(replace(STYLEGAN2, groups=1), torch.float32, "tf32", False, False))
+    tile = next(tile for tile in grad_input_im2col_tile.tiles(posed, H200) if tile.splits == 2)
+    part = grad_input_im2col.part_with_tile(posed, tile)
+    pad, main, _ = part.launches
+    stored = main.tensor_maps[0].base.value
+    assert pad.arguments[1] == main.tensor_maps[0].base
+    assert stored >= 4 * tile.splits * math.prod(STYLEGAN2.input_shape)
+    assert stored + 4 * 2048 * 129 * 132 == part.workspace_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs sm_90a"
+)
+@pytest.mark.parametrize("seed", range(8))
+def test_every_kind_of_tile_matches_float64(seed: int) -> None:
+    torch.manual_seed(seed)
+    for problem, posed, tile in cases(100 + seed, 6):
+        part, tolerance = grad_input_im2col.part_with_tile(posed, tile), TOLERANCE[problem.dtype]
+        mask = (True, False, False)
+        assert_kernel_matches(part, problem.geometry, problem.dtype, (False, False), tolerance, mask)

@@ -1,0 +1,329 @@
+"""grad_input/implicit_gemm_tma: every kind of tile on random problems, and when the planner takes the family."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution
+from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import TmaTile
+from tconv_swap.runtime.program import Output, Part, Plan, input_, workspace
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+MODES = ((torch.float16, "ieee"), (torch.float32, "tf32"), (torch.bfloat16, "ieee"))
+TOLERANCE = {torch.float16: 1e-3, torch.float32: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random_geometry(rng: random.Random, item: int) -> Geometry:
+    """Returns a geometry with channels in 16-byte multiples and a stride above 1; often kernel = stride, and small
+    maps."""
+    unit = 16 // item
+    while True:
+        groups = rng.choice((1, 1, 1, 2, 3))
+        kernel = (rng.randint(1, 5), rng.randint(1, 5))
+        largest = rng.choice((8, 40))
+        size = (rng.randint(1, largest), rng.randint(1, largest))
+        channels = [groups * unit * rng.choice((1, 3, 8, 9, 16, 17, 33)) for _ in range(2)]
+        batch = rng.choice((1, 2, 5, 9))
+        if rng.random() < 0.3:
+            geometry = Geometry(batch, channels[0], *size, channels[1], kernel, kernel, groups=groups)
+        else:
+            stride = (rng.randint(1, 4), rng.randint(1, 4))
+            dilation = (rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2)))
+            padding = (rng.randint(0, 3), rng.randint(0, 3))
+            extra = [rng.randint(0, max(s, d) - 1) for s, d in zip(stride, dilation, strict=True)]
+            geometry = Geometry(
+                batch,
+                channels[0],
+                *size,
+                channels[1],
+                kernel,
+                stride,
+                padding,
+                (extra[0], extra[1]),
+                dilation,
+                groups,
+            )
+        whole = min(geometry.out_height, geometry.out_width) >= 1 and geometry.stride != (1, 1)
+        if whole and geometry.macs / groups < 2e9:
+            return geometry
+
+
+def cases(seed: int, count: int) -> Iterator[tuple[plan.Problem, StridedProblem, TmaTile]]:
+    """Yields problems that the kernel computes, each with one of its tiles; every kind of tile is as likely as
+    another."""
+    rng = random.Random(seed)
+    while count:
+        dtype, precision = MODES[count % len(MODES)]
+        problem = plan.Problem(random_geometry(rng, dtype.itemsize), dtype, precision, True, True)
+        posed = as_convolution(problem)
+        if rng.random() < 0.3:
+            posed = replace(posed, output_channels_last=False)
+        kinds: dict[tuple[object, ...], list[TmaTile]] = {}
+        if posed.step != (1, 1) and grad_input_tma.claims(posed, H200):
+            for tile in grad_input_tma_tile.tiles(posed, H200):
+                if not grad_input_tma_tile.legal(posed, tile):
+                    continue
+                kind = (
+                    tile.groups_along,
+                    tile.multiplies_along,
+                    tile.dense,
+                    tile.warpgroups,
+                    tile.consumers,
+                    tile.splits > 1,
+                )
+                kinds.setdefault(kind, []).append(tile)
+        if kinds:
+            count -= 1
+            tile = rng.choice(rng.choice(list(kinds.values())))
+            tile = replace(tile, phase_major=rng.random() < 0.5)
+            if tile.splits > 1:
+                splits = rng.choice((2, 3, 4))
+                tile = replace(tile, splits=splits if splits <= grad_input_tma_tile.chunks(posed) else 2)
+            if grad_input_tma_tile.may_have_phase_dimension(posed, tile) and rng.random() < 0.7:
+                tile = replace(tile, phase_dimension=True)
+            yield problem, posed, tile
+
+
+def emulated(posed: StridedProblem, part: Part, tile: TmaTile) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the gradient of one channel, computed with the offsets of grad_input/implicit_gemm_tma.cu, and by the
+    definition."""
+    rng = np.random.default_rng(0)
+    geometry, (step_h, step_w) = posed.geometry, posed.step
+    (kernel_h, kernel_w), (dilation_h, dilation_w) = geometry.kernel, geometry.dilation
+    padding_h, padding_w = geometry.padding
+    constants = {k: v for k, v in part.launches[0].kernel.constants if not isinstance(v, str)}
+    _, tiles_h, tiles_w = grad_input_tma_tile.tile_counts(posed, tile)
+    source, _ = part.launches[0].tensor_maps
+    (sizes_w, sizes_h, sizes_n), steps = source.sizes[-3:], source.steps[-3:]
+    box_w, box_h, box_n = (-(-n // step) for n, step in zip(source.box[-3:], steps, strict=True))
+    if tile.phase_dimension:
+        assert source.sizes[1] == step_w
+        assert source.strides[1] == step_w * source.strides[0]
+        sizes_w, steps = sizes_w * step_w, (step_w, *steps[1:])
+    grad_output = rng.standard_normal((geometry.batch, geometry.height, geometry.width))
+    images_of_the_map = grad_output.reshape(sizes_n, sizes_h, sizes_w)
+    weight = rng.standard_normal(geometry.kernel)
+
+    phases: dict[tuple[int, int], list[tuple[float, int]]] = {}
+    for kh in range(kernel_h):
+        for kw in range(kernel_w):
+            row, col = kh * dilation_h, kw * dilation_w
+            start = (row % step_h, col if tile.narrow else col % step_w)
+            pixel = row // step_h * box_w + (0 if tile.narrow else col // step_w)
+            phases.setdefault(start, []).append((weight[kh, kw], pixel))
+    assert len(phases) == grad_input_tma_tile.phase_count(posed, tile)
+
+    rows, cols = posed.positions
+    grad_input = np.full(geometry.batch * rows * cols, np.nan)
+    warpgroup_rows, warpgroup_images = (
+        tile.rows // tile.warpgroups_h,
+        tile.images * tile.warpgroups_h // tile.warpgroups,
+    )
+    m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]
+    pixels = m * constants["MULTIPLY_PIXELS"] + group * constants["GROUP_PIXELS"] + eight
+    in_tile = m * constants["MULTIPLY_POSITIONS"] + group * constants["GROUP_POSITIONS"] + eight
+    assert sorted(in_tile.ravel()) == list(range(tile.m_tiles * 64)), "a number for each position"
+    blocks = -(-geometry.out_channels_per_group // tile.channels) * geometry.groups * tile.splits
+    for index in range(grad_input_tma_tile.work_count(posed, tile) // blocks):
+        if tile.dense:
+            (row, skipped), col, image = divmod(index * tile.positions, cols), 0, 0
+        else:
+            lines, col = index // tiles_w, index % tiles_w * tile.cols
+            row = (lines if constants["FLAT"] else lines % tiles_h) * tile.rows
+            image, skipped = 0 if constants["FLAT"] else lines // tiles_h * tile.images, 0
+        sums = np.zeros((tile.warpgroups, tile.m_tiles * 64))
+        for (first_row, first_col), taps in phases.items():
+            begin = col * step_w - padding_w + first_col
+            if tile.phase_dimension:
+                whole = (begin + padding_w * step_w) // step_w - padding_w
+                assert 0 <= begin - whole * step_w < step_w, "a phase"
+            n, h, w = np.ogrid[:box_n, :box_h, :box_w]
+            n, h, w = (
+                n + image,
+                h * steps[1] + row * step_h - padding_h + first_row,
+                w * steps[0] + begin,
+            )
+            inside = (n < sizes_n) & (h >= 0) & (h < sizes_h) & (w >= 0) & (w < sizes_w)
+            stage = np.where(
+                inside,
+                images_of_the_map[n.clip(0, sizes_n - 1), h.clip(0, sizes_h - 1), w.clip(0, sizes_w - 1)],
+                0,
+            ).ravel()
+            assert stage.size * grad_input_tma_tile.ROW_BYTES <= constants["INPUT_BYTES"]
+            stage = np.concatenate([stage, np.full(4096, np.nan)])
+            for warpgroup in range(tile.warpgroups):
+                down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
+                first = (images * warpgroup_images * box_h + down * warpgroup_rows) * box_w
+                if tile.dense:
+                    first = warpgroup * tile.m_tiles * 64 + skipped
+                for value, pixel in taps:
+                    sums[warpgroup][in_tile.ravel()] += value * stage[first + pixel + pixels].ravel()
+        numbers = np.arange(tile.m_tiles * 64)
+        for warpgroup in range(tile.warpgroups):
+            down, images = warpgroup % tile.warpgroups_h, warpgroup // tile.warpgroups_h
+            if tile.dense:
+                position = index * tile.positions + warpgroup * len(numbers) + numbers
+                inside = position < grad_input.size
+            else:
+                line, at_col = numbers // tile.cols, col + numbers % tile.cols
+                at_row, at_image = (
+                    row + down * warpgroup_rows + line % warpgroup_rows,
+                    image + images * warpgroup_images + line // warpgroup_rows,
+                )
+                if constants["FLAT"]:
+                    at_image = np.where(line < warpgroup_rows, at_row // rows, geometry.batch)
+                    at_row = at_row % rows
+                position = (at_image * rows + at_row) * cols + at_col
+                inside = (at_row < rows) & (at_col < cols) & (at_image < geometry.batch)
+            assert np.isnan(grad_input[position[inside]]).all(), "stored twice"
+            grad_input[position[inside]] = sums[warpgroup][inside]
+
+    padded = np.zeros((geometry.batch, geometry.height + 200, geometry.width + 200))
+    padded[:, padding_h : padding_h + geometry.height, padding_w : padding_w + geometry.width] = grad_output
+    wanted = np.zeros((geometry.batch, rows, cols))
+    for kh in range(kernel_h):
+        for kw in range(kernel_w):
+            shifted = padded[:, kh * dilation_h :: step_h, kw * dilation_w :: step_w]
+            wanted += weight[kh, kw] * shifted[:, :rows, :cols]
+    return grad_input.reshape(wanted.shape), wanted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_position_is_stored_once_from_the_pixels_of_the_definition(seed: int) -> None:
+    for _, posed, tile in cases(seed, 10):
+        channels_last = replace(posed, output_channels_last=True)
+        part = grad_input_tma.part_with_tile(channels_last, tile)
+        found, wanted = emulated(channels_last, part, tile)
+        np.testing.assert_allclose(found, wanted, atol=1e-9, err_msg=f"{posed.geometry} {tile}")
+
+
+def test_the_family_comes_first_where_it_computes_the_problem() -> None:
+    geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+    problem = plan.Problem(geometry, torch.float16, "ieee", True, True)
+    parts = grad_input_implicit_gemm.part_candidates(problem, H200, 8)
+    assert [part.family for part in parts[:2]] == [grad_input_tma.FAMILY] * 2
+    assert parts[-1].family == grad_input_implicit_gemm.FAMILY
+    for other in (
+        replace(problem, channels_last=False, weight_channels_last=False),
+        replace(problem, geometry=replace(geometry, out_channels=63)),
+        replace(problem, dtype=torch.float32),
+    ):
+        families = {part.family for part in grad_input_implicit_gemm.part_candidates(other, H200, 8)}
+        assert grad_input_tma.FAMILY not in families
+
+
+#: A layer with 64 output channels whose kernel meets 9 of 25 pixels, and one row with a stride of 8, which limits a
+#: box to
+#: 32 columns.
+GAPS = Geometry(16, 32, 64, 128, 64, (3, 3), (5, 5), (1, 1), dilation=(2, 2))
+ONE_ROW = Geometry(4, 512, 1, 512, 256, (1, 16), (1, 8), (0, 4))
+
+
+@pytest.mark.parametrize(
+    ("geometry", "mode", "fetched", "phase_major"),
+    [
+        (GAPS, MODES[0], 128, False),  # no tap reads the pixel beside a pixel
+        (GAPS, MODES[1], 256, True),  # the other 128 bytes are the second chunk of the pixel
+        (
+            Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)),
+            MODES[0],
+            256,
+            False,
+        ),  # they are a pixel of the other phase
+        (Geometry(4, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1)), MODES[1], 128, False),
+        (Geometry(4, 128, 16, 16, 256, (2, 2), (2, 2)), MODES[0], 128, False),
+    ],
+    ids=str,
+)
+def test_the_l2_fetches_256_bytes_where_both_halves_are_read_soon(
+    geometry: Geometry, mode: tuple[torch.dtype, str], fetched: int, phase_major: bool
+) -> None:
+    posed = as_convolution(plan.Problem(geometry, *mode, True, True))
+    (part,) = grad_input_tma.part_candidates(posed, H200, 1)
+    assert part.launches[0].tensor_maps[0].fetched_bytes == fetched
+    assert dict(part.launches[0].kernel.constants)["PHASE_MAJOR"] == phase_major
+
+
+def test_a_box_of_too_many_columns_gets_a_dimension_for_their_phases() -> None:
+    for mode in MODES:
+        (best,) = grad_input_tma_choice.choose(as_convolution(plan.Problem(ONE_ROW, *mode, True, True)), H200)
+        assert best.phase_dimension
+        assert best.images <= ONE_ROW.batch
+        ragged = replace(ONE_ROW, output_padding=(0, 1))
+        posed = as_convolution(plan.Problem(ragged, *mode, True, True))
+        assert not any(tile.phase_dimension for tile in grad_input_tma_choice.choose(posed, H200, 1000))
+
+
+def test_two_consumers_get_no_tile_that_is_larger_than_the_map() -> None:
+    """Half of such a tile is empty, but the number of work tiles looks large enough for both consumers."""
+    geometry = Geometry(8, 256, 1, 1000, 128, (1, 8), (1, 4), (0, 2))
+    posed = as_convolution(plan.Problem(geometry, *MODES[1], True, True))
+    first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
+    assert first.consumers == 1 or first.rows == 1
+    assert any(tile.consumers > 1 and tile.rows > 1 for tile in others)
+
+
+def test_implicit_gemm_computes_layers_that_fill_half_of_a_chunk() -> None:
+    geometry = Geometry(8, 32, 128, 128, 32, (2, 2), (2, 2))
+    families = [
+        plan.plan_backward(plan.Problem(geometry, *mode, True, True), (True, False, False), H200).family
+        for mode in MODES
+    ]
+    assert families == [
+        grad_input_implicit_gemm.FAMILY,
+        grad_input_tma.FAMILY,
+        grad_input_implicit_gemm.FAMILY,
+    ]
+
+
+def test_a_block_has_192_channels_if_the_layer_has_192() -> None:
+    geometry = Geometry(16, 192, 56, 56, 96, (2, 2), (2, 2))
+    for mode in MODES:
+        (best,) = grad_input_tma_choice.choose(
+            as_convolution(plan.Problem(geometry, *mode, True, True)), H200
+        )
+        assert (best.positions, best.channels) == (128, 192)
+
+
+def test_operands_may_be_in_the_workspace() -> None:
+    geometry = Geometry(8, 128, 16, 16, 64, (4, 4), (2, 2), (1, 1))
+    posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+    tile = next(grad_input_tma_tile.tiles(posed, H200))
+    part = grad_input_tma.part_with_tile(posed, tile, 132, workspace(512), input_(2))
+    assert [one.base for one in part.launches[0].tensor_maps[:2]] == [workspace(512), input_(2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs sm_90a"
+)
+@pytest.mark.parametrize("seed", range(12))
+def test_every_kind_of_tile_matches_float64(seed: int) -> None:
+    torch.manual_seed(seed)
+    for problem, posed, tile in cases(100 + seed, 6):
+        made = grad_input_tma.part_with_tile(posed, tile)
+        channels_last = posed.output_channels_last
+        whole = Plan(
+            made.family,
+            made.why,
+            (Output(problem.geometry.input_shape, channels_last),),
+            made.launches,
+            made.workspace_bytes,
+        )
+        mask = (True, False, False)
+        assert_kernel_matches(
+            whole, problem.geometry, problem.dtype, (True, True), TOLERANCE[problem.dtype], mask
+        )

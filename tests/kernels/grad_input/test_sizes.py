@@ -1,0 +1,328 @@
+"""Kernels of grad_input whose sizes are arguments at run time: how many a layer has for all sizes, whether each
+computes the sizes that are given to it, and one kernel at several sizes."""
+
+from __future__ import annotations
+
+import math
+import random
+import re
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+from size_cases import AMPERE, H200, MODES, TOLERANCE, random_sizes
+
+from tconv_swap.cuda import call
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_input import im2col as grad_input_im2col
+from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
+from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
+from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
+from tconv_swap.kernels.grad_input import implicit_gemm_choice as grad_input_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_choice as grad_input_tma_choice
+from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
+from tconv_swap.kernels.grad_input import tma_gemm as grad_input_tma_gemm
+from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, as_convolution, of_any_size
+from tconv_swap.measurement.suite import Layer, load_suite
+from tconv_swap.runtime import jit
+from tconv_swap.runtime.program import Kernel, Part
+
+LAYERS = [
+    layer
+    for layer in load_suite().layers
+    if max(layer.geometry.stride) > 1 and layer.geometry.out_channels_per_group >= 8
+]
+#: The kernels that multiply, of the families that this file tests.
+ENTRIES = (
+    "grad_input_implicit_gemm_tma",
+    "grad_input_im2col",
+    "grad_input_implicit_gemm_wgmma",
+    "grad_input_implicit_gemm_mma",
+)
+SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SPLITS", "TILES_H", "TILES_W", "OUT_PIXELS"}
+
+
+def with_output_padding(rng: random.Random, layer: Geometry) -> Geometry:
+    """Returns the layer with a random size and a random output_padding, which calls may change as well."""
+    geometry = random_sizes(rng, layer)
+    largest = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
+    return replace(geometry, output_padding=(rng.randint(0, largest[0]), rng.randint(0, largest[1])))
+
+
+def computing(part: Part) -> Kernel:
+    """Returns the kernel of a part that multiplies."""
+    (found,) = (one.kernel for one in part.launches if one.kernel.entry in ENTRIES)
+    return found
+
+
+@pytest.mark.parametrize("device", [H200, AMPERE], ids=lambda device: device.architecture)
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
+def test_a_layer_has_at_most_four_kernels_of_a_family(layer: Layer, device: plan.Device) -> None:
+    rng = random.Random(layer.name)
+    for dtype, precision in MODES:
+        for channels_last in (False, True):
+            kernels: dict[str, set[Kernel]] = {}
+            for _ in range(200):
+                geometry = with_output_padding(rng, layer.geometry)
+                if rng.random() < 0.05:
+                    geometry = replace(geometry, height=1, width=1)
+                problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+                for part in parts_of(problem, 1, device):
+                    kernels.setdefault(part.family, set()).add(computing(part))
+            assert all(len(found) <= 4 for found in kernels.values()), kernels
+
+
+def test_no_size_is_compiled_in() -> None:
+    seen = set()
+    for layer in LAYERS:
+        for dtype, precision in MODES:
+            for channels_last in (False, True):
+                problem = plan.Problem(layer.geometry, dtype, precision, channels_last, channels_last)
+                for part in parts_of(problem, 8):
+                    for one in part.launches:
+                        assert not SIZES & dict(one.kernel.constants).keys()
+                    seen.add(computing(part).entry)
+    assert seen == set(ENTRIES)
+
+
+def parts_of(problem: plan.Problem, count: int, device: plan.Device = H200) -> Iterator[Part]:
+    """Yields the parts of each family that computes the problem."""
+    posed = as_convolution(problem)
+    if posed.step == (1, 1):
+        return
+    if grad_input_tma.claims(posed, device):
+        tiles = grad_input_tma_choice.choose(posed, device, count)
+        yield from (grad_input_tma.part_with_tile(posed, tile) for tile in tiles)
+    if grad_input_im2col.claims(posed, device):
+        # Tiles that are not expected to pay are included.
+        found = [
+            tile
+            for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), device)
+            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal)
+        ]
+        yield from (grad_input_im2col.part_with_tile(posed, tile) for tile in found[:count])
+    if grad_input_implicit_gemm.claims(posed, device):
+        yield from (
+            grad_input_implicit_gemm.part_with_tile(*tile)
+            for tile in grad_input_choice.choose(posed, device, count)
+        )
+
+
+def every_schedule(problem: plan.Problem) -> Iterator[Part]:
+    """Yields the parts of all schedules of the problem's layer, but those of maps of one pixel."""
+    posed = as_convolution(problem)
+    layer = of_any_size(posed)
+    if grad_input_tma.claims(posed, H200):
+        for tile in grad_input_tma_choice.schedules(layer, H200):
+            yield grad_input_tma.part_with_tile(posed, tile)
+    if grad_input_im2col.claims(posed, H200):
+        for tile, _ in grad_input_im2col_choice.schedules(layer, H200):
+            yield grad_input_im2col.part_with_tile(posed, tile)
+    if grad_input_implicit_gemm.claims(posed, H200):
+        for one in grad_input_choice.schedules(layer, H200):
+            yield grad_input_implicit_gemm.part_with_tile(one.problem, one.tile)
+
+
+def test_the_kernels_of_all_schedules_compile() -> None:
+    """The kernels of two layers, also those that no size of the suite uses."""
+    done: dict[str, int] = {}
+    for name, dtype, channels_last in (
+        ("unet4", torch.float16, True),
+        ("dcgan3", torch.float32, False),
+    ):
+        geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
+        problem = plan.Problem(geometry, dtype, "tf32", channels_last, channels_last)
+        for part in every_schedule(problem):
+            kernel = computing(part)
+            _, log = jit.compile_with_log(kernel, "sm_90a")
+            spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
+            assert spills
+            assert kernel.spills or not any(spills), f"{kernel} {log}"
+            done[kernel.entry] = done.get(kernel.entry, 0) + 1
+    assert min(done[entry] for entry in ENTRIES if entry != "grad_input_implicit_gemm_mma") >= 2, done
+
+
+def any_problem(rng: random.Random) -> StridedProblem:
+    """Returns a random size of a layer of the suite; small maps are as likely as others."""
+    layer = rng.choice(LAYERS).geometry
+    geometry = with_output_padding(rng, layer)
+    dtype, precision = rng.choice(MODES)
+    channels_last = rng.random() < 0.5
+    return as_convolution(plan.Problem(geometry, dtype, precision, channels_last, channels_last))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_assumptions_of_an_implicit_gemm_kernel_hold_for_its_sizes(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not grad_input_implicit_gemm.claims(posed, H200):
+            continue
+        (rows, cols), step, width = posed.positions, posed.step, posed.geometry.width
+        image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
+        (taken, tile), *_ = grad_input_choice.choose(posed, H200)
+        assert taken.geometry == posed.geometry
+        assert 1 <= tile.splits <= -(-posed.words // tile.chunk_words)
+        for one in grad_input_choice.schedules(of_any_size(posed), H200):
+            if not one.legal(posed):
+                continue
+            assert width % one.problem.row_multiple == 0
+            assert cols % one.problem.out_row_multiple == 0
+            if posed.flat:
+                assert cols * step[1] % one.problem.row_multiple == 0
+                assert not one.problem.even_columns or cols % 2 == 0
+            if one.tile.wgmma and one.tile.cols < 8:
+                assert cols <= one.tile.cols
+            images = 1 + -(-one.tile.cols // (rows * cols)) if posed.flat else one.tile.images
+            assert images * image < 1 << 31
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_boxes_of_a_size_have_the_bytes_that_its_kernel_expects(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not grad_input_tma.claims(posed, H200):
+            continue
+        for one in grad_input_tma_choice.schedules(of_any_size(posed), H200):
+            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_tma_tile.legal):
+                (main, *_) = grad_input_tma.part_with_tile(posed, tile).launches
+                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                assert max(source.box) <= 256
+                loaded = posed.item * math.prod(
+                    -(-size // step) for size, step in zip(source.box, source.steps, strict=True)
+                )
+                assert loaded == main.arguments[-1].value <= constants["INPUT_BYTES"]
+                assert tile.dense or loaded == constants["INPUT_BYTES"]
+                if tile.flat:
+                    assert posed.geometry.height == posed.positions[0] * posed.step[0]
+                if tile.phase_dimension:
+                    assert posed.geometry.width % posed.step[1] == 0
+                assert 1 <= tile.splits <= grad_input_tma_tile.chunks(posed)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_boxes_begin_at_addresses_that_tma_can_read(seed: int) -> None:
+    rng = random.Random(seed)
+    for posed in (any_problem(rng) for _ in range(10)):
+        if not grad_input_im2col.claims(posed, H200):
+            continue
+        for one, _ in grad_input_im2col_choice.schedules(of_any_size(posed), H200):
+            for tile in grad_input_tma_gemm.for_size(one, posed, grad_input_im2col_tile.legal):
+                launches = grad_input_im2col.part_with_tile(posed, tile).launches
+                main = next(one for one in launches if one.kernel.entry == "grad_input_im2col")
+                constants, source = dict(main.kernel.constants), main.tensor_maps[0]
+                assert max(source.box) <= 256
+                assert all(stride % 16 == 0 for stride in source.strides)
+                assert posed.geometry.width % constants["COLUMN_BLOCK"] == 0
+                tiles = grad_input_im2col_tile.tile_counts(posed, tile)[2]
+                align = max(constants["COLUMN_BLOCK"], 16 // posed.item)
+                first = posed.geometry.padding[1] + constants["ALIGNMENT_COLUMNS"]
+                starts = (at * tile.cols * posed.step[1] - first for at in range(tiles))
+                assert all(start % align == 0 for start in starts)
+
+
+def test_small_maps_have_a_tile_in_nchw() -> None:
+    (layer,) = (layer for layer in LAYERS if layer.name == "dcgan2")  # 4 x 4
+    problem = plan.Problem(layer.geometry, torch.float32, "tf32", False, False)
+    part = grad_input_implicit_gemm.plan_grad_input(problem, H200)
+    assert part is not None
+    assert part.family == grad_input_im2col.FAMILY
+
+
+@pytest.mark.parametrize(("kernel", "stride", "multiple"), [(5, 5, 2), (4, 2, 4), (3, 2, 4)])
+def test_aligned_rows_are_multiples_of_a_power_of_two(kernel: int, stride: int, multiple: int) -> None:
+    # 638 columns, 128, and 127, to which an output_padding of 1 is added.
+    extra = stride - kernel + 2 if stride == 2 else 0
+    geometry = Geometry(1, 32, 128, 128, 32, (kernel,) * 2, (stride,) * 2, (1, 1), (extra, extra))
+    posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", False, False))
+    assert posed.aligned_columns == multiple
+    assert posed.can_be_aligned
+    assert replace(posed, aligned=True).row_multiple == multiple
+
+
+def test_sizes_are_near_the_best_of_all_tiles() -> None:
+    """The expected time with four tiles for all sizes is close to that with the best tile for each size."""
+    rng = random.Random(0)
+    ratios = []
+    for layer in LAYERS:
+        for _ in range(6):
+            geometry = random_sizes(rng, layer.geometry, 128)
+            posed = as_convolution(plan.Problem(geometry, torch.float16, "ieee", True, True))
+            if posed.step == (1, 1) or not grad_input_tma.claims(posed, H200):
+                continue
+            first, *others = grad_input_tma_choice.choose(posed, H200, 1000)
+            best = min(grad_input_tma_choice.expected(posed, tile, H200) for tile in (first, *others))
+            ratios.append(grad_input_tma_choice.expected(posed, first, H200) / best)
+    assert len(ratios) > 50
+    assert statistics.median(ratios) == 1
+    assert statistics.fmean(ratios) < 1.2
+
+
+# ---- on a GPU ------------------------------------------------------------------------------------------------
+
+
+def small_layer(rng: random.Random) -> Geometry:
+    groups, kernel = rng.choice((1, 1, 1, 2)), rng.choice((2, 2, 3, 4))
+    stride = rng.choice((2, 2, 3, kernel))
+    plain = kernel == stride
+    return Geometry(
+        1,
+        groups * rng.choice((32, 64, 72, 256)),
+        1,
+        1,
+        groups * rng.choice((32, 40, 64, 128)),
+        (kernel, kernel),
+        (stride, stride),
+        (0, 0) if plain and rng.random() < 0.8 else (rng.randint(0, 1),) * 2,
+        groups=groups,
+        dilation=(1, 1) if rng.random() < 0.8 else (2, 2),
+    )
+
+
+def sizes_of_one_kernel(rng: random.Random) -> list[tuple[plan.Problem, Part]]:
+    """Returns three sizes of a small layer that one kernel computes, with their parts."""
+    while True:
+        layer = small_layer(rng)
+        dtype = rng.choice((torch.float16, torch.bfloat16, torch.float32, torch.float32))
+        precision = "ieee" if dtype != torch.float32 else rng.choice(("tf32", "ieee"))
+        channels_last = rng.random() < 0.5
+        by_kernel: dict[Kernel, list[tuple[plan.Problem, Part]]] = {}
+        for _ in range(40):
+            largest = rng.choice((9, 60))
+            geometry = replace(random_sizes(rng, layer, largest), batch=rng.randint(1, 5))
+            geometry = replace(geometry, output_padding=(rng.randint(0, 1), rng.randint(0, 1)))
+            problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+            for part in parts_of(problem, rng.choice((1, 4))):
+                by_kernel.setdefault(computing(part), []).append((problem, part))
+        several: dict[str, list[list[tuple[plan.Problem, Part]]]] = {}
+        for kernel, found in by_kernel.items():
+            if len(found) >= 3:
+                several.setdefault(kernel.entry, []).append(found[:3])
+        if several:
+            return rng.choice(several[rng.choice(list(several))])
+
+
+def test_one_kernel_computes_several_sizes() -> None:
+    seen = set()
+    for seed in range(12):
+        found = sizes_of_one_kernel(random.Random(seed))
+        assert len({problem.geometry for problem, _ in found}) > 1
+        seen.add(computing(found[0][1]).entry)
+    assert seen == set(ENTRIES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(60))
+def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
+    """Each size after another one: poisoned outputs, the same bits again, and float64 as the truth."""
+    torch.manual_seed(seed)
+    if call.device_facts(0).architecture != "sm_90a":
+        pytest.skip("needs sm_90a, for which the tiles are chosen")
+    found = sizes_of_one_kernel(random.Random(seed))
+    for problem, part in (*found, found[0]):
+        layouts, mask = (problem.channels_last, problem.weight_channels_last), (True, False, False)
+        assert_kernel_matches(part, problem.geometry, problem.dtype, layouts, TOLERANCE[problem.dtype], mask)

@@ -1,0 +1,152 @@
+"""The gradient of the weight at stride 1 (csrc/kernels/grad_weight/stride1.cu): which layers it computes, the limits of
+its tiles, and random tiles on random geometries."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from harness import assert_kernel_matches
+
+from tconv_swap.cuda import call
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.grad_weight import stride1
+from tconv_swap.kernels.grad_weight import stride1_tile as tiles
+from tconv_swap.kernels.grad_weight.pixel_rows_tile import PARTIAL_LIMIT_BYTES, weight_bytes
+from tconv_swap.runtime.program import Part
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+SQUARE = Geometry(8, 64, 1024, 1024, 64, (3, 3))
+WIDE = Geometry(64, 64, 128, 256, 128, (3, 5))
+FEW = Geometry(8, 32, 512, 1024, 32, (3, 7), padding=(1, 3))
+ODD = Geometry(3, 40, 33, 24, 48, (2, 6))
+GROUPED = Geometry(1, 128, 20, 64, 64, (3, 3), groups=2)
+LAYERS = (SQUARE, WIDE, FEW, ODD, GROUPED)
+MODES = (torch.float32, torch.float16, torch.bfloat16)
+#: Relative L2 errors against float64, as in tests/cuda/test_cuda_op.py.
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 5e-3}
+
+
+def problem(
+    geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False
+) -> plan.Problem:
+    precision = "tf32" if dtype == torch.float32 else "ieee"
+    return plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+
+
+POSED = [problem(g, dtype) for g in LAYERS for dtype in MODES[:2]] + [
+    problem(g, channels_last=True) for g in LAYERS
+]
+
+
+@pytest.mark.parametrize("posed", POSED, ids=str)
+def test_tiles_keep_the_limits_of_memory_sums_and_tensor_maps(posed: plan.Problem) -> None:
+    assert stride1.claims(posed, H200)
+    g, item = posed.geometry, posed.dtype.itemsize
+    found = [tiles.with_splits(posed, tile, H200) for tile in tiles.candidates(posed, H200)]
+    assert found
+    for tile in found:
+        assert tiles.shared_bytes(posed, tile) <= H200.shared_memory_per_block
+        assert tile.splits == 1 or tile.splits * weight_bytes(g) <= PARTIAL_LIMIT_BYTES
+        assert tile.segment * tile.flush * tile.cols * item <= max(
+            tiles.MAX_BYTES_PER_SUM, tile.segment * tile.cols * item
+        )
+        assert tile.segment * tile.cols * item <= tiles.MAX_BYTES_PER_SUM
+        for one in stride1.plan_with_tile(posed, tile).launches[0].tensor_maps:
+            assert all(stride % 16 == 0 for stride in one.strides)
+            assert all(1 <= size <= 256 for size in one.box)
+            assert one.box[0] * item % 16 == 0
+
+
+def test_large_layers_of_stride_1_are_planned_by_stride1() -> None:
+    def family(posed: plan.Problem, with_bias: bool = False) -> str:
+        return plan.plan_backward(posed, (False, True, with_bias), H200).family
+
+    for geometry in (SQUARE, WIDE, FEW):
+        for posed in (
+            problem(geometry),
+            problem(geometry, torch.float16),
+            problem(geometry, channels_last=True),
+        ):
+            assert family(posed) == "stride1"
+            # The bias would need a pass of its own.
+            assert family(posed, with_bias=True) != "stride1"
+        assert family(problem(geometry, torch.float16, channels_last=True)) != "stride1"
+        assert family(replace(problem(geometry), precision="ieee")) != "stride1"
+    # In 16 bits not where its best tile holds only half of the input channels.
+    assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)))) == "stride1"
+    assert family(problem(replace(SQUARE, height=512, width=512, kernel=(3, 7)), torch.float16)) != "stride1"
+    assert family(problem(replace(SQUARE, height=16, width=16))) != "stride1"
+    # Few output channels, and far less work than theirs.
+    small = Geometry(1, 256, 264, 200, 17, (3, 3), padding=(1, 1))
+    assert family(problem(small)) == "stride1"
+    assert family(problem(replace(small, out_channels=15))) != "stride1"
+
+
+def test_only_aligned_layers_of_stride_1_are_claimed() -> None:
+    def claims(geometry: Geometry, dtype: torch.dtype = torch.float32, channels_last: bool = False) -> bool:
+        return stride1.claims(problem(geometry, dtype, channels_last), H200)
+
+    assert not stride1.claims(problem(SQUARE), replace(H200, architecture="sm_100"))
+    assert not claims(replace(SQUARE, stride=(2, 2)))
+    assert not claims(replace(SQUARE, dilation=(2, 1)))
+    # Rows of the input that are no multiples of 16 bytes.
+    assert not claims(replace(SQUARE, width=1022))
+    assert claims(replace(SQUARE, width=1020))
+    assert not claims(replace(SQUARE, width=1020), torch.float16)
+    assert claims(replace(SQUARE, width=1022), channels_last=True)
+    # Rows of grad_output that are none, and a tap beside them.
+    assert not claims(replace(SQUARE, kernel=(3, 4), padding=(0, 1)))
+    # Every other channel of grad_output lies at a multiple of 16 bytes, and a group has an odd number of them.
+    assert claims(replace(SQUARE, height=1023, out_channels=66))
+    assert not claims(replace(SQUARE, height=1023, out_channels=65))
+
+
+def random_geometry(rng: random.Random, channels_last: bool) -> Geometry:
+    while True:
+        groups = rng.choice((1, 1, 2))
+        kernel = (rng.randint(1, 5), rng.randint(1, 8))
+        geometry = Geometry(
+            rng.randint(1, 3),
+            groups * rng.choice((32, 36, 64, 96, 160)),
+            rng.randint(1, 40),
+            rng.randint(1, 140) if channels_last else 8 * rng.randint(1, 18),
+            groups * rng.choice((4, 16, 24, 64, 128)),
+            kernel,
+            padding=(rng.randint(0, kernel[0]), rng.choice((0, rng.randint(0, kernel[1])))),
+            groups=groups,
+        )
+        if geometry.out_height > 0 and geometry.out_width > 0:
+            return geometry
+
+
+def random_part(rng: random.Random, device: plan.Device) -> tuple[plan.Problem, Part]:
+    """Returns a problem that the kernel claims, and a random tile of it."""
+    while True:
+        channels_last = rng.random() < 0.4
+        posed = problem(random_geometry(rng, channels_last), rng.choice(MODES), channels_last)
+        posed = replace(posed, weight_channels_last=rng.random() < 0.5)
+        small = replace(device, multiprocessors=rng.choice((1, 4, device.multiprocessors)))
+        found = list(tiles.candidates(posed, small)) if stride1.claims(posed, device) else []
+        if found:
+            tile = tiles.with_splits(posed, rng.choice(found), small)
+            tile = replace(tile, stages=rng.randint(tile.tap_rows + 1, tile.stages))
+            return posed, stride1.plan_with_tile(posed, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(16))
+def test_random_tiles_match_float64_on_random_geometries(seed: int) -> None:
+    """Whatever the kernel claims, with a random tile: poisoned outputs, the same bits twice."""
+    facts = call.device_facts(0)
+    if facts.architecture != "sm_90a":
+        pytest.skip("needs a GPU with wgmma")
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    posed, part = random_part(rng, facts)
+    layouts = (posed.channels_last, posed.weight_channels_last)
+    tolerance, mask = TOLERANCES[posed.dtype], (False, True, False)
+    assert_kernel_matches(part, posed.geometry, posed.dtype, layouts, tolerance, mask)

@@ -1,0 +1,77 @@
+"""The workspace of every family on layers whose tensors take gigabytes: it does not grow with them. No GPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
+from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+AMPERE = plan.Device("sm_80", 108, 163 << 10)
+MODES = (
+    (torch.float64, "ieee"),
+    (torch.float16, "ieee"),
+    (torch.float32, "tf32"),
+    (torch.float32, "ieee"),
+)
+#: A decoder with eight times the taps, one tap for each pixel, odd rows, few channels, a weight of which few copies
+#: fit.
+DECODER = Geometry(16, 256, 256, 256, 128, (8, 8), (4, 4), (2, 2))
+ODD = Geometry(16, 257, 255, 253, 131, (3, 3), (2, 2))
+MANY_WEIGHTS = Geometry(64, 2048, 64, 64, 1024, (4, 4), (2, 2), (1, 1))
+LARGE = {
+    "decoder": DECODER,
+    "unet": Geometry(32, 320, 256, 256, 320, (2, 2), (2, 2)),
+    "stride 1": Geometry(8, 256, 512, 512, 128, (3, 3), (1, 1), (1, 1)),
+    "odd": ODD,
+    "rgb": Geometry(64, 64, 512, 512, 3, (4, 4), (2, 2), (1, 1)),
+    "depthwise": Geometry(16, 64, 512, 512, 64, (16, 16), (8, 8), (4, 4), groups=64),
+    "cells": Geometry(16, 128, 128, 128, 64, (16, 16), (16, 16)),
+    "many weights": MANY_WEIGHTS,
+}
+
+
+def limit(geometry: Geometry) -> int:
+    """Returns the bound: copies, partial sums, and one copy of the weight in float32 or in two parts."""
+    return MAX_COPY_BYTES + WORKSPACE_LIMIT_BYTES + 8 * math.prod(geometry.weight_shape)
+
+
+@pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
+@pytest.mark.parametrize("geometry", LARGE.values(), ids=LARGE.keys())
+def test_no_plan_takes_more_than_the_limit(geometry: Geometry, channels_last: bool) -> None:
+    for dtype, precision in MODES:
+        problem = plan.Problem(geometry, dtype, precision, channels_last, channels_last)
+        for device in (H200, AMPERE):
+            for made in (
+                plan.plan_forward(problem, True, device),
+                plan.plan_backward(problem, (True, True, True), device),
+            ):
+                assert made.workspace_bytes <= limit(geometry), (made.family, made.why, dtype, precision)
+
+
+@pytest.mark.parametrize("geometry", [DECODER, ODD, MANY_WEIGHTS], ids=str)
+def test_nor_does_what_tuning_would_measure(geometry: Geometry) -> None:
+    for channels_last in (False, True):
+        problem = plan.Problem(geometry, torch.float32, "tf32", channels_last, channels_last)
+        for family in (grad_weight_pixel_rows, grad_weight_im2col_nchw):
+            for made in family.part_candidates(problem, H200, False, 64):
+                assert made.workspace_bytes <= limit(geometry), (made.family, made.why)
+
+
+def test_pixels_along_k_still_take_what_fits() -> None:
+    large = plan.Problem(DECODER, torch.float32, "tf32", False, False)
+    assert not grad_weight_pixel_rows.part_candidates(large, H200, False, 64)
+    assert grad_weight_pixel_rows.claims(
+        plan.Problem(
+            Geometry(1, 256, 64, 64, 128, (8, 8), (4, 4), (2, 2)), torch.float32, "tf32", False, False
+        ),
+        H200,
+    )

@@ -1,0 +1,52 @@
+"""Layers, devices and random sizes for tests of kernels that take their sizes at the launch, and the division of
+csrc/kernels/common/sizes.cuh."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from tconv_swap.geometry import Geometry
+from tconv_swap.kernels import plan
+from tconv_swap.kernels.common import sizes
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.measurement.suite import load_suite
+
+H200 = plan.Device("sm_90a", 132, 227 << 10)
+AMPERE = plan.Device("sm_80", 108, 163 << 10)
+#: dtype and precision.
+MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
+#: The layers of the suite that have channels enough for tensor cores.
+LAYERS = [layer for layer in load_suite().layers if layer.geometry.out_channels_per_group >= 8]
+#: Relative L2 errors against float64.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+def random_sizes(rng: random.Random, layer: Geometry, limit: int = 200) -> Geometry:
+    """Returns the layer with a random batch, height and width, small and large; with one row if it has one dimension.
+
+    Args:
+        limit: of height and width.
+    """
+    while True:
+        height, width = (
+            rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, limit))) for _ in "hw"
+        )
+        one_row = layer.height == layer.kernel[0] == 1
+        found = replace(
+            layer,
+            batch=rng.choice((1, 2, 8, rng.randint(1, 256))),
+            height=1 if one_row else height,
+            width=width,
+        )
+        image = found.in_channels * found.height * found.width
+        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MAX_COPY_BYTES:
+            return found
+
+
+def quotient(words: sizes.Words, n: int) -> int:
+    """Returns what ``Divisor::quotient`` of common/sizes.cuh computes in 32 bits."""
+    _, magic, shift = words
+    return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
