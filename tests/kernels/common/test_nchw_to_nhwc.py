@@ -160,21 +160,21 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
     [
         (Geometry(6, 96, 99, 192, 48, (3, 3), (2, 2), (1, 1), (1, 1)), True),
         (Geometry(8, 96, 64, 64, 40, (4, 4), (2, 2), (1, 1)), False),  # too few channels
-        (Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2)), False),  # too few products for what is arranged
+        (Geometry(64, 256, 64, 64, 64, (2, 2), (2, 2)), False),  # too few products for each converted element
         (Geometry(2, 64, 32, 32, 64, (16, 16), (8, 8), (4, 4)), False),  # kernels of many taps
     ],
     ids=str,
 )
-def test_which_gradients_of_the_weight_go_that_way_alone(geometry: Geometry, arranged: bool) -> None:
+def test_which_gradients_of_the_weight_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
     made = plan.plan_backward(problem(geometry), (False, True, False), H200)
-    assert ("nchw_to_nhwc" in made.family) == arranged
+    assert ("nchw_to_nhwc" in made.family) == converted
     # Of fewer channels than 128 the gradient of the input is computed from what lies there.
     both = plan.plan_backward(problem(geometry), (True, True, False), H200)
     assert all(one.kernel.entry != "grad_input_implicit_gemm_tma" for one in both.launches)
 
 
 @pytest.mark.parametrize(
-    ("geometry", "arranged"),
+    ("geometry", "converted"),
     [
         (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
         (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for each converted element
