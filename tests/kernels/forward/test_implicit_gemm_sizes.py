@@ -1,5 +1,5 @@
-"""Kernels of the halo tile, which are told sizes at their launch: what they compute with the sizes, and one kernel at
-several of them. test_sizes.py counts those of the whole stage."""
+"""Kernels of the forward implicit GEMM, which get sizes as an argument of their launch: what they compute with the
+sizes, and one kernel at several sizes. test_sizes.py counts the kernels of the whole stage."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tconv_swap.runtime.program import Kernel, Plan, input_, output
 
 
 def computing(made: Plan) -> Kernel:
-    """The kernel that multiplies."""
+    """Returns the kernel that multiplies."""
     (found,) = (
         one.kernel
         for one in made.launches
@@ -48,7 +48,8 @@ def test_no_size_is_compiled_in() -> None:
 
 
 def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
-    """A sample of the kernels that no size of the suite has: of every class of three layers, of one on each commit."""
+    """Compiles kernels that no size of the suite uses: those of every class of three layers, of one layer on each
+    commit."""
     done = 0
     names = ("cyclegan2", "simplebaseline", "maskrcnn")
     for name in names if request.config.getoption("all_architectures") else names[:1]:
@@ -85,44 +86,46 @@ def test_division_by_numbers_known_at_the_launch() -> None:
                 assert quotient(words, n) == n // value, (n, value)
 
 
-class Told:
-    """``Sizes`` of common/sizes.cuh, by name."""
+class SizesStruct:
+    """The fields of ``Sizes`` in common/sizes.cuh."""
 
-    def __init__(self, words: sizes.Words) -> None:
-        self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
-        self.positions_h, self.positions_w, self.tiles = words[5:8]
-        rest = words[8:]
+    def __init__(self, values: sizes.Words) -> None:
+        self.batch, self.height, self.width, self.out_height, self.out_width = values[:5]
+        self.positions_h, self.positions_w, self.tiles = values[5:8]
+        rest = values[8:]
         assert len(rest) == 15
         parts = [rest[i : i + 3] for i in range(0, 15, 3)]
         self.image_tiles, self.row_tiles, self.image_positions, self.row_positions, self.splits = parts
 
 
-def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator[tuple[int, int, int]]:
-    """Image, row and column of the cells that a tile has, as tile_origin and position_at of common/tile_shape.cuh find
-    them."""
+def positions_of(
+    words: SizesStruct, posed: TileProblem, tile: Tile, index: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields image, row and column of the positions of a tile, as tile_origin and position_at of common/tile_shape.cuh
+    compute them."""
     if posed.flat:
         for w in range(tile.cols):
-            cell = index * tile.cols + w
-            image = quotient(told.image_positions, cell)
-            pixel = cell - image * told.image_positions[0]
-            row = quotient(told.row_positions, pixel)
-            if image < told.batch:
-                yield image, row, pixel - row * told.row_positions[0]
+            position = index * tile.cols + w
+            image = quotient(words.image_positions, position)
+            pixel = position - image * words.image_positions[0]
+            row = quotient(words.row_positions, pixel)
+            if image < words.batch:
+                yield image, row, pixel - row * words.row_positions[0]
         return
-    images = quotient(told.image_tiles, index)
-    in_image = index - images * told.image_tiles[0]
-    down = quotient(told.row_tiles, in_image)
-    across = in_image - down * told.row_tiles[0]
+    images = quotient(words.image_tiles, index)
+    in_image = index - images * words.image_tiles[0]
+    down = quotient(words.row_tiles, in_image)
+    across = in_image - down * words.row_tiles[0]
     for n in range(tile.images):
         for h in range(tile.rows):
             for w in range(tile.cols):
-                position_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
+                position = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
                 if (
-                    position_at[0] < told.batch
-                    and position_at[1] < told.positions_h
-                    and position_at[2] < told.positions_w
+                    position[0] < words.batch
+                    and position[1] < words.positions_h
+                    and position[2] < words.positions_w
                 ):
-                    yield position_at
+                    yield position
 
 
 def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
@@ -139,28 +142,28 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_output_is_in_one_tile(seed: int) -> None:
-    """Each pixel of the output is of one cell of one tile: no more, no fewer, whatever the size."""
+    """Every position of the output belongs to exactly one tile, whatever the size."""
     posed, tile = chosen(random.Random(seed))
     geometry = posed.geometry
-    told = Told(sizes.tile_sizes(posed, tile))
-    assert (told.batch, told.height, told.width) == (geometry.batch, geometry.height, geometry.width)
-    assert (told.out_height, told.out_width) == (geometry.out_height, geometry.out_width)
-    of_a_tile = block_count(posed, replace(tile, splits=1)) // told.tiles
-    assert of_a_tile * told.tiles == block_count(posed, replace(tile, splits=1))
-    found = [cell for index in range(told.tiles) for cell in cells_of(told, posed, tile, index)]
-    assert len(found) == len(set(found)) == geometry.batch * told.positions_h * told.positions_w
+    words = SizesStruct(sizes.tile_sizes(posed, tile))
+    assert (words.batch, words.height, words.width) == (geometry.batch, geometry.height, geometry.width)
+    assert (words.out_height, words.out_width) == (geometry.out_height, geometry.out_width)
+    of_a_tile = block_count(posed, replace(tile, splits=1)) // words.tiles
+    assert of_a_tile * words.tiles == block_count(posed, replace(tile, splits=1))
+    found = [position for index in range(words.tiles) for position in positions_of(words, posed, tile, index)]
+    assert len(found) == len(set(found)) == geometry.batch * words.positions_h * words.positions_w
     rows = posed.stack if posed.stack > 1 else geometry.stride[0]
-    assert (told.positions_h - 1) * rows < geometry.out_height <= told.positions_h * rows
+    assert (words.positions_h - 1) * rows < geometry.out_height <= words.positions_h * rows
     assert (
-        (told.positions_w - 1) * geometry.stride[1]
+        (words.positions_w - 1) * geometry.stride[1]
         < geometry.out_width
-        <= told.positions_w * geometry.stride[1]
+        <= words.positions_w * geometry.stride[1]
     )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
-    """What a kernel takes for granted holds of the size: multiples of rows, maps as narrow as the tile, splits."""
+    """A size has what its kernel relies on: multiples of rows, maps as narrow as the tile, splits."""
     rng = random.Random(1000 + seed)
     posed, tile = chosen(rng, 200, 32)
     geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
@@ -226,7 +229,7 @@ def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> N
 
 
 def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, list[tuple[TileProblem, Tile]]]:
-    """Three sizes of a small layer that one kernel computes."""
+    """Returns three sizes of a small layer that one kernel computes."""
     while True:
         groups, kernel = rng.choice((1, 1, 2)), rng.choice((2, 2, 3, 4))
         stride = rng.choice((1, 2, 2, kernel))
@@ -267,7 +270,7 @@ def test_one_kernel_has_several_sizes() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
 def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    """One kernel computes several sizes one after another, in poisoned memory, right and with the same bits twice."""
     torch.manual_seed(seed)
     if call.device_facts(0).architecture != "sm_90a":
         pytest.skip("the tiles are chosen for sm_90a")

@@ -40,10 +40,10 @@ AUXILIARY = (
     "nchw_to_nhwc",
     "forward_implicit_gemm_split_k",
 )
-#: Which is told the layer, too: one for each dtype, whatever layers there are.
+#: The layer is an argument of this kernel, too: there is one for each dtype, whatever the layers are.
 OF_NO_LAYER = "forward_tiny"
 #: Of an image, in float32.
-MOST_IMAGE_BYTES = 256 << 20
+MAX_IMAGE_BYTES = 256 << 20
 #: Constants that follow from the sizes of images.
 SIZE_NAMES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SEGMENT", "SPLITS", "COLUMNS"}
 TOLERANCE = {
@@ -55,8 +55,9 @@ TOLERANCE = {
 
 
 def sizes_of(layer: Geometry) -> Iterator[Geometry]:
-    """200 of them or so: random ones, maps of one pixel, and images so large that strips compute them. Inputs of at
-    most 1 GiB of float32, of larger ones no copy is made; images so small that offsets in them are of 32 bits."""
+    """200 of them or so: random ones, maps of one pixel, and images so large that forward/stride1.cu computes
+    them. Inputs of at most 1 GiB of float32, of larger ones no copy is made; images so small that offsets in them
+    are of 32 bits."""
     rng = random.Random(str(layer))
     for batch in (1, 7, 64, 200, 256, 300):
         yield replace(layer, batch=batch, height=1, width=1)
@@ -64,14 +65,14 @@ def sizes_of(layer: Geometry) -> Iterator[Geometry]:
         for batch, height, width in ((8, 512, 1024), (16, 512, 512), (2, 1024, 1024), (5, 700, 1000)):
             found = replace(layer, batch=batch, height=height, width=width)
             images = [4 * math.prod(shape[1:]) for shape in (found.input_shape, found.output_shape)]
-            if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MOST_IMAGE_BYTES:
+            if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MAX_IMAGE_BYTES:
                 yield found
     for _ in range(190):
         yield random_sizes(rng, layer)
 
 
 def computing(made: Plan) -> Kernel:
-    """The kernel that computes the output."""
+    """Returns the kernel that computes the output."""
     (found,) = (one.kernel for one in made.launches if one.kernel.entry not in AUXILIARY)
     return found
 
@@ -166,7 +167,7 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_last: bool) -> None:
+def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(seed, channels_last):
         for made, tile in zip(
             forward_narrow_ffma.plan_candidates(problem, False, H200, 1),
@@ -181,7 +182,9 @@ def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_las
             constants = dict(made.launches[0].kernel.constants)
             rows = int(constants["LANES_H"]) * int(constants["THREAD_ROWS"])
             columns = int(constants["LANES_W"]) * int(constants["THREAD_COLUMNS"])
-            cells = [-(-out // s) for out, s in zip(geometry.output_shape[2:], geometry.stride, strict=True)]
+            positions = [
+                -(-out // s) for out, s in zip(geometry.output_shape[2:], geometry.stride, strict=True)
+            ]
             others = made.launches[0].grid // (across[0] * walks[0])
             assert others * across[0] * walks[0] == made.launches[0].grid
             seen = set()
@@ -192,17 +195,17 @@ def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_las
                 for one in range(first, min(first + repeat, all_tiles)):
                     images = quotient(down, one)
                     at = (images, (one - images * down[0]) * rows, column)
-                    assert at[1] < cells[0]
-                    assert at[2] < cells[1]
+                    assert at[1] < positions[0]
+                    assert at[2] < positions[1]
                     assert at not in seen
                     seen.add(at)
             images = -(-geometry.batch // int(constants["BLOCK_IMAGES"]))
-            assert len(seen) == images * -(-cells[0] // rows) * -(-cells[1] // columns)
+            assert len(seen) == images * -(-positions[0] // rows) * -(-positions[1] // columns)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("seed", range(20))
-def test_tiles_of_cells_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
+def test_tiles_of_narrow_mma_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(100 + seed, channels_last):
         for tile in forward_narrow_mma_choice.choose(problem, H200, 4, 1):
             assert channels_last or geometry.width % tile.row_multiple == 0
@@ -211,39 +214,39 @@ def test_tiles_of_cells_fit_the_rows_of_their_size(seed: int, channels_last: boo
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_strips_of_a_fold_are_the_images(seed: int) -> None:
-    """Every row of cells is in one strip, and every group of outputs in one tile of columns, of any size."""
+def test_tiles_of_col2im_cover_the_images_once(seed: int) -> None:
+    """Every row of positions is in one row tile, and every group of outputs in one column tile, for any size."""
     rng = random.Random(seed)
     channels_last = rng.random() < 0.5
-    problem = fold_problem(rng, channels_last)
+    problem = col2im_problem(rng, channels_last)
     geometry = problem.geometry
     (made,) = forward_col2im.plan_candidates(problem, False, H200, 1)
     constants, (words,) = dict(made.launches[0].kernel.constants), made.launches[0].structs
-    height, out_height, out_width, tiles, cell_rows, groups, whole = words[:7]
-    column_tiles, strips = words[7:10], words[10:13]
+    height, out_height, out_width, tiles, position_rows, groups, whole = words[:7]
+    column_tiles, row_tiles = words[7:10], words[10:13]
     assert (height, out_height, out_width) == (geometry.height, geometry.out_height, geometry.out_width)
-    assert tiles == geometry.batch * column_tiles[0] * strips[0]
-    assert groups <= int(constants["MOST_GROUPS"])
+    assert tiles == geometry.batch * column_tiles[0] * row_tiles[0]
+    assert groups <= int(constants["MAX_GROUPS"])
     columns = int(constants["PANEL_PIXELS"]) * int(constants["STEP_PANELS"])
     assert whole == (geometry.width <= columns)
     assert column_tiles[0] == 1 or not whole
-    cells = -(-4 // (problem.dtype.itemsize * geometry.stride[1]))
-    assert groups * column_tiles[0] * cells * geometry.stride[1] >= out_width
-    bounds = [quotient(strips, strip * cell_rows) for strip in range(strips[0] + 1)]
-    assert bounds == [strip * cell_rows // strips[0] for strip in range(strips[0] + 1)]
+    positions = -(-4 // (problem.dtype.itemsize * geometry.stride[1]))
+    assert groups * column_tiles[0] * positions * geometry.stride[1] >= out_width
+    bounds = [quotient(row_tiles, row_tile * position_rows) for row_tile in range(row_tiles[0] + 1)]
+    assert bounds == [row_tile * position_rows // row_tiles[0] for row_tile in range(row_tiles[0] + 1)]
     first = geometry.padding[0] // geometry.stride[0]
     last = (out_height - 1 + geometry.padding[0]) // geometry.stride[0]
     assert (bounds[0], bounds[-1]) == (0, last + 1 - first)
     seen = set()
     for tile in range(tiles):
         rest = quotient(column_tiles, tile)
-        image = quotient(strips, rest)
-        seen.add((image, rest - image * strips[0], tile - rest * column_tiles[0]))
+        image = quotient(row_tiles, rest)
+        seen.add((image, rest - image * row_tiles[0], tile - rest * column_tiles[0]))
     assert len(seen) == tiles
     assert max(seen)[0] == geometry.batch - 1
 
 
-def fold_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
+def col2im_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
     while True:
         kernel, stride = rng.randint(2, 7), rng.randint(1, 4)
         geometry = Geometry(
@@ -265,7 +268,7 @@ def fold_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
             return problem
 
 
-def test_strips_are_told_where_rows_lie() -> None:
+def test_stride1_gets_the_sizes_of_its_tiles() -> None:
     layer = Geometry(8, 64, 512, 512, 64, (3, 3))
     for size in ((8, 512, 512), (3, 700, 1000), (1, 1024, 2048)):
         geometry = replace(layer, batch=size[0], height=size[1], width=size[2])
@@ -274,10 +277,10 @@ def test_strips_are_told_where_rows_lie() -> None:
         words: Words = made.launches[1].structs[0]
         height, width, out_height, out_width, segment, columns = words[:6]
         assert (height, width, out_height, out_width) == (*size[1:], geometry.out_height, geometry.out_width)
-        strips, segments = words[6:9], words[9:12]
-        assert (strips[0] - 1) * 128 < out_width <= strips[0] * 128
+        column_tiles, segments = words[6:9], words[9:12]
+        assert (column_tiles[0] - 1) * 128 < out_width <= column_tiles[0] * 128
         assert (segments[0] - 1) * segment < out_height <= segments[0] * segment
-        assert columns == geometry.batch * strips[0] * segments[0]
+        assert columns == geometry.batch * column_tiles[0] * segments[0]
 
 
 # ---- on a GPU ------------------------------------------------------------------------------------------------
@@ -313,27 +316,27 @@ Found = list[tuple[plan.Problem, Plan]]
 Candidates = Callable[[plan.Problem, bool, plan.Device, int], list[Plan]]
 #: Plans of one kernel, layers that it computes, sizes of them.
 FAMILIES: dict[str, tuple[Candidates, Callable[[random.Random], Geometry], Callable[..., Geometry]]] = {
-    "cells": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
-    "fold": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
+    "narrow_mma": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
+    "col2im": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
     "general": (
         lambda problem, bias, *_: [general.plan_forward(problem, bias)],
         random_layer,
         small_sizes,
     ),
     "narrow_ffma": (forward_narrow_ffma.plan_candidates, random_layer, small_sizes),
-    "pixel": (forward_gemm.plan_candidates, generator_layer, of_pixels),
+    "gemm": (forward_gemm.plan_candidates, generator_layer, of_pixels),
     "stride1": (forward_stride1.plan_candidates, stride_1_layer, small_sizes),
 }
 
 
 def sizes_of_one_kernel(family: str, rng: random.Random, device: plan.Device) -> tuple[bool, Found]:
-    """Whether it has a bias, and three sizes of a layer that one kernel computes."""
+    """Returns whether the layer has a bias, and three of its sizes that one kernel computes."""
     candidates, layer_of, size_of = FAMILIES[family]
     while True:
         layer = layer_of(rng)
         dtype, precision = rng.choice(list(TOLERANCE))
         channels_last, weight_last = family != "stride1" and rng.random() < 0.5, rng.random() < 0.5
-        if family == "pixel":
+        if family == "gemm":
             weight_last = channels_last
         bias = rng.random() < 0.5
         by_kernel: dict[Kernel, Found] = {}
@@ -359,8 +362,8 @@ def test_one_kernel_has_several_sizes(family: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+def test_one_kernel_computes_several_sizes_one_after_another(family: str, seed: int) -> None:
+    """The outputs match float64 in poisoned memory, with the same bits twice, each size after another one."""
     torch.manual_seed(seed)
     facts = call.device_facts(0)
     if facts.architecture != "sm_90a":
@@ -369,7 +372,7 @@ def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
     for problem, made in (*found, found[0]):
         layouts = (problem.channels_last, problem.weight_channels_last)
         dtype = problem.dtype
-        # Of these kernels, only strips, pixel products and cells round as TF32 does.
-        precision = problem.precision if family in ("stride1", "pixel", "cells") else "ieee"
+        # Of these kernels, only these three round to TF32.
+        precision = problem.precision if family in ("stride1", "gemm", "narrow_mma") else "ieee"
         tolerance = TOLERANCE[dtype, precision]
         assert_kernel_matches(made, problem.geometry, dtype, layouts, tolerance, with_bias=bias)
