@@ -123,7 +123,7 @@ def emulated(posed: StridedProblem, part: Part, tile: BoxTile) -> tuple[np.ndarr
             slices.setdefault(start, []).append((weight[kh, kw], pixel))
     assert len(slices) == grad_input_tma_tile.slice_count(posed, tile)
 
-    rows, cols = posed.cells
+    rows, cols = posed.positions
     grad_input = np.full(geometry.batch * rows * cols, np.nan)
     own_h, own_n = tile.rows // tile.warpgroups_h, tile.images * tile.warpgroups_h // tile.warpgroups
     m, group, eight = np.ogrid[: tile.m_tiles, :8, :8]

@@ -86,7 +86,7 @@ def emulated(posed: StridedProblem, tile: UnfoldedTile) -> tuple[np.ndarray, np.
     constants = {k: v for k, v in main.kernel.constants if not isinstance(v, str)}
     box_w, box_h, lead = constants["BOX_W"], constants["BOX_H"], constants["LEAD"]
     channels, word = geometry.in_channels_per_group, grad_input_im2col_tile.word(posed)
-    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.cells
+    (height, width), (rows, cols) = (geometry.height, geometry.width), posed.positions
     grad_output = rng.standard_normal((geometry.batch, channels, height, width))
     weight = rng.standard_normal((channels, *geometry.kernel))
     steps = grad_input_im2col_tile.steps(posed, tile)

@@ -162,7 +162,7 @@ def test_a_kernel_is_right_for_its_sizes(seed: int) -> None:
     for posed in (any_problem(rng) for _ in range(10)):
         if not grad_input_implicit_gemm.claims(posed, H200):
             continue
-        (rows, cols), step, width = posed.cells, posed.step, posed.geometry.width
+        (rows, cols), step, width = posed.positions, posed.step, posed.geometry.width
         image = posed.geometry.in_channels * posed.geometry.height * width * posed.item
         (taken, tile), *_ = grad_input_choice.choose(posed, H200)
         assert taken.geometry == posed.geometry
@@ -198,7 +198,7 @@ def test_boxes_bring_what_a_kernel_expects_of_its_sizes(seed: int) -> None:
                 assert brought == main.arguments[-1].value <= constants["INPUT_BYTES"]
                 assert tile.dense or brought == constants["INPUT_BYTES"]
                 if tile.flat:
-                    assert posed.geometry.height == posed.cells[0] * posed.step[0]
+                    assert posed.geometry.height == posed.positions[0] * posed.step[0]
                 if tile.phased:
                     assert posed.geometry.width % posed.step[1] == 0
                 assert 1 <= tile.splits <= grad_input_tma_tile.chunks(posed)

@@ -27,7 +27,7 @@ static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
 
 // The plan ensures that no map of a NARROW kernel has more than TILE_W columns of positions.
-static_assert(!NARROW || (FRAGMENT_N == 1 && CELL_INPUT_ROWS == 1 && WARP_COLS == 1));
+static_assert(!NARROW || (FRAGMENT_N == 1 && POSITION_INPUT_ROWS == 1 && WARP_COLS == 1));
 
 // ---- which tile a block computes ----------------------------------------------------------------------------
 

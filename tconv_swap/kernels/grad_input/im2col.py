@@ -56,7 +56,9 @@ def claims(problem: StridedProblem, device: Device) -> bool:
         return False
     if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
-    pixels = geometry.batch * max(geometry.height * geometry.width, problem.cells[0] * problem.cells[1])
+    pixels = geometry.batch * max(
+        geometry.height * geometry.width, problem.positions[0] * problem.positions[1]
+    )
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
 
 

@@ -72,7 +72,7 @@ def _ranked(among: tuple[Schedule, ...], problem: StridedProblem, device: Device
 
 
 def _halves_pay(problem: StridedProblem, multiprocessors: int) -> bool:
-    geometry, (rows, cols) = problem.geometry, problem.cells
+    geometry, (rows, cols) = problem.geometry, problem.positions
     elements = geometry.batch * rows * cols * geometry.out_channels
     summed = geometry.in_channels_per_group * geometry.taps
     return summed >= HALVES_SUMMED or elements >= HALVES_ELEMENTS * multiprocessors

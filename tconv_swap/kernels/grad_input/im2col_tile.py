@@ -173,7 +173,7 @@ def shared_bytes(problem: StridedProblem, tile: UnfoldedTile) -> int:
 
 def tile_counts(problem: StridedProblem, tile: UnfoldedTile) -> tuple[int, int, int]:
     """Tiles along the images, the rows and the columns."""
-    rows, cols = problem.cells
+    rows, cols = problem.positions
     return ceil_div(problem.geometry.batch, tile.images), ceil_div(rows, tile.rows), ceil_div(cols, tile.cols)
 
 
@@ -239,7 +239,7 @@ def clocks(problem: StridedProblem, tile: UnfoldedTile, multiprocessors: int, pa
 
 def macs(problem: StridedProblem) -> int:
     """Multiply-adds."""
-    geometry, (rows, cols) = problem.geometry, problem.cells
+    geometry, (rows, cols) = problem.geometry, problem.positions
     cells = geometry.batch * rows * cols
     return cells * geometry.out_channels * geometry.in_channels_per_group * geometry.taps
 
@@ -252,7 +252,7 @@ def legal(problem: StridedProblem, tile: UnfoldedTile) -> bool:
         return False
     # Boxes of one tile after another begin where they may.
     aligned = tile.cols * problem.step[1] % alignment(problem, tile.box_w > MOST_BOX) == 0
-    return aligned or problem.cells[1] <= tile.cols
+    return aligned or problem.positions[1] <= tile.cols
 
 
 def tiles(problem: StridedProblem, device: Device) -> Iterator[UnfoldedTile]:

@@ -16,7 +16,7 @@ from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
 from tconv_swap.kernels.forward.implicit_gemm_classes import choose
 from tconv_swap.kernels.forward.implicit_gemm_layout import (
-    FILL_THREADS,
+    PRODUCER_THREADS,
     Tile,
     TileProblem,
     block_count,
@@ -175,7 +175,7 @@ def _compiled(layer: StridedProblem, tile: Tile) -> Compiled:
     )
     if tile.wgmma:
         constants += (
-            ("FILL_WARPS", FILL_THREADS // 32),
+            ("FILL_WARPS", PRODUCER_THREADS // 32),
             ("FILL_REGISTERS", fill_share(tile)),
             ("FILL_AHEAD", fill_ahead(layer, tile)),
             ("M_PARTS", tile.m_parts),
@@ -195,7 +195,7 @@ def part_with_tile(problem: StridedProblem, tile: Tile, multiprocessors: int = 1
     grid, block = block_count(problem, tile), multiplying_threads(tile)
     if tile.wgmma:
         # Blocks stay and work on one tile after another.
-        grid, block = min(grid, multiprocessors * tile.blocks_per_multiprocessor), block + FILL_THREADS
+        grid, block = min(grid, multiprocessors * tile.blocks_per_multiprocessor), block + PRODUCER_THREADS
     main = Launch(
         compiled.main,
         grid=grid,

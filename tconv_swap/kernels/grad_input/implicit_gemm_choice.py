@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import islice, product
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.forward import implicit_gemm_choice as forward_choice
+from tconv_swap.kernels.forward import implicit_gemm_fit as forward_fit
 from tconv_swap.kernels.forward.implicit_gemm_classes import HANDICAP_SMALL
-from tconv_swap.kernels.forward.implicit_gemm_layout import FILL_THREADS, Tile, block_count
+from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, block_count
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import (
     StridedProblem,
     fill_registers,
@@ -70,9 +70,9 @@ class Schedule:
         """Whether the kernel is right for this size."""
         if self.problem.aligned and not problem.can_be_aligned:
             return False
-        if self.problem.even and problem.cells[1] % 2:
+        if self.problem.even and problem.positions[1] % 2:
             return False
-        tile, (cells_h, cells_w) = self.tile, problem.cells
+        tile, (cells_h, cells_w) = self.tile, problem.positions
         if tile.wgmma and tile.cols < 8 and cells_w > tile.cols:
             return False
         # Offsets from a tile's first image are counted in 32 bits.
@@ -83,7 +83,7 @@ class Schedule:
 
     def multiplied(self, problem: StridedProblem) -> float:
         """Cells that the tiles of this size have, the empty ones too, counted in those of the first schedule."""
-        tile, batch, (rows, cols) = self.tile, problem.geometry.batch, problem.cells
+        tile, batch, (rows, cols) = self.tile, problem.geometry.batch, problem.positions
         if problem.flat:
             return self.handicap * round_up(batch * rows * cols, tile.cols)
         cells = round_up(batch, tile.images) * round_up(rows, tile.rows) * round_up(cols, tile.cols)
@@ -109,7 +109,7 @@ def choose(problem: StridedProblem, device: Device, count: int = 1) -> list[tupl
     posed = replace(problem, aligned=best.problem.aligned, even=best.problem.even)
     found = [(posed, _for_size(best.tile, problem, device))]
     if count > 1:
-        posed = replace(problem, aligned=problem.can_be_aligned, even=problem.cells[1] % 2 == 0)
+        posed = replace(problem, aligned=problem.can_be_aligned, even=problem.positions[1] % 2 == 0)
         others = (Schedule(posed, tile) for tile in candidates(posed, device))
         found += [(posed, one.tile) for one in islice(others, 2 * count) if one.legal(problem)]
     return list(dict.fromkeys(found))[:count]
@@ -206,9 +206,11 @@ def fill_share(tile: Tile) -> int:
     """Registers that grad_input/implicit_gemm_wgmma.cu leaves to a thread that fills: what those that multiply do
     without."""
     multiplying = multiplying_threads(tile)
-    registers = forward_choice.REGISTERS // tile.blocks_per_multiprocessor
+    registers = forward_fit.REGISTERS // tile.blocks_per_multiprocessor
     spare = registers - multiplying * (4 * tile.warp_fragments * tile.m_parts + SUM_OVERHEAD)
-    return min(255, registers // (FILL_THREADS + multiplying), max(24, spare // FILL_THREADS)) // 8 * 8
+    return (
+        min(255, registers // (PRODUCER_THREADS + multiplying), max(24, spare // PRODUCER_THREADS)) // 8 * 8
+    )
 
 
 def _fill_room(problem: StridedProblem, tile: Tile) -> int:
@@ -256,7 +258,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         (1, 2, 128, 1),
         (1, 2, 64, 1),
     )
-    narrow_map = not problem.flat and problem.cells[1] <= 4
+    narrow_map = not problem.flat and problem.positions[1] <= 4
     if channels <= 64:
         order = [long, short]
     elif problem.flat:
@@ -270,11 +272,11 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
         order = [shape for shape in order if shape[2] * shape[3] == 64]
     rows: tuple[int, ...] = (16, 8)
     if narrow_map:
-        if problem.cells[1] < 2 or problem.cells[0] * problem.cells[1] < 8:
+        if problem.positions[1] < 2 or problem.positions[0] * problem.positions[1] < 8:
             return
         rows = (1,)
     for (groups_m, groups_n, registers, m_parts), most_rows in product(order, rows):
-        arranged = forward_choice.arrange(problem, registers // 4, groups_n, most_rows)
+        arranged = forward_fit.tile_fragments(problem, registers // 4, groups_n, most_rows)
         along_row = problem.flat or arranged[4] == 1
         run = arranged[3] if narrow_map else arranged[5] if along_row else arranged[4]
         if run < 4:
@@ -289,7 +291,7 @@ def _wgmma_tiles(problem: StridedProblem) -> Iterator[Tile]:
                 1,
                 wgmma=True,
                 m_parts=m_parts,
-                part_channels=16,
+                subtile_channels=16,
             )
             # Longer runs of channels pay only where two slices can be on their way, and hardly with three products.
             worth = problem.input_channels_last and problem.flat if problem.precision == "IEEE" else True
@@ -311,7 +313,7 @@ def _mma_tiles(problem: StridedProblem) -> Iterator[Tile]:
             for cells in (fragments, fragments // 2, fragments // 4, fragments // 8):
                 if cells < 2:
                     continue
-                arranged = forward_choice.arrange(problem, cells, 4 // warps_m, 4)
+                arranged = forward_fit.tile_fragments(problem, cells, 4 // warps_m, 4)
                 for chunk_words in (16, 8):
                     if chunk_words > max(8, problem.words):
                         continue

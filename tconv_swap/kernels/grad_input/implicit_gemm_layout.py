@@ -15,7 +15,7 @@ from tconv_swap.kernels.common.schedules import (
     SIZES_OF_ONE_ROW,
     UNUSUAL,
 )
-from tconv_swap.kernels.forward.implicit_gemm_layout import FILL_THREADS, Tile, TileProblem, make_problem
+from tconv_swap.kernels.forward.implicit_gemm_layout import PRODUCER_THREADS, Tile, TileProblem, make_problem
 from tconv_swap.kernels.forward.implicit_gemm_memory import (
     STEP_WORDS,
     TAP_TILE_BYTES,
@@ -69,7 +69,7 @@ class StridedProblem(TileProblem):
     @property
     def can_be_aligned(self) -> bool:
         """Whether ``aligned`` is true of this size."""
-        spanned = self.cells[1] * self.step[1] if self.flat else 0
+        spanned = self.positions[1] * self.step[1] if self.flat else 0
         return not self.input_channels_last and (self.geometry.width | spanned) % self.aligned_columns == 0
 
     @property
@@ -289,7 +289,7 @@ def fill_slots(problem: StridedProblem, tile: Tile) -> int:
     rows, cols, _ = _copied(problem, tile)
     copy_pixels = 1 if problem.input_channels_last else _copy_elements(problem, tile)
     places = tile.images * rows * (cols // copy_pixels) * tile.chunk_words // 4
-    return ceil_div(places, FILL_THREADS)
+    return ceil_div(places, PRODUCER_THREADS)
 
 
 def fill_registers(problem: StridedProblem, tile: Tile, ahead: int) -> int:

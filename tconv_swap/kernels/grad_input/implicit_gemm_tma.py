@@ -62,7 +62,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
         sizes.append(geometry.out_channels_per_group)
     if any(size * problem.item % _ALIGNMENT for size in sizes):
         return False
-    pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.cells
+    pixels, (rows, cols) = geometry.batch * geometry.height * geometry.width, problem.positions
     # Tiles reach beyond the last cell, by rows at most.
     cells = (geometry.batch * rows + MOST_TILE_ROWS) * (cols + MOST_TILE_ROWS)
     return (

@@ -84,7 +84,7 @@ def _teams_pay(problem: StridedProblem, tile: BoxTile, device: Device) -> bool:
     """Whether a tile of two teams is one of those that were measured to be the faster."""
     works = work_count(problem, tile)
     turns = ceil_div(works, device.multiprocessors)
-    batch, (rows, cols) = problem.geometry.batch, problem.cells
+    batch, (rows, cols) = problem.geometry.batch, problem.positions
     if not tile.flat and (tile.images > batch or tile.rows > rows or tile.cols - 7 > cols):
         return False
     channels = problem.geometry.out_channels_per_group

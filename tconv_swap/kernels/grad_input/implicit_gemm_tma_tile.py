@@ -87,13 +87,13 @@ class BoxTile:
 
 def can_be_flat(problem: StridedProblem) -> bool:
     """Whether the rows of all images are as far apart as those of one, and no tap is shifted."""
-    return problem.flat and problem.geometry.height == problem.cells[0] * problem.step[0]
+    return problem.flat and problem.geometry.height == problem.positions[0] * problem.step[0]
 
 
 def box_size(problem: StridedProblem, tile: BoxTile) -> tuple[int, int]:
     """Rows and columns of grad_output's pixels of one phase that a tile reads."""
     if tile.dense:
-        width = problem.cells[1]
+        width = problem.positions[1]
         return _dense_rows(tile, width), width
     shift_h, shift_w = problem.most_shift
     return tile.rows + shift_h, tile.cols + (0 if tile.narrow else shift_w)
@@ -169,7 +169,7 @@ def shared_bytes(problem: StridedProblem, tile: BoxTile) -> int:
 
 def tile_counts(problem: StridedProblem, tile: BoxTile) -> tuple[int, int, int]:
     """Tiles of cells along the images, the rows and the columns."""
-    batch, (cells_h, cells_w) = problem.geometry.batch, problem.cells
+    batch, (cells_h, cells_w) = problem.geometry.batch, problem.positions
     if tile.dense:
         return 1, 1, ceil_div(batch * cells_h * cells_w, tile.cells)
     if tile.flat:
@@ -207,7 +207,7 @@ def legal(problem: StridedProblem, tile: BoxTile) -> bool:
     geometry, (step_h, step_w) = problem.geometry, problem.step
     if tile.flat and not can_be_flat(problem):
         return False
-    if tile.dense and problem.cells[1] > tile.cols:
+    if tile.dense and problem.positions[1] > tile.cols:
         return False
     if tile.splits > 1 and (geometry.groups > 1 or tile.splits > chunks(problem)):
         return False

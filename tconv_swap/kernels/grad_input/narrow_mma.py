@@ -13,7 +13,6 @@ from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.gather_tile import (
     GatherTile,
@@ -45,6 +44,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_INPUT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -119,7 +119,7 @@ def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
     return select_schedules(
         layer,
-        most_schedules(layer, device),
+        max_schedules(layer, device),
         lambda problem: grad_input_tiles(problem, device),
         computes,
         lambda problem, tile: expected_microseconds(problem, tile, device),

@@ -15,7 +15,6 @@ from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_red
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
 from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.sizes import segment_sizes
-from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.gather_tile import (
     GatherTile,
@@ -49,6 +48,7 @@ from tconv_swap.kernels.gradients.narrow_mma import (
     why,
 )
 from tconv_swap.kernels.gradients.narrow_mma_cost import GRAD_WEIGHT, Multiplies, microseconds, work_of
+from tconv_swap.kernels.gradients.narrow_schedules import loads_every_size, max_schedules
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant, Kernel, Launch, Part, input_, output, struct, workspace
@@ -130,7 +130,7 @@ def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeig
     unpadded = replace(layer.geometry, output_padding=(0, 0))
     return select_schedules(
         layer,
-        most_schedules(layer, device),
+        max_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
         lambda problem, tile: (
             computes(problem, tile, False) and (not with_bias or _holds_the_output(unpadded, tile.gather))
