@@ -186,7 +186,7 @@ def _in_one_pass(problem: Problem, stage: str, device: Device) -> Iterator[Plan]
 
 def _arranged_pieces(
     problem: Problem, mask: tuple[bool, ...], device: Device
-) -> list[gradients_nchw_to_nhwc.Piece]:
+) -> list[gradients_nchw_to_nhwc.GradientPart]:
     """What can be computed from copies in channels_last, whether or not that is expected to pay; empty for the rest."""
     tensors = gradients_nchw_to_nhwc.tensors_of(problem)
     if device.architecture != "sm_90a" or problem.channels_last or problem.geometry.batch == 0:
@@ -195,7 +195,7 @@ def _arranged_pieces(
         return []
     if sum(tensor.bytes for tensor in tensors) > MAX_COPY_BYTES:
         return []
-    makers = (gradients_nchw_to_nhwc.arranged_grad_input, gradients_nchw_to_nhwc.arranged_grad_weight)
+    makers = (gradients_nchw_to_nhwc.nhwc_grad_input, gradients_nchw_to_nhwc.nhwc_grad_weight)
     made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]
     return [piece for piece in made if piece is not None] if None not in made else []
 

@@ -58,7 +58,7 @@ def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_li
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5)))
     mask = (True, False, False)
     assert gradients_nchw_to_nhwc.pays(posed, mask, H200)
-    assert gradients_nchw_to_nhwc.arranged_grad_input(posed, H200) is None
+    assert gradients_nchw_to_nhwc.nhwc_grad_input(posed, H200) is None
     assert gradients_nchw_to_nhwc.plan_backward(posed, mask, H200) is None
     assert plan.plan_backward(posed, mask, H200).family == "implicit_gemm"
 
@@ -66,11 +66,11 @@ def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_li
 def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = True) -> Plan:
     pieces = []
     if mask[0] and arranges_grad_input:
-        pieces.append(gradients_nchw_to_nhwc.arranged_grad_input(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.nhwc_grad_input(problem(), H200))
     elif mask[0]:
         pieces.append(gradients_nchw_to_nhwc.direct_grad_input(problem(), H200))
     if mask[1]:
-        pieces.append(gradients_nchw_to_nhwc.arranged_grad_weight(problem(), H200))
+        pieces.append(gradients_nchw_to_nhwc.nhwc_grad_weight(problem(), H200))
     made = [piece for piece in pieces if piece is not None]
     assert len(made) == len(pieces)
     return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
