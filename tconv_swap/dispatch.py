@@ -1,4 +1,4 @@
-"""Tells who intercepts a call (compilers, tracers, modes, transforms, subclasses), and what an autocast casts."""
+"""Says who intercepts a call (compilers, tracers, modes, transforms, subclasses), and what an autocast casts."""
 
 from __future__ import annotations
 

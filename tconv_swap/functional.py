@@ -35,7 +35,7 @@ _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 @dataclass(frozen=True)
 class FunctionalCall:
-    """A transposed convolution written out in somebody's forward.
+    """A transposed convolution that the ``forward`` of some module calls as a function.
 
     Attributes:
         function: such as ``"conv_transpose2d"``.
@@ -57,15 +57,15 @@ class FunctionalCall:
 
 
 def find_functional_calls(model: nn.Module, inputs: Any = None) -> tuple[FunctionalCall, ...]:
-    """The transposed convolutions that ``model`` computes outside of any layer, each once.
+    """Returns the transposed convolutions that ``model`` computes outside of any layer, each once.
 
     Args:
-        model: the network. Comes out as it went in: buffers, modes and random state.
+        model: the network. Its buffers, modes and random state are restored afterwards.
         inputs: whatever ``Inputs.of`` takes; None traces the network instead of running it.
 
     Returns:
-        Those on the way that the inputs (or the tracer) take, in the order of the calls. Empty also where
-        the network does not run in eval or train mode (cannot be traced).
+        The calls on the path that the inputs (or the tracer) take, in their order. Also empty where the network does
+        not run in eval or train mode (or cannot be traced).
     """
     if inputs is not None:
         return tuple(dict.fromkeys(_while_running(model, Inputs.of(inputs))))
@@ -119,7 +119,7 @@ def _in_graph(model: nn.Module) -> list[FunctionalCall]:
     tracer.record_stack_traces = True
     try:
         graph = tracer.trace(model)
-    except Exception:  # control flow on values, foreign code: what torch.fx cannot trace
+    except Exception:  # control flow on values, or code of the user that torch.fx cannot trace
         return []
     found = []
     for node in graph.nodes:
@@ -131,7 +131,7 @@ def _in_graph(model: nn.Module) -> list[FunctionalCall]:
 
 
 def _last_line(trace: str | None) -> str:
-    """``file:line`` of the innermost frame that is not PyTorch's."""
+    """Returns ``file:line`` of the innermost frame that is not PyTorch's."""
     for line in reversed((trace or "").splitlines()):
         # File "/a/b.py", line 12, in forward
         path, _, rest = line.strip().removeprefix('File "').partition('", line ')

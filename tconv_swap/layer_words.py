@@ -1,4 +1,4 @@
-"""Describes a transposed convolution in a few words."""
+"""Describes a transposed convolution in a short line."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Candidate:
     """One way to compute a problem.
 
     Attributes:
-        family: of the kernels; ``"native"``: PyTorch's operator.
+        family: the family of the kernels; ``"native"``: PyTorch's operator.
         what: its tiles, and why it is a candidate.
         microseconds: the median from a cold L2 cache; None where it did not run or was wrong.
         failure: one line that says why it did not run or was wrong; else ``""``.
@@ -54,10 +54,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TunedProblem:
-    """One problem, what was measured for it, and what is used from now on.
+    """One problem, its measurements, and what is used from now on.
 
     Attributes:
-        problem: stage, shapes, arguments, dtype and layout in words.
+        problem: a description of stage, shapes, arguments, dtype and layout.
         candidates: in the order in which they were tried, the default choice first.
         chosen: the index of the candidate that ``backend="auto"`` uses from now on.
     """
@@ -91,7 +91,7 @@ class TunedProblem:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """What ``tune`` measured; its ``str`` says it in lines.
+    """The measurements of ``tune``; its ``str`` is a few lines.
 
     Attributes:
         device: the GPU's name, or ``"cpu"``.
@@ -106,7 +106,7 @@ class TuneReport:
     not_kept: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain values that ``json`` can write; a speedup is None where it is not known."""
+        """Returns the same as plain values that ``json`` can write; a speedup is None where it is not known."""
         problems = [
             {
                 **asdict(problem),
@@ -138,24 +138,25 @@ def tune(
     candidates: int = choice.CANDIDATES,
     budget_s: float = BUDGET_S,
 ) -> TuneReport:
-    """Measure the candidates, PyTorch's operator among them, for every problem that the swapped layers of a network
-    meet on a GPU, and keep the winner of each at once. From then on ``backend="auto"`` uses them, in later processes
-    too, and ``backend="kernel"`` the fastest of ours. The network is run once and is afterwards as it was.
+    """Measures the candidates, including PyTorch's operator, for every problem that the swapped layers of a network
+    compute on a GPU, and keeps the winner of each at once. From then on ``backend="auto"`` uses the winners, also in
+    later processes, and ``backend="kernel"`` the fastest of our candidates. The network is run once; its state is
+    restored.
 
     PyTorch's operator is measured with ``torch.backends.cudnn.benchmark`` on, at its best. Where the winners cannot be
     written, a warning and the report say so.
 
     Args:
-        model: a network with swapped layers, on the GPU, in the mode and layout it is to run in. Under autocast
-            where ``tune`` is called under it.
-        inputs: what it is called with: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
+        model: a network with swapped layers, on the GPU, in the mode and layout in which it will run. Call ``tune``
+            under the autocast under which it will run.
+        inputs: the arguments of the call: a tensor, a tuple or list (positional arguments), a dict (keyword arguments)
             or ``tconv_swap.Inputs``.
-        backward: tune the gradients too. None: where a parameter or an input requires one.
-        candidates: how many plans of ours are measured for a problem, from 1 to 8.
-        budget_s: seconds of measuring for each problem, without compilation.
+        backward: tunes the gradients too. None: if a parameter or an input requires one.
+        candidates: how many of our plans are measured for a problem, from 1 to 8.
+        budget_s: the seconds of measuring for each problem, without compilation.
 
     Returns:
-        What was tried and chosen. Empty on the CPU, where there is nothing to tune.
+        The candidates and the choice for each problem. Empty on the CPU, where there is nothing to tune.
 
     Raises:
         ValueError: ``candidates`` or ``budget_s`` is out of range.
@@ -183,12 +184,12 @@ def tune(
                 continue
             try:
                 paths[str(tuned.keep(one.device, {problem.problem: winner}))] = None
-            except OSError as error:  # the report is worth having all the same
+            except OSError as error:  # the report is useful even if the winners cannot be kept
                 not_kept = f"{tuned.path_for(tuned.machine(one.device))}: {error.strerror or error}"
     finally:
         call.forget()
     if not_kept:
-        logger.warning("what was tuned is not kept: %s", not_kept)
+        logger.warning("the winners of the tuning are not kept: %s", not_kept)
     device = torch.device("cuda", posed[0].device)
     return TuneReport(_name(device), tuple(problems), ", ".join(paths) or None, not_kept)
 
@@ -231,7 +232,7 @@ def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedPro
     else:
         plans = plan.forward_candidates(problem, has_bias, facts, count)
         default = choice.choose_forward(problem, has_bias, facts, "auto")
-    # What does not compile is said by loading its plan.
+    # A kernel that does not compile fails again when its plan is loaded, which reports it.
     jit.compile_all((one.kernel for made in plans for one in made.launches), facts.architecture)
     tensors = _tensors(posed, device)
     runs, failures = _that_run(posed, plans, tensors, facts.architecture)
@@ -289,7 +290,7 @@ def _that_run(
 
 
 def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
-    """Returns the first in ``order`` that is as fast as the fastest, up to noise."""
+    """Returns the first in ``order`` that is as fast as the fastest, within noise."""
     limit = MARGIN * min(times.values())
     return next(n for n in order if n in times and times[n] <= limit)
 
@@ -298,7 +299,7 @@ def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor
     """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
     problem, mask, has_bias, _ = posed
     geometry = problem.geometry
-    # The user's random numbers stay what they would have been.
+    # The user's random state does not change.
     generator = torch.Generator(device).manual_seed(0)
 
     def random(shape: tuple[int, ...], channels_last: bool) -> Tensor:
@@ -341,7 +342,7 @@ def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
 def _timed(
     problem: plan.Problem, mask: choice.Mask, has_bias: bool, index: int, count: int, budget_s: float
 ) -> first_use.Timed | None:
-    """Measures as ``tune`` does, but PyTorch's operator as the user's switches have it."""
+    """Measures as ``tune`` does, but PyTorch's operator with the user's switches."""
     report, winner = measure_problem(Posed(problem, mask, has_bias, index), count, budget_s)
     if winner is None:
         return None

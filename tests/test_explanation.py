@@ -143,9 +143,9 @@ def test_dtypes_that_are_left_to_pytorch(dtype: torch.dtype, architecture: str |
     explained = tconv_swap.explain(layer, x, architecture=architecture)
     name = str(dtype).removeprefix("torch.")
     assert explained.native == (
-        f"(the model itself): PyTorch computes forward (of {name} nothing is ours)",
+        f"(the model itself): PyTorch computes forward (our kernels do not take {name})",
         "(the model itself): PyTorch computes grad_input, grad_weight, grad_bias "
-        f"(of {name} nothing is ours)",
+        f"(our kernels do not take {name})",
     )
     assert explained.layers[0].stages[0].roof_us is None
     assert len(tconv_swap.explain(layer, x, architecture=architecture, backward=False).native) == 1

@@ -258,7 +258,7 @@ class TestInference:
             infer_inputs(TwoArguments())
 
     def test_nothing_to_go_by(self) -> None:
-        with pytest.raises(InputShapeError, match=r"no layer tells it.*--input-shape"):
+        with pytest.raises(InputShapeError, match=r"no layer determines it.*--input-shape"):
             infer_inputs(nn.ReLU())
 
     def test_nothing_runs(self) -> None:

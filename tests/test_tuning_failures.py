@@ -167,7 +167,7 @@ def test_a_report_comes_of_what_cannot_be_kept(
     assert str(tuned.path_for({"gpu": "GPU"})) in report.not_kept
     assert "not kept: " in str(report)
     assert [record.getMessage() for record in caplog.records] == [
-        f"what was tuned is not kept: {report.not_kept}"
+        f"the winners of the tuning are not kept: {report.not_kept}"
     ]
 
 
