@@ -124,7 +124,7 @@ def test_ctrl_c_keeps_what_was_measured_and_the_rest_is_done(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (["--way", "fastest"], "'fastest' is no part of a way"),
+        (["--way", "fastest"], "'fastest' is not part of a way"),
         (["--way", "graph"], "CUDA graphs need a CUDA device, not cpu"),
         (["--way", "auto", "--no-benchmark"], "leave out --no-benchmark"),
         (["--way", "auto", "--seconds", "-1"], "--seconds"),

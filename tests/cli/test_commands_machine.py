@@ -62,7 +62,7 @@ class TestDoctor:
         result = run("doctor")
         assert result.exit_code == 1
         flat = " ".join(result.stdout.split())
-        assert "GPU NO looking at it raises OSError: the driver is broken" in flat
+        assert "GPU NO checking it raises OSError: the driver is broken" in flat
         assert "verdict NO the kernels cannot run here: see GPU" in flat
 
     def test_no_compiler(self, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

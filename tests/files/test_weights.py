@@ -196,7 +196,7 @@ def test_which_weights_were_taken_is_said() -> None:
         "the weights are those under 'params_ema' in the file; there are some under 'params' too (--key)"
         in notes
     )
-    assert "out.pt holds these weights only; of weights.pt it lacks 'params', 'epoch'" in notes
+    assert "out.pt holds these weights only, without 'params', 'epoch' of weights.pt" in notes
     out, found = written("Net", "--key", "params")
     assert weights.same_weights(out, content["params"])
     assert "those under 'params' in the file; there are some under 'params_ema'" in str(
@@ -213,7 +213,7 @@ def test_a_file_of_nothing_but_weights_has_no_such_notes() -> None:
     notes = " ".join(written("Net")[1]["facts"]["warnings"])
     assert "dtypes" not in notes
     assert "those under" not in notes
-    assert "it lacks" not in notes
+    assert "holds these weights only" not in notes
 
 
 def test_weights_under_a_key_of_ones_own() -> None:

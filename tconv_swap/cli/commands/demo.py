@@ -1,4 +1,4 @@
-"""`tconv-swap demo`: what a swap does, on a network that the command makes itself."""
+"""`tconv-swap demo` shows a swap on a network that the command builds itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tconv_swap.files.saving import SaveError
 
 @dataclass(frozen=True)
 class DemoRequest:
-    """Where the demonstration writes its files, and what it does."""
+    """Says where the demonstration writes its files, and what it does."""
 
     directory: options.Directory = None
     device: options.Device = None
@@ -33,7 +33,7 @@ class DemoRequest:
 
 @expanded()
 def demo(wanted: DemoRequest, output: Output) -> NoReturn:
-    """Build a DCGAN generator, save it, and do to it what `tconv-swap dcgan.pt --out dcgan-fast.pt` does."""
+    """Build and save a DCGAN generator, then run what `tconv-swap dcgan.pt --out dcgan-fast.pt` runs."""
     device = wanted.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     directory = wanted.directory
     try:
