@@ -1,4 +1,4 @@
-"""Says in one line what bounds a network: the CPU that launches its kernels, or which kinds of kernels."""
+"""Says in one line what bounds a network: the CPU that launches its kernels, or certain kinds of kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = (
 )
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS)
 OTHER = "other work"
-#: The most shares of the time that the line names, and the smallest share that it names.
+#: The largest number of shares that the line names, and the smallest share that it names.
 NAMED, LEAST = 3, 0.05
 #: A GPU that works for less than this share of the time waits for the CPU.
 BUSY = 0.75
@@ -54,7 +54,7 @@ def bound_of(run: Callable[[], object], device: torch.device) -> str:
     for _ in range(RUNS):
         run()
     whole_us = (_now(device) - begin) * 1e6
-    # Without a GPU, Kineto prints on stderr that it finds none.
+    # Without a GPU, Kineto would print on stderr that it finds none.
     profiler: Any = (
         profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
         if cuda
@@ -73,11 +73,11 @@ def bound_of(run: Callable[[], object], device: torch.device) -> str:
 
 
 def describe(work: Iterable[tuple[str, float]], whole_us: float | None = None) -> str:
-    """The line.
+    """Returns the line.
 
     Args:
-        work: names of kernels or operators, and the microseconds that each takes in all.
-        whole_us: of the whole, where the work is a GPU's; None where it is the CPU's own.
+        work: names of kernels or operators, and the total microseconds of each.
+        whole_us: the total time, if the work is a GPU's; None if it is the CPU's own.
     """
     shares: dict[str, float] = {}
     for name, us in work:

@@ -55,7 +55,7 @@ def test_every_geometry_is_one_that_pytorch_takes(layer: Layer) -> None:
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        (('name = "kb65"', 'name = "kb57"'), "two layers are called kb57"),
+        (('name = "kb65"', 'name = "kb57"'), "two layers have the name kb57"),
         (("out_channels = 64", "out_chanels = 64"), "out_channels"),
         (("padding = [1, 3]", "pading = [1, 3]"), "layer kb78: unknown pading"),
         (("groups = 4", "groups = 5"), "layer kb75: 64 output channels"),

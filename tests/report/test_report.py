@@ -179,7 +179,7 @@ def test_layers_swapped_and_not_and_why() -> None:
     flat = squeezed(text)
     assert "main.0 = tied" in flat
     assert "100->512 k4" in flat
-    assert "Left as they are" in text
+    assert "Layers that stay as they are" in text
     assert "up 8->8 k2 s2 Scaled has a forward of its own" in flat
     assert LONG_NAME in "".join(line[2:50].strip() for line in text.splitlines())
 

@@ -118,7 +118,7 @@ def test_parameters_elsewhere_run_eagerly(stand: Stand) -> None:
     assert (running.calls, stand.replays) == (1, 1)
     assert torch.equal(here, network(images()))
     network.load_state_dict({k: v - 2 for k, v in network.state_dict().items()}, assign=True)
-    with pytest.warns(WayWarning, match="where the parameters lie"):
+    with pytest.warns(WayWarning, match="the addresses of the parameters"):
         moved = running(images())
     assert stand.replays == 1
     assert torch.equal(moved, network(images()))
