@@ -127,7 +127,7 @@ def test_filter_fn_insists_on_a_subclass_with_its_own_forward(monkeypatch: pytes
         assert len(calls) == 2
     report = verify(unswap_layers(model, inplace=False), model, x)
     assert report.passed, report.failures
-    note = "layer 1 has a forward of its own (Scaled): compared within the network alone"
+    note = "layer 1 has a forward of its own (Scaled): it is compared within the network only"
     assert report.notes.count(note) == 1
     assert {c.name for c in report.checks if c.kind == "layer_output"} == {"0"}
     unswap_layers(model)

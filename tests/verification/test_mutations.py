@@ -130,7 +130,7 @@ def test_a_forward_that_uses_vmap(options: dict[str, Any], monkeypatch: pytest.M
     model = Mapped()
     report = verify(model, swapped_copy(model), images(), **options)
     assert report.passed, report.failures
-    assert any("layer up is called inside of torch.vmap" in note for note in report.notes)
+    assert any("layer up is called inside torch.vmap" in note for note in report.notes)
     assert {check.name for check in checks_of(report, "layer_grad_weight", failed=False)} == {"up", "last"}
     with_kernel(monkeypatch, lambda *arguments: right(*arguments) * 1.01)
     assert not verify(model, swapped_copy(model), images()).passed

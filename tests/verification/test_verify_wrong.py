@@ -54,7 +54,7 @@ def test_wrong_kernel_is_caught_without_float64(monkeypatch: pytest.MonkeyPatch,
     with_kernel(monkeypatch, WRONG[what][0])
     model = generator()
     report = verify(model, swapped_copy(model), latent(), reference="original")
-    assert report.reference == "original (as asked)"
+    assert report.reference == "original (as requested)"
     assert checks_of(report, "output", "grad_input", "grad_parameter")
 
 
