@@ -16,7 +16,7 @@ SEED = 19
 #: How many of each class are at least 60 in all.
 OF_EACH_CLASS = 6
 #: Elements of the largest tensor: 100 MB of float32.
-MOST_ELEMENTS = 25_000_000
+MAX_ELEMENTS = 25_000_000
 #: Multiply-adds: a few tenths of a millisecond on the tensor cores of an H200.
 MOST_MACS = 60e9
 
@@ -74,14 +74,14 @@ def random_layers(of_each_class: int = OF_EACH_CLASS, seed: int = SEED) -> tuple
 
 
 def fitted(geometry: Geometry) -> Geometry:
-    """The geometry with as many images as ``MOST_ELEMENTS`` and ``MOST_MACS`` allow, or one."""
+    """The geometry with as many images as ``MAX_ELEMENTS`` and ``MOST_MACS`` allow, or one."""
     image = geometry.with_batch(1)
-    most = min(MOST_ELEMENTS // _largest(image), int(MOST_MACS / image.macs))
+    most = min(MAX_ELEMENTS // _largest(image), int(MOST_MACS / image.macs))
     return geometry.with_batch(max(1, min(geometry.batch, most)))
 
 
 def _is_moderate(geometry: Geometry) -> bool:
-    return _largest(geometry) <= MOST_ELEMENTS and geometry.macs <= MOST_MACS
+    return _largest(geometry) <= MAX_ELEMENTS and geometry.macs <= MOST_MACS
 
 
 def _largest(geometry: Geometry) -> int:

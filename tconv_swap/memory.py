@@ -10,7 +10,7 @@ import torch
 
 CPU = torch.device("cpu")
 #: At least this much is assumed to be free, since what a system reports for a container is an estimate.
-LEAST_BYTES = 1 << 30
+MIN_FREE_BYTES = 1 << 30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -74,7 +74,7 @@ def within_free_memory() -> Iterator[None]:
     if free is None or used is None or before[0] != resource.RLIM_INFINITY:
         yield
         return
-    resource.setrlimit(resource.RLIMIT_DATA, (used + max(free, LEAST_BYTES), before[1]))
+    resource.setrlimit(resource.RLIMIT_DATA, (used + max(free, MIN_FREE_BYTES), before[1]))
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ from tconv_swap.blocks.modules import Fuse
 from tconv_swap.ways.way import parse_way
 
 #: PyTorch counts the bytes of a tensor in signed 64 bits, and the largest element type, float64, has eight bytes.
-MOST_ELEMENTS = (2**63 - 1) // 8
+MAX_ELEMENTS = (2**63 - 1) // 8
 KEEP, AUTO = "keep", "auto"
 
 
@@ -26,7 +26,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     if not all(size.strip().isdecimal() and int(size) > 0 for size in sizes):
         raise ValueError(f"{text!r} is not a shape such as 2,3,64,64")
     shape = tuple(int(size) for size in sizes)
-    if math.prod(shape) > MOST_ELEMENTS:
+    if math.prod(shape) > MAX_ELEMENTS:
         raise ValueError(f"{text!r} is more than a tensor can hold")
     return shape
 

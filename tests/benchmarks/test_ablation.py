@@ -13,7 +13,7 @@ from benchmarks.ablation_report import report
 from benchmarks.ablation_rows import FALLBACKS, regrets, verdicts, worst, worth_of
 from benchmarks.families import APART, PYTORCH, chosen, family_of, plans_of
 from benchmarks.kernels import problem_of
-from benchmarks.random_layers import CLASSES, MOST_ELEMENTS, MOST_MACS, OTHER, class_of, random_layers
+from benchmarks.random_layers import CLASSES, MAX_ELEMENTS, MOST_MACS, OTHER, class_of, random_layers
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.plan import with_weight_layout
 from tconv_swap.kernels.problem import Problem
@@ -43,7 +43,7 @@ def test_at_least_60_random_layers_of_every_class_of_moderate_size() -> None:
     assert [class_of(layer.geometry) for layer in DRAWN] == list(CLASSES) * (len(DRAWN) // len(CLASSES))
     for layer in DRAWN:
         g = layer.geometry
-        assert max(math.prod(g.input_shape), math.prod(g.output_shape)) <= MOST_ELEMENTS
+        assert max(math.prod(g.input_shape), math.prod(g.output_shape)) <= MAX_ELEMENTS
         assert g.macs <= MOST_MACS
     sizes = [size for layer in DRAWN for size in layer.geometry.input_shape[1:]]
     assert sum(size % 8 != 0 for size in sizes) >= len(sizes) / 4

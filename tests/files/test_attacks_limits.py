@@ -12,7 +12,7 @@ import torch
 from attack_cases import a_dict, a_tuple, layer, ordered, pickled, rebuilt, save, tensor
 from torch import nn
 
-from tconv_swap.files.containers import MOST_ITEMS
+from tconv_swap.files.containers import MAX_ITEMS
 from tconv_swap.files.loading import LoadError, load_inputs, load_model, load_weights
 from tconv_swap.files.records import Call, GlobalName, Items, Record
 
@@ -176,8 +176,8 @@ def nested_layers(depth: int) -> Record:
 
 
 HUGE = {
-    "shared": (lambda: doubled(40), f"more than {MOST_ITEMS} items"),
-    "shared lists": (lambda: doubled(40, list), f"more than {MOST_ITEMS} items"),
+    "shared": (lambda: doubled(40), f"more than {MAX_ITEMS} items"),
+    "shared lists": (lambda: doubled(40, list), f"more than {MAX_ITEMS} items"),
     "deep": (lambda: nested(200), "nested more than 100 deep"),
     "itself": (containing_itself, "contains itself"),
 }
@@ -217,7 +217,7 @@ def test_a_pickle_of_very_deep_lists(tmp_path: Path) -> None:
 
 
 def test_more_instructions_than_any_network_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tconv_swap.files.records.MOST_OPCODES", 1000)
+    monkeypatch.setattr("tconv_swap.files.records.MAX_OPCODES", 1000)
     with pytest.raises(LoadError, match="more than 1000 instructions"):
         load_model(save(tmp_path / "model.pt", b"\x80\x02" + b"N0" * 1000 + b"N."))
     with pytest.raises(LoadError, match="more than 4096 bits"):

@@ -180,7 +180,7 @@ def weights_computed() -> nn.Module:
     )
 
 
-INSIDE = "is left: it is in a graph inside of the program's (control flow)"
+INSIDE = "is left: it is in a graph inside the program's (control flow)"
 
 
 @pytest.mark.parametrize(

@@ -165,7 +165,7 @@ def test_a_module_that_lacks_the_class(network: nn.Module, source: Path) -> None
     other = source.with_name("other_net.py")
     other.write_text(SOURCE)
     text = one_line(run(path, "--module", other), 3)
-    assert "other_net.py does not help: it stands for classes of the module 'other_net'" in text
+    assert "other_net.py does not help: it defines classes of the module 'other_net'" in text
     assert "--trust users_net:Net" in text
     assert not other.with_suffix(".executed").exists()
 
@@ -184,8 +184,8 @@ def test_trusting_a_name_that_leads_elsewhere(network: nn.Module, source: Path) 
     [
         ("users_net.txt", "", "is not the name of a Python file"),
         ("my-net.py", "", "is not the name of a Python file"),
-        ("json.py", "", "another module is called 'json'"),
-        ("torch.py", "", "another module is called 'torch'"),
+        ("json.py", "", "another module has the name 'json'"),
+        ("torch.py", "", "another module has the name 'torch'"),
         ("users_net.py", "raise SystemExit(0)", r"cannot be imported \(SystemExit: 0\)"),
         ("users_net.py", "def f(:", r"cannot be imported \(SyntaxError"),
         ("users_net.py", None, "FileNotFoundError"),
@@ -278,7 +278,7 @@ def test_tied_weights_may_be_in_the_file_once(source: Path) -> None:
     ("change", "reason"),
     [
         (lambda s: s.pop("out.bias"), "it lacks out.bias"),
-        (lambda s: s.update({"more.weight": torch.ones(1)}), "has, and the network has not, more.weight"),
+        (lambda s: s.update({"more.weight": torch.ones(1)}), "also has more.weight"),
         (
             lambda s: s.update({"out.bias": torch.ones(5)}),
             r"out.bias is \[5\] there and \[3\] in the network",
@@ -325,7 +325,7 @@ def test_model_with_a_file_that_is_a_network(network: nn.Module, source: Path) -
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), source.with_name("model.pt"))
     sys.modules.pop("users_net")
     text = one_line(run(source.with_name("model.pt"), "--model", f"{source}:build"), 3)
-    assert "holds a whole network: leave --model away" in text
+    assert "holds a whole network: leave out --model" in text
     assert not source.with_suffix(".executed").exists()
 
 

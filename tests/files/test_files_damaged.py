@@ -42,7 +42,7 @@ WITH_64_MIB_FREE = """
 import sys
 from tconv_swap import memory
 from tconv_swap.cli import main
-memory.free_bytes, memory.LEAST_BYTES = lambda device: 1 << 26, 0
+memory.free_bytes, memory.MIN_FREE_BYTES = lambda device: 1 << 26, 0
 main()
 """
 

@@ -236,7 +236,7 @@ def test_weights_under_a_key_of_ones_own() -> None:
         ),
         ({"params": {"a": torch.ones(1)}, "step": 3}, "step", "holds no state_dict under 'step'"),
         ({"params": {"a": torch.ones(1)}}, "", "no state_dict under ''"),
-        ({"a": torch.ones(1)}, "a", "is a state_dict as a whole: leave --key away"),
+        ({"a": torch.ones(1)}, "a", "is a state_dict as a whole: leave out --key"),
         ([torch.ones(1)], "a", "holds no state_dict, but a list"),
     ],
 )

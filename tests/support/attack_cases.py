@@ -79,7 +79,7 @@ def parameter(data: Record) -> Call:
     return rebuilt("_rebuild_parameter", data, True, ordered())
 
 
-_MOST_BYTES = 1_000_000
+_MAX_BYTES = 1_000_000
 
 
 class UnwritableError(Exception):
@@ -96,7 +96,7 @@ class _Writer:
         rest: list[Any] = [root]
         while rest:
             record = rest.pop()
-            if len(self.out) > _MOST_BYTES:
+            if len(self.out) > _MAX_BYTES:
                 raise UnwritableError
             if isinstance(record, bytearray):
                 self.out += record
