@@ -21,7 +21,8 @@ from benchmarks.families import APART, PYTORCH, family_of
 from benchmarks.kernels import problem_of
 from benchmarks.measuring_process import NotStartedError, StoppedError, TaskError
 from benchmarks.random_layers import CLASSES, class_of
-from benchmarks.sweep import Part, Results, prepared
+from benchmarks.sweep import Results, prepared
+from benchmarks.sweep_options import Part
 from tconv_swap.geometry import Geometry
 from tconv_swap.measurement.modes import LAYOUTS, MODES
 from tconv_swap.measurement.suite import Layer
@@ -107,12 +108,12 @@ def test_what_is_wrong_or_does_not_run_is_not_timed(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_where_pytorch_is_wrong_float64_says_so(direction: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ready = prepare(replace(TASK, direction=direction))
-    pytorchs = ablation_measure.pytorchs
+    by_pytorch = ablation_measure.by_pytorch
 
     def wrong(*arguments: Any) -> list[torch.Tensor]:
-        return [1.5 * result for result in pytorchs(*arguments)]
+        return [1.5 * result for result in by_pytorch(*arguments)]
 
-    monkeypatch.setattr(ablation_measure, "pytorchs", wrong)
+    monkeypatch.setattr(ablation_measure, "by_pytorch", wrong)
     with pretended_gpu(monkeypatch):
         rows = measure(ready, CPU, H200.architecture, timed, lambda _: None)
     for row in rows:

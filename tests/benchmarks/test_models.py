@@ -84,7 +84,7 @@ def test_rows(measured: dict[str, Any]) -> None:
         assert [stage["stage"] for stage in row["stages"]] == ["forward", "backward", "step"]
         assert all(0 < share <= 1 for share in row["share"].values())
         assert row["layers"] == (5 if row["network"] == "dcgan" else 2)
-        assert 0 <= row["difference"] < models_row.MOST_DIFFERENCE
+        assert 0 <= row["difference"] < models_row.MAX_DIFFERENCE
     assert measured["not_measured"] == []
     assert measured["settings"]["tiny"] is True
 

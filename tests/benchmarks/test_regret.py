@@ -51,11 +51,11 @@ def test_the_candidates(name: str, mode: str, layout: str, stage: str) -> None:
     layer = LAYERS[name]
     problem = problem_of(layer, MODES[mode], layout)
     if stage == "forward":
-        ranked = plan.forward_candidates(problem, layer.bias, H200, regret.MOST_PLANS)
+        ranked = plan.forward_candidates(problem, layer.bias, H200, regret.MAX_PLANS)
         taken = plan.plan_forward(problem, layer.bias, H200)
     else:
         problem = plan.with_weight_layout(problem, problem.channels_last)
-        ranked = plan.backward_candidates(problem, MASKS[stage], H200, regret.MOST_PLANS)
+        ranked = plan.backward_candidates(problem, MASKS[stage], H200, regret.MAX_PLANS)
         taken = plan.plan_backward(problem, MASKS[stage], H200)
     found, chosen = candidates(problem, stage, layer.bias, H200)
     families = plans_of(problem, stage, layer.bias, H200)

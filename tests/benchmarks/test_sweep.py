@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ import torch
 
 from benchmarks import sweep
 from benchmarks.measuring_process import Work
-from benchmarks.sweep import Results, Sweep, add_options, shuffled
+from benchmarks.sweep import Results, Sweep, shuffled
+from benchmarks.sweep_options import make_parser
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,7 @@ def test_a_run_in_processes_and_another_that_goes_on(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(sweep, "environment", lambda device: {"gpu": "pretended"})
-    parser = argparse.ArgumentParser()
-    add_options(parser, 60.0)
+    parser = make_parser("numbers", "", 60.0)
     path = tmp_path / "rows.json"
     tasks = shuffled([Number(value) for value in range(8)], 1)
     assert tasks != sorted(tasks, key=lambda task: task.value)
