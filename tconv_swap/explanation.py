@@ -15,7 +15,7 @@ from tconv_swap.cuda import call
 from tconv_swap.cuda.choice import FORWARD, NATIVE, Mask, Step
 from tconv_swap.inputs import Inputs
 from tconv_swap.kernels import plan
-from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, steps_of
+from tconv_swap.layer_calls import DEVICES, OperatorCall, calls_of, check_architecture, steps_of
 from tconv_swap.measurement.ceilings import KnownCeilings, known_ceilings, mode_of
 from tconv_swap.measurement.roof import Work, work_of
 from tconv_swap.op import SUPPORTED_DTYPES
@@ -176,7 +176,7 @@ def explain(
     return Explanation(tuple(_explain(called, architecture, backward) for called in calls))
 
 
-def _explain(called: Called, architecture: str | None, backward: bool) -> LayerExplanation:
+def _explain(called: OperatorCall, architecture: str | None, backward: bool) -> LayerExplanation:
     layer, device, (input, weight, bias, *_) = called.layer, called.device, called.operands
     on_cpu = architecture is None and device.type != "cuda"
     posed = called.problem() if on_cpu else called.problem_on_gpu()

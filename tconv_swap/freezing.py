@@ -49,7 +49,7 @@ def unfreeze(model: nn.Module) -> nn.Module:
     """
     for layer in model.modules():
         if isinstance(layer, LayerState):
-            layer.tconv_let_packed_go()
+            layer.tconv_release_packed()
     return model
 
 

@@ -29,8 +29,8 @@ _FUNCTIONS: dict[Any, str] = {
 }
 _LAYERS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _LAYERS_CODE = {cls.forward.__code__ for cls in (*_LAYERS, *SWAPPED)}
-_OURS = os.path.dirname(__file__) + os.sep
-_TORCH = os.path.dirname(torch.__file__) + os.sep
+_OUR_FOLDER = os.path.dirname(__file__) + os.sep
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ def find_functional_calls(model: nn.Module, inputs: Any = None) -> tuple[Functio
 
 
 def _while_running(model: nn.Module, inputs: Inputs) -> list[FunctionalCall]:
-    watch = _Watch({id(module): name for name, module in model.named_modules()})
+    watch = _CallRecorder({id(module): name for name, module in model.named_modules()})
     with watch:
         try_modes(model, inputs)
     return watch.found
 
 
-class _Watch(TorchFunctionMode):
+class _CallRecorder(TorchFunctionMode):
     def __init__(self, names: dict[int, str]) -> None:
         super().__init__()
         self.names = names
@@ -90,15 +90,15 @@ class _Watch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in _FUNCTIONS:
-            self._note(_FUNCTIONS[func])
+            self._record(_FUNCTIONS[func])
         return func(*args, **(kwargs or {}))
 
-    def _note(self, function: str) -> None:
+    def _record(self, function: str) -> None:
         caller = None
         for frame in _callers():
             if frame.f_code in _LAYERS_CODE:
                 return
-            if caller is None and not frame.f_code.co_filename.startswith((_TORCH, _OURS)):
+            if caller is None and not frame.f_code.co_filename.startswith((_TORCH_FOLDER, _OUR_FOLDER)):
                 caller = frame
             name = self.names.get(id(frame.f_locals.get("self")))
             if name is not None:
@@ -135,6 +135,6 @@ def _last_line(trace: str | None) -> str:
     for line in reversed((trace or "").splitlines()):
         # File "/a/b.py", line 12, in forward
         path, _, rest = line.strip().removeprefix('File "').partition('", line ')
-        if rest and not path.startswith((_TORCH, _OURS)):
+        if rest and not path.startswith((_TORCH_FOLDER, _OUR_FOLDER)):
             return f"{path}:{rest.partition(',')[0]}"
     return ""

@@ -114,7 +114,7 @@ def compute_output(
             return _output_op(input, weight, bias, geometry, backend)  # type: ignore[no-any-return]
         computed = native.forward(input, weight, bias, arguments)
     else:
-        _refuse_but_on_the_cpu(input)
+        _check_device_is_cpu(input)
         computed = cpu_call.output(input, weight, bias, arguments)
     return computed.contiguous(memory_format=output_memory_format(input, weight))
 
@@ -128,7 +128,7 @@ def compute_gradients(
             return _gradients_op(*tensors, geometry, mask, backend)  # type: ignore[no-any-return]
         computed = native.backward(*tensors, arguments, mask)
     else:
-        _refuse_but_on_the_cpu(input)
+        _check_device_is_cpu(input)
         computed = cpu_call.gradients(*tensors, arguments, mask)
     memory_format = output_memory_format(input, weight)
     return [g.contiguous(memory_format=memory_format) if g.dim() == 4 else g for g in computed]
@@ -145,7 +145,7 @@ def _is_left_to_host(backend: str) -> bool:
     return host.is_available()
 
 
-def _refuse_but_on_the_cpu(input: Tensor) -> None:
+def _check_device_is_cpu(input: Tensor) -> None:
     if not input.is_cpu:
         raise NotImplementedError(
             f"tconv_swap computes on the CPU and on CUDA, but input is on {input.device}"

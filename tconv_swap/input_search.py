@@ -27,7 +27,7 @@ IMAGE_SIZES = (64, 128, 256, 224, 32, 28, 16, 8, 4, 1, 299, 512)
 # Images have this many channels, grey or colour; a transposed convolution may read an image too.
 IMAGE_CHANNELS = (1, 3)
 # Larger shapes are tried only if none of the smaller ones runs.
-LARGEST_PREFERRED = 256
+MAX_PREFERRED_SIZE = 256
 # A transposed convolution that reads the network's input gets a latent vector (stride 1, no padding).
 LATENT_SIZES = (1, 4, 8, 16, 32, 64)
 # Otherwise it gets a feature map.
@@ -37,7 +37,7 @@ VOLUME_SIZES = (8, 16, 32, 64, 4)
 # The number of first layers with parameters that may determine the shape of the input.
 LAYERS_TRIED = 4
 # If none of this many shapes that run reaches a transposed convolution, the shape is not the reason.
-ENOUGH_SHAPES = 4
+MAX_RUNNING_SHAPES = 4
 
 
 class InputShapeError(ValueError):
@@ -82,13 +82,13 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
     failed: list[str] = []
     error = ""
     candidates = deque(_candidates(model))
-    asked: set[nn.Module] = set()
+    tried: set[nn.Module] = set()
     complete = False
-    while candidates and time.monotonic() <= deadline and len(ran) < ENOUGH_SHAPES:
+    while candidates and time.monotonic() <= deadline and len(ran) < MAX_RUNNING_SHAPES:
         candidate = candidates.popleft()
-        if complete and candidate.size > LARGEST_PREFERRED:
+        if complete and candidate.size > MAX_PREFERRED_SIZE:
             continue
-        asked.add(candidate.module)
+        tried.add(candidate.module)
         inputs = random_inputs([candidate.shape], model, seed=seed, high=candidate.high)
         evaluated, trained = try_modes(model, inputs)
         if evaluated.error and trained.error:
@@ -109,8 +109,8 @@ def infer_inputs(model: nn.Module, *, seed: int = 0, time_limit: float = 30.0) -
             how += f"; {failed[0]}{more} did not run"
         if rank == (len(targets), 2, True, True):
             return InferredInputs(inputs, how)
-        if reader not in asked:
-            asked.add(reader)
+        if reader not in tried:
+            tried.add(reader)
             candidates.extendleft(reversed(_sizes(model, [reader])))
             ran.insert(0, (rank, InferredInputs(inputs, how)))
         else:

@@ -21,7 +21,7 @@ _SCRIPTS = ("tconv-swap", "tconv-swap.exe", "tconv-swap-script.py")
 _MODULE = "tconv_swap"
 
 _received: list[int] = []
-_obeyed: set[int] = set()
+_handled: set[int] = set()
 
 
 def end_while_importing() -> None:
@@ -39,7 +39,7 @@ def end_at_signals() -> None:
     _handle(_leave_at_once)
 
 
-def obey_signals() -> None:
+def raise_at_signals() -> None:
     """Makes SIGINT and SIGTERM raise an exception, unless they are ignored."""
     _handle(on_signal)
 
@@ -49,7 +49,7 @@ def ignore_signals() -> None:
 
     A Python handler is not enough: the interpreter removes it before the process has ended.
     """
-    for number in _obeyed:
+    for number in _handled:
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -58,10 +58,10 @@ def received() -> int | None:
     return max(_received, default=None)
 
 
-def is_obeyed() -> bool:
+def handlers_are_installed() -> bool:
     """Returns whether our handlers are installed. If they are and `received` is None, the code of the user raised the
     KeyboardInterrupt."""
-    return signal.SIGINT in _obeyed
+    return signal.SIGINT in _handled
 
 
 def describe(number: int) -> str:
@@ -86,12 +86,12 @@ def raise_again() -> None:
 def _handle(handler: object) -> None:
     for number in _SIGNALS:
         before = signal.getsignal(number)
-        if number in _obeyed or before in (signal.SIG_DFL, signal.default_int_handler):
+        if number in _handled or before in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, handler)  # type: ignore[arg-type]
-            _obeyed.add(number)
+            _handled.add(number)
 
 
-def obeyed() -> None:
+def forget_interruption() -> None:
     """Forgets a Ctrl-C that ended only one part of the work; the rest of the work goes on."""
     while signal.SIGINT in _received:
         _received.remove(signal.SIGINT)

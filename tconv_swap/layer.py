@@ -53,9 +53,9 @@ class ConvTranspose2d(Leaf, LayerState, nn.ConvTranspose2d):
             output = self._tconv_with_packed(self._tconv_packed, operands)
             if output is not None:
                 return output
-        return _computed(self, operands)
+        return _compute(self, operands)
 
-    def tconv_shaped(self, output: Tensor) -> Tensor:
+    def tconv_reshape_output(self, output: Tensor) -> Tensor:
         """Returns the result of ``forward``, given the output that was computed from ``tconv_operands``."""
         return output
 
@@ -104,9 +104,9 @@ class ConvTranspose1d(Leaf, LayerState, nn.ConvTranspose1d):
         """
         if not is_ours(self, input) or input.dim() not in (2, 3):
             return super().forward(input, output_size)
-        return self.tconv_shaped(_computed(self, self.tconv_operands(input, output_size)))
+        return self.tconv_reshape_output(_compute(self, self.tconv_operands(input, output_size)))
 
-    def tconv_shaped(self, output: Tensor) -> Tensor:
+    def tconv_reshape_output(self, output: Tensor) -> Tensor:
         """Returns the result of ``forward``, given the output that was computed from ``tconv_operands``."""
         output = output.contiguous()
         # Autograd refuses to write in place into a view.
@@ -149,7 +149,7 @@ _CHANGE = "_tconv_swap_changes_class"
 _FORWARDS = [cls.forward for cls in (*_PLAIN, *_PLAIN.values())]
 
 
-def _computed(layer: Swapped, operands: Operands) -> Tensor:
+def _compute(layer: Swapped, operands: Operands) -> Tensor:
     # Without the backend, code that replaces the operator needs to know PyTorch's arguments only.
     if layer.tconv_backend == "auto":
         return op.conv_transpose2d(*operands)

@@ -36,7 +36,7 @@ def check_architecture(architecture: str | None) -> None:
         raise ValueError(f"architecture: expected one of {', '.join(DEVICES)}, got {architecture!r}")
 
 
-class Called(NamedTuple):
+class OperatorCall(NamedTuple):
     """One call of a layer. The tensors among the operands have no data; they have the layout of tensors on ``device``.
 
     Attributes:
@@ -70,7 +70,7 @@ class Called(NamedTuple):
         return self.operands[2] is not None
 
 
-def calls_of(module: nn.Module, inputs: Inputs) -> list[Called]:
+def calls_of(module: nn.Module, inputs: Inputs) -> list[OperatorCall]:
     """Returns every call of a swapped layer, once for each shape, dtype and layout of its operands. A single layer is
     not run; a network is run once, without gradients, and PyTorch's operator computes its layers."""
     if isinstance(module, LayerState):
@@ -85,7 +85,9 @@ def calls_of(module: nn.Module, inputs: Inputs) -> list[Called]:
 @contextmanager
 def _by_pytorch(*layers: LayerState) -> Iterator[None]:
     """Makes PyTorch's operator compute these layers inside; no kernel of ours is compiled or run."""
-    before = [{name: vars(layer).pop(name) for name in _OURS if name in vars(layer)} for layer in layers]
+    before = [
+        {name: vars(layer).pop(name) for name in _OUR_ATTRIBUTES if name in vars(layer)} for layer in layers
+    ]
     for layer in layers:
         vars(layer)["tconv_backend"] = NATIVE
     try:
@@ -96,10 +98,10 @@ def _by_pytorch(*layers: LayerState) -> Iterator[None]:
             vars(layer).update(state)
 
 
-_OURS = ("tconv_backend", "_tconv_packed")
+_OUR_ATTRIBUTES = ("tconv_backend", "_tconv_packed")
 
 
-def _called(layer: LayerState, captured: LayerCall) -> Called:
+def _called(layer: LayerState, captured: LayerCall) -> OperatorCall:
     with torch.no_grad():
         input, weight, bias, *arguments = layer.tconv_operands(
             *captured.inputs.args, **captured.inputs.kwargs
@@ -111,7 +113,7 @@ def _called(layer: LayerState, captured: LayerCall) -> Called:
         input = input.unsqueeze(0)
     forms = (form_of(tensor, captured.autocast) for tensor in (input, weight, bias))
     shape = tuple(captured.input.shape)
-    return Called(layer, captured.name, shape, device, (*forms, *arguments), weight.dtype)
+    return OperatorCall(layer, captured.name, shape, device, (*forms, *arguments), weight.dtype)
 
 
 def form_of(tensor: Tensor | None, autocast: torch.dtype | None = None) -> Any:

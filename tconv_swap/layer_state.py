@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tconv_swap import flops
 from tconv_swap.cuda.choice import Backend
 from tconv_swap.cuda.packed import PackedWeight
-from tconv_swap.dispatch import is_unseen
+from tconv_swap.dispatch import is_plain_call
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -20,7 +20,7 @@ Operands: TypeAlias = tuple[Tensor, Tensor, Tensor | None, Any, Any, Any, int, A
 
 
 def may_use_packed(input: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return input.is_cuda and is_unseen(input, weight, bias)
+    return input.is_cuda and is_plain_call(input, weight, bias)
 
 
 class LayerState(nn.Module):
@@ -41,7 +41,7 @@ class LayerState(nn.Module):
 
     def tconv_forget(self) -> None:
         """Removes the attributes that PyTorch's layer does not have."""
-        self.tconv_let_packed_go()
+        self.tconv_release_packed()
         vars(self).pop("tconv_backend", None)
 
     # The packed weight is kept in the instance's dictionary, since a subclass may override __setattr__ (see
@@ -49,7 +49,7 @@ class LayerState(nn.Module):
 
     def tconv_keep_packed(self) -> None:
         """Freezes the weight, if it is a parameter whose changes can be noticed."""
-        self.tconv_let_packed_go()
+        self.tconv_release_packed()
         weight = self._parameters.get("weight")
         if weight is not None and not weight.is_inference():
             vars(self)["_tconv_packed"] = PackedWeight(weight)
@@ -61,7 +61,7 @@ class LayerState(nn.Module):
             packed is not None and packed.weight is self._parameters.get("weight") and packed.is_unchanged()
         )
 
-    def tconv_let_packed_go(self) -> None:
+    def tconv_release_packed(self) -> None:
         """Unfreezes the weight."""
         packed = vars(self).pop("_tconv_packed", None)
         if packed is not None:
@@ -77,21 +77,21 @@ class LayerState(nn.Module):
         if weight is not packed.weight or input.dim() != 4 or not may_use_packed(input, weight, bias):
             return None
         if not packed.is_unchanged():
-            self.tconv_let_packed_go()
+            self.tconv_release_packed()
             return None
         return packed.forward(input, bias, tuple(arguments), self.tconv_backend)
 
     def train(self, mode: bool = True) -> Self:
         if mode:
-            self.tconv_let_packed_go()
+            self.tconv_release_packed()
         return super().train(mode)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Self:
-        self.tconv_let_packed_go()
+        self.tconv_release_packed()
         return super()._apply(*args, **kwargs)  # type: ignore[no-any-return,no-untyped-call]
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        self.tconv_let_packed_go()
+        self.tconv_release_packed()
         super()._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -30,14 +30,14 @@ from tconv_swap.kernels.common.cast import plan_cast
 from tconv_swap.kernels.common.epilogue import with_epilogue
 from tconv_swap.kernels.common.schedules import ONE_PIXEL, SIZES, SIZES_OF_ONE_ROW
 from tconv_swap.layer import SWAPPED, ConvTranspose1d
-from tconv_swap.layer_calls import DEVICES, Called, calls_of, check_architecture, form_of, steps_of
+from tconv_swap.layer_calls import DEVICES, OperatorCall, calls_of, check_architecture, form_of, steps_of
 from tconv_swap.layer_state import LayerState
 from tconv_swap.op import SUPPORTED_DTYPES
 from tconv_swap.runtime import host, jit
 from tconv_swap.runtime.cache import cache_problem
 from tconv_swap.runtime.program import Kernel, Output, Plan
 
-#: Called with a description of the work, the amount that is done, and the total; both None where unknown.
+#: OperatorCall with a description of the work, the amount that is done, and the total; both None where unknown.
 Progress = Callable[[str, int | None, int | None], object]
 
 FORMATS = (torch.contiguous_format, torch.channels_last)
@@ -118,8 +118,8 @@ def prepare(
     _check("memory_formats", memory_formats, FORMATS)
     begin = time.monotonic()
     device, index = _gpu(model, architecture)
-    tell: Progress = progress or (lambda what, done, total: None)
-    tell("planning", None, None)
+    report_progress: Progress = progress or (lambda what, done, total: None)
+    report_progress("planning", None, None)
     if inputs is None:
         called, blocks = list(_usual_calls(model)), list(_usual_blocks(model))
     else:
@@ -127,14 +127,16 @@ def prepare(
     variants = [one for each in called for one in _variants(each, dtypes, memory_formats)]
     stages = dict.fromkeys(stage for one in variants for stage in _stages(one, training))
     plans = [made for stage in stages for made in _plans(stage, device, index)]
-    plans += [made for one in variants for made in _casts(one, training)]
-    plans += [made for one in variants for made in _ended(one, model, device, index)]
+    plans += [made for one in variants for made in _cast_plans(one, training)]
+    plans += [made for one in variants for made in _evaluation_plans(one, model, device, index)]
     for block in blocks:
         for one in _block_variants(block, dtypes, memory_formats):
             plans += _block_plans(one, training, device)
-    done = _compiled((launch.kernel for made in plans for launch in made.launches), device.architecture, tell)
+    done = _compile(
+        (launch.kernel for made in plans for launch in made.launches), device.architecture, report_progress
+    )
     if index is not None and any(one.device.type == "cuda" for one in called):
-        tell("timing", None, None)
+        report_progress("timing", None, None)
         for stage in stages:
             if stage.backend == "auto":
                 first_use.winners(stage.problem, stage.mask, stage.has_bias, index, device, "time")
@@ -162,7 +164,7 @@ def _gpu(model: nn.Module, architecture: str | None) -> tuple[plan.Device, int |
 # The calls to prepare for.
 
 
-def _observed(model: nn.Module, inputs: Any) -> tuple[list[Called], list[Recorded]]:
+def _observed(model: nn.Module, inputs: Any) -> tuple[list[OperatorCall], list[Recorded]]:
     """Returns the calls of layers and of blocks."""
     called, blocks = [], []
     for given in inputs if isinstance(inputs, list) else [inputs]:
@@ -172,7 +174,7 @@ def _observed(model: nn.Module, inputs: Any) -> tuple[list[Called], list[Recorde
     return called, blocks
 
 
-def _usual_calls(model: nn.Module) -> Iterator[Called]:
+def _usual_calls(model: nn.Module) -> Iterator[OperatorCall]:
     """Yields, for each layer that our kernels may compute, a call of each representative size."""
     for name, layer in model.named_modules():
         given: Any = layer
@@ -180,9 +182,9 @@ def _usual_calls(model: nn.Module) -> Iterator[Called]:
             continue
         parameters = dict(layer.named_parameters())
         dtype = next((one.dtype for one in parameters.values()), torch.get_default_dtype())
-        in_rows = isinstance(layer, ConvTranspose1d)
+        is_1d = isinstance(layer, ConvTranspose1d)
         kernel, stride, padding, output_padding, dilation = (
-            (first, *sizes) if in_rows else sizes
+            (first, *sizes) if is_1d else sizes
             for first, sizes in (
                 (1, given.kernel_size),
                 (1, given.stride),
@@ -195,10 +197,10 @@ def _usual_calls(model: nn.Module) -> Iterator[Called]:
         # The parameters of a parametrized layer have other names. They are not read, which might compute them.
         has_bias = any("bias" in name.split(".") for name in parameters)
         bias = _empty((given.out_channels,), dtype) if has_bias else None
-        for batch, *image in (*(SIZES_OF_ONE_ROW if in_rows else SIZES), *ONE_PIXEL):
+        for batch, *image in (*(SIZES_OF_ONE_ROW if is_1d else SIZES), *ONE_PIXEL):
             input = _empty((batch, given.in_channels, *image), dtype)
             operands = (input, weight, bias, stride, padding, output_padding, given.groups, dilation)
-            one = Called(layer, name, tuple(input.shape), input.device, operands, dtype)
+            one = OperatorCall(layer, name, tuple(input.shape), input.device, operands, dtype)
             with suppress(RuntimeError):  # the output would have no pixel
                 one.problem()
                 yield one
@@ -229,9 +231,9 @@ def _usual_blocks(model: nn.Module) -> Iterator[Recorded]:
         )
         parameters = [form_of(one) for one in (norm.weight, norm.bias, *buffers)]
         dtype = torch.float32 if norm.weight is None else norm.weight.dtype
-        in_rows = isinstance(norm, nn.BatchNorm1d | nn.InstanceNorm1d)
-        for batch, *image in SIZES_OF_ONE_ROW if in_rows else SIZES:
-            x = _empty((batch, norm.num_features, *image[in_rows:]), dtype)
+        is_1d = isinstance(norm, nn.BatchNorm1d | nn.InstanceNorm1d)
+        for batch, *image in SIZES_OF_ONE_ROW if is_1d else SIZES:
+            x = _empty((batch, norm.num_features, *image[is_1d:]), dtype)
             added = x if "sum" in block.kind.split(" + ") else None
             yield Recorded((x, *parameters, added), form)
 
@@ -242,23 +244,23 @@ def _empty(
     return torch.empty(tuple(shape), dtype=dtype, device="meta", memory_format=memory_format)
 
 
-def _relaid(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
+def _in_format(tensor: Tensor | None, memory_format: torch.memory_format | None) -> Any:
     if tensor is None or tensor.dim() != 4 or memory_format is None:
         return tensor
     return _empty(tensor.shape, tensor.dtype, memory_format)
 
 
 def _variants(
-    called: Called,
+    called: OperatorCall,
     dtypes: Sequence[torch.dtype] | None,
     memory_formats: Sequence[torch.memory_format] | None,
-) -> Iterator[Called]:
+) -> Iterator[OperatorCall]:
     """Yields the same call in other dtypes and layouts."""
     for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
         # PyTorch makes the input of a 1-D layer contiguous.
-        lies = None if isinstance(called.layer, ConvTranspose1d) else memory_format
+        target_format = None if isinstance(called.layer, ConvTranspose1d) else memory_format
         input, weight, bias, *arguments = called.operands
-        tensors = (_relaid(form_of(one, dtype), lies) for one in (input, weight, bias))
+        tensors = (_in_format(form_of(one, dtype), target_format) for one in (input, weight, bias))
         yield called._replace(operands=(*tensors, *arguments))
 
 
@@ -270,7 +272,7 @@ def _block_variants(
     """Yields the same call of a block in other dtypes and layouts; an autocast casts no parameter of a norm."""
     x, *parameters, added = block.tensors
     for dtype, memory_format in product(dtypes or (None,), memory_formats or (None,)):
-        first, last = (_relaid(form_of(one, dtype), memory_format) for one in (x, added))
+        first, last = (_in_format(form_of(one, dtype), memory_format) for one in (x, added))
         yield Recorded((first, *parameters, last), block.form)
 
 
@@ -286,7 +288,7 @@ class _Stage(NamedTuple):
     backend: str
 
 
-def _stages(called: Called, training: bool) -> Iterator[_Stage]:
+def _stages(called: OperatorCall, training: bool) -> Iterator[_Stage]:
     problem, backend = called.problem_on_gpu(), called.layer.tconv_backend
     if problem.dtype not in SUPPORTED_DTYPES:
         return
@@ -309,7 +311,9 @@ def _plans(stage: _Stage, device: plan.Device, index: int | None) -> Iterator[Pl
             )
 
 
-def _ended(called: Called, model: nn.Module, device: plan.Device, index: int | None) -> Iterator[Plan]:
+def _evaluation_plans(
+    called: OperatorCall, model: nn.Module, device: plan.Device, index: int | None
+) -> Iterator[Plan]:
     """Yields the plans that compute a layer with the norm and the activation behind it, in evaluation."""
     input, weight, bias, *geometry = called.operands
     for layer, norm, activation in evaluated_together(model):
@@ -325,12 +329,12 @@ def _ended(called: Called, model: nn.Module, device: plan.Device, index: int | N
             continue
         for stage in _stages(called, training=False):
             for made in _plans(stage, device, index):
-                ended = with_epilogue(made, epilogue)
-                if ended is not None:
-                    yield ended
+                fused = with_epilogue(made, epilogue)
+                if fused is not None:
+                    yield fused
 
 
-def _casts(called: Called, training: bool) -> Iterator[Plan]:
+def _cast_plans(called: OperatorCall, training: bool) -> Iterator[Plan]:
     """Yields the plans that cast the parameters under an autocast, and their gradients back."""
     weight, given = called.operands[1], called.parameters
     ways = [(given, weight.dtype), (weight.dtype, given)][: 1 + training]
@@ -353,7 +357,7 @@ def _block_plans(block: Recorded, training: bool, device: plan.Device) -> Iterat
         yield backward
 
 
-def _compiled(kernels: Iterable[Kernel], architecture: str, tell: Progress) -> jit.Compiled:
+def _compile(kernels: Iterable[Kernel], architecture: str, report_progress: Progress) -> jit.Compiled:
     """Compiles the kernels and meanwhile builds the launcher.
 
     Raises:
@@ -365,10 +369,10 @@ def _compiled(kernels: Iterable[Kernel], architecture: str, tell: Progress) -> j
     with ThreadPoolExecutor(1) as pool:
         building = pool.submit(host.build)
         done = jit.compile_all(
-            wanted, architecture, lambda count, total: tell("compiling kernels", count, total)
+            wanted, architecture, lambda count, total: report_progress("compiling kernels", count, total)
         )
         if not building.done() and not host.is_built():
-            tell("building the launcher", None, None)
+            report_progress("building the launcher", None, None)
         building.result()
     if done.failures:
         raise done.failures[0]

@@ -23,14 +23,14 @@ from tconv_swap.blocks.modules import original_class as before_fusing
 from tconv_swap.computed import deep_copy
 from tconv_swap.cuda.choice import Backend, check_backend
 from tconv_swap.layer import SWAPPED, has_own_forward, original_class, set_classes, swapped_class
+from tconv_swap.layer_description import count_parameters, describe_layer
 from tconv_swap.layer_state import LayerState
-from tconv_swap.layer_words import count_parameters, described
 from tconv_swap.patterns import Patterns, as_patterns, matches_any
 
 FilterFn: TypeAlias = Callable[[nn.Module, str], bool]
 
-_LIKE_OURS = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_LIKE_OURS_NAMES = tuple(cls.__name__ for cls in _LIKE_OURS)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_TRANSPOSED_NAMES = tuple(cls.__name__ for cls in _TRANSPOSED)
 
 
 class SwapWarning(UserWarning):
@@ -292,7 +292,7 @@ def _plan(
             LayerPlan(
                 names=names,
                 kind=_kind(module),
-                geometry=described(module),
+                geometry=describe_layer(module),
                 parameters=count_parameters(module),
                 swap=not reason,
                 reason=reason,
@@ -316,7 +316,7 @@ def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[st
     """Returns every module that is a transposed convolution of any kind, once, with all its names."""
     found: dict[int, tuple[nn.Module, list[str]]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, _LIKE_OURS) or _is_quantized(module) or _is_scripted(module):
+        if isinstance(module, _TRANSPOSED) or _is_quantized(module) or _is_scripted(module):
             found.setdefault(id(module), (module, []))[1].append(name)
     return [(module, tuple(names)) for module, names in found.values()]
 
@@ -324,13 +324,13 @@ def _transposed_convolutions(model: nn.Module) -> list[tuple[nn.Module, tuple[st
 def _is_quantized(module: nn.Module) -> bool:
     # The check is by name: importing torch.ao is slow, and PyTorch is going to remove it.
     return any(
-        cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _LIKE_OURS_NAMES
+        cls.__module__.startswith("torch.ao.nn.quantized") and cls.__name__ in _TRANSPOSED_NAMES
         for cls in type(module).__mro__
     )
 
 
 def _is_scripted(module: nn.Module) -> bool:
-    return isinstance(module, torch.jit.ScriptModule) and _kind(module) in _LIKE_OURS_NAMES
+    return isinstance(module, torch.jit.ScriptModule) and _kind(module) in _TRANSPOSED_NAMES
 
 
 def _why_unfit(module: nn.Module, include_1d: bool) -> str:

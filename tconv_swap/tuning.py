@@ -32,7 +32,7 @@ MARGIN = 1.03
 BUDGET_S = 0.5
 PYTORCH = "PyTorch's operator"
 #: A candidate is wrong beyond this relative L2 distance from PyTorch's result, which is far above rounding.
-WRONG = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
+MAX_ERROR = {"tf32": 1e-2, "float16": 3e-2, "bfloat16": 2e-1, "float32": 1e-3, "float64": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class TunedProblem:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.problem}: {_times(self.speedup_over_default)} over the default choice, "
-            f"{_times(self.speedup_over_pytorch)} over PyTorch"
+            f"{self.problem}: {_speedup_text(self.speedup_over_default)} over the default choice, "
+            f"{_speedup_text(self.speedup_over_pytorch)} over PyTorch"
         ]
         for index, candidate in enumerate(self.candidates):
             time = candidate.failure or f"{candidate.microseconds:8.1f} us"
@@ -110,8 +110,8 @@ class TuneReport:
         problems = [
             {
                 **asdict(problem),
-                "speedup_over_default": _known(problem.speedup_over_default),
-                "speedup_over_pytorch": _known(problem.speedup_over_pytorch),
+                "speedup_over_default": _or_none(problem.speedup_over_default),
+                "speedup_over_pytorch": _or_none(problem.speedup_over_pytorch),
             }
             for problem in self.problems
         ]
@@ -201,7 +201,7 @@ def _name(device: torch.device) -> str:
 def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]:
     """Returns every distinct problem; the gradients are split into groups that are decided together."""
     call.forget()
-    with preserved(model), call.recording() as asked:
+    with preserved(model), call.recording() as recorded:
         if backward:
             with torch.enable_grad():
                 sum_of_squares(arguments.map(_leaf)(model)).backward()
@@ -209,7 +209,7 @@ def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]
             with torch.no_grad():
                 arguments.map(Tensor.detach)(model)
     found: dict[Posed, None] = {}
-    for one in asked:
+    for one in recorded:
         for mask in backward_units(one.mask) if one.mask else [one.mask]:
             if one.problem.geometry.batch > 0:
                 found[one._replace(mask=mask)] = None
@@ -235,7 +235,7 @@ def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedPro
     # A kernel that does not compile fails again when its plan is loaded, which reports it.
     jit.compile_all((one.kernel for made in plans for one in made.launches), facts.architecture)
     tensors = _tensors(posed, device)
-    runs, failures = _that_run(posed, plans, tensors, facts.architecture)
+    runs, failures = _runnable(posed, plans, tensors, facts.architecture)
     times: dict[int, float] = {}
     if runs:
         timings = time_interleaved(
@@ -261,7 +261,7 @@ def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedPro
     return report, tuned.Winner(fastest == len(plans), "" if ours is None else plans[ours].digest, why)
 
 
-def _that_run(
+def _runnable(
     posed: Posed, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
 ) -> tuple[dict[int, Callable[[], list[Tensor]]], dict[int, str]]:
     """Returns the candidates that compute the problem, by number, and why the others do not. PyTorch's operator
@@ -331,7 +331,7 @@ def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
     """Returns how far a result is from the right one if it is too far, else ``""``: a wrong candidate must not be
     chosen."""
     dtype = str(posed.problem.dtype).removeprefix("torch.")
-    allowed = WRONG["tf32" if posed.problem.precision == "tf32" else dtype]
+    allowed = MAX_ERROR["tf32" if posed.problem.precision == "tf32" else dtype]
     for ours, theirs in zip(found, truth, strict=True):
         distance = float((ours - theirs).float().norm() / theirs.float().norm().clamp_min(1e-30))
         if not distance <= allowed:
@@ -363,9 +363,9 @@ def _ratio(slower: Candidate, faster: Candidate) -> float:
     return slower.microseconds / faster.microseconds
 
 
-def _known(ratio: float) -> float | None:
+def _or_none(ratio: float) -> float | None:
     return None if math.isnan(ratio) else ratio
 
 
-def _times(ratio: float) -> str:
+def _speedup_text(ratio: float) -> str:
     return "unknown" if math.isnan(ratio) else f"{ratio:.2f}x"

@@ -12,7 +12,10 @@ PACKAGE = Path(tconv_swap.__file__).parent
 
 #: From below to above: a module imports from its own room and from those before it. A name is a module or a folder.
 ROOMS = (
-    ("foundations", "version interruption memory bits patterns leaf layer_words dispatch geometry checks"),
+    (
+        "foundations",
+        "version interruption memory bits patterns leaf layer_description dispatch geometry checks",
+    ),
     ("runtime", "runtime"),
     ("kernels", "kernels"),
     ("cuda", "cuda"),
@@ -59,7 +62,7 @@ CLI = [
 #: What is kept in a module's own variables, and why it is there: everything else is handed down.
 STATE = {
     "interruption._received": "signals belong to the process, and a handler gets no argument",
-    "interruption._obeyed": "the same",
+    "interruption._handled": "the same",
     "graph._library": "PyTorch's registry of operators",
     "op._library": "the same",
     "graph._bias_is_cast": "a context variable: PyTorch calls the op between, which has no argument for it",

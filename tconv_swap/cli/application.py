@@ -18,7 +18,13 @@ from tconv_swap.cli.commands import bench, cache, demo, doctor, explain, prepare
 from tconv_swap.cli.console import prepare_streams, print_error
 from tconv_swap.cli.invocation import Invocation
 from tconv_swap.cli.outcome import EXIT_CODES, Interrupted, leave, unwritable
-from tconv_swap.interruption import end_at_signals, ignore_signals, is_obeyed, obey_signals, received
+from tconv_swap.interruption import (
+    end_at_signals,
+    handlers_are_installed,
+    ignore_signals,
+    raise_at_signals,
+    received,
+)
 from tconv_swap.version import __version__
 
 DEFAULT_COMMAND = "swap"
@@ -41,8 +47,8 @@ class SwapByDefault(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         """Runs a command. If a signal ends it, the error names the files that were written; typer would print
         nothing."""
-        if is_obeyed():
-            obey_signals()
+        if handlers_are_installed():
+            raise_at_signals()
         try:
             return super().invoke(ctx)
         except (KeyboardInterrupt, SystemExit) as error:

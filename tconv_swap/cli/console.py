@@ -55,7 +55,7 @@ class Progress:
         if self._shown is None or total != self._total:
             # Each kind of work has its own bar, since the time left is computed from the time spent.
             self.stop()
-            columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), _Words()]
+            columns: list[progress.ProgressColumn] = [progress.SpinnerColumn(), _PlainText()]
             if total is not None:
                 columns += [
                     progress.BarColumn(bar_width=24),
@@ -84,7 +84,7 @@ class Progress:
             self._shown = None
 
 
-class _Words(progress.ProgressColumn):
+class _PlainText(progress.ProgressColumn):
     """Shows the description as plain text: names from the user's file are not markup."""
 
     def render(self, task: progress.Task) -> Text:
@@ -133,8 +133,8 @@ def prepare_streams() -> None:
         sys.stderr = _open(os.O_WRONLY)
     # If the reader of a pipe has ended, such as `| head`, the result is still valid, so the exit code does not change.
     # It does not change either if stderr cannot be written.
-    sys.stdout = _losing(sys.stdout, BrokenPipeError)
-    sys.stderr = _losing(sys.stderr, OSError)
+    sys.stdout = _discarding(sys.stdout, BrokenPipeError)
+    sys.stderr = _discarding(sys.stderr, OSError)
     # A terminal of unknown width reports 0, for which rich would print nothing.
     columns = os.environ.get("COLUMNS", "1")
     if not (columns.isdecimal() and int(columns) > 0):
@@ -144,7 +144,7 @@ def prepare_streams() -> None:
 def silence_stdout() -> None:
     """Discards what stdout cannot take: Python would try again at exit, and fail with another exit code."""
     with contextlib.suppress(OSError, ValueError):
-        _lose(sys.stdout.fileno())
+        _discard(sys.stdout.fileno())
 
 
 @contextlib.contextmanager
@@ -181,19 +181,19 @@ def _open(flags: int) -> TextIO:
     return open(os.open(os.devnull, flags), "w", encoding="utf-8", closefd=False)
 
 
-def _losing(stream: TextIO, what: type[OSError]) -> TextIO:
+def _discarding(stream: TextIO, what: type[OSError]) -> TextIO:
     """Returns the same stream, except that an error of this class discards all further output, and that characters
     which the encoding lacks are escaped. Python would raise in the middle of the output."""
     if not isinstance(stream, io.TextIOWrapper):
         return stream
     stream.flush()
-    raw = _LosingFile(stream.fileno(), what)
+    raw = _DiscardingFile(stream.fileno(), what)
     # Every line on stderr appears at once.
     lines = raw.isatty() or stream is sys.stderr
     return io.TextIOWrapper(io.BufferedWriter(raw), stream.encoding, "backslashreplace", line_buffering=lines)
 
 
-class _LosingFile(io.FileIO):
+class _DiscardingFile(io.FileIO):
     def __init__(self, descriptor: int, what: type[OSError]) -> None:
         # Python's own stream closes it.
         super().__init__(descriptor, "w", closefd=False)
@@ -203,11 +203,11 @@ class _LosingFile(io.FileIO):
         try:
             return super().write(data)
         except self._what:
-            _lose(self.fileno())
+            _discard(self.fileno())
             return len(data)
 
 
-def _lose(descriptor: int) -> None:
+def _discard(descriptor: int) -> None:
     """Discards everything that is written to the descriptor from now on."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, descriptor)

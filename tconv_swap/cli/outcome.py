@@ -23,7 +23,7 @@ from tconv_swap.cli.request import Place, Progress, RequestError, Result
 from tconv_swap.files.fileformat import first_line, printable
 from tconv_swap.files.loading import LoadError
 from tconv_swap.files.saving import SaveError, check_target, save_text
-from tconv_swap.interruption import describe, ignore_signals, is_obeyed, received
+from tconv_swap.interruption import describe, handlers_are_installed, ignore_signals, received
 from tconv_swap.memory import is_out_of_memory
 from tconv_swap.report import SCHEMA_VERSION, make_console, written
 from tconv_swap.report.summary import summarise
@@ -152,7 +152,7 @@ def _attempt(work: Callable[[Progress], _T], quiet: bool, hint: str) -> _T | Fai
             return Failure(ExitCode.USAGE, f"not enough memory ({first_line(error)}): {advice}")
         return _internal(error)
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt) and not is_obeyed():
+        if isinstance(error, KeyboardInterrupt) and not handlers_are_installed():
             return Interrupted()
         # Our code raises these for signals only, so the network's code raised this one, for example by sys.exit.
         return Failure(

@@ -96,7 +96,7 @@ def _is_same(first: Path, second: Path, *, new: bool) -> bool:
     if None not in identities:
         return identities[0] == identities[1]
     one, other = (Path(os.path.realpath(path)) for path in (first, second))
-    names = [_folded(path.name) if new else path.name for path in (one, other)]
+    names = [_casefolded(path.name) if new else path.name for path in (one, other)]
     if names[0] != names[1]:
         return False
     parents = _identity(one.parent), _identity(other.parent)
@@ -112,7 +112,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _folded(name: str) -> str:
+def _casefolded(name: str) -> str:
     return unicodedata.normalize("NFC", name).casefold()
 
 

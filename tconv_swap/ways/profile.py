@@ -31,7 +31,7 @@ KINDS = (
 _PATTERNS = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in KINDS)
 OTHER = "other work"
 #: The largest number of shares that the line names, and the smallest share that it names.
-NAMED, LEAST = 3, 0.05
+MAX_NAMED, MIN_SHARE = 3, 0.05
 #: A GPU that works for less than this share of the time waits for the CPU.
 BUSY = 0.75
 RUNS = 5
@@ -85,8 +85,8 @@ def describe(work: Iterable[tuple[str, float]], whole_us: float | None = None) -
     busy = sum(shares.values())
     if busy <= 0:
         return ""
-    largest = sorted(shares.items(), key=lambda item: -item[1])[:NAMED]
-    parts = ", ".join(f"{kind} {us / busy:.0%}" for kind, us in largest if us / busy >= LEAST)
+    largest = sorted(shares.items(), key=lambda item: -item[1])[:MAX_NAMED]
+    parts = ", ".join(f"{kind} {us / busy:.0%}" for kind, us in largest if us / busy >= MIN_SHARE)
     if whole_us is None:
         return f"bound by {largest[0][0]}; of the operators' time: {parts}"
     used = min(1.0, busy / whole_us) if whole_us > 0 else 1.0

@@ -18,7 +18,7 @@ from tconv_swap.ways.way import Way, in_layout
 
 #: The number of versions of one piece of code that Dynamo keeps. The ways of one network are such versions. PyTorch's
 #: own limit is 8.
-MOST_VERSIONS = 64
+MAX_VERSIONS = 64
 #: The number of calls after which a compiled graph has warmed up, recorded and replayed.
 COMPILED_RUNS = 3
 
@@ -176,7 +176,7 @@ def build(
             return running
         from torch._dynamo import config  # takes seconds, and is only needed here
 
-        with preserved(running), config.patch(recompile_limit=MOST_VERSIONS):
+        with preserved(running), config.patch(recompile_limit=MAX_VERSIONS):
             running.built_for(inputs, running.compiled)
             for _ in range(COMPILED_RUNS):
                 output = inputs.map(_copy)(running)

@@ -139,7 +139,7 @@ class Search(Generic[_R]):
             except KeyboardInterrupt:
                 if not place:
                     raise
-                interruption.obeyed()
+                interruption.forget_interruption()
                 self.interrupted = True
                 self.notes.append(f"interrupted: {place} of {len(self.ways)} ways were tried")
                 self.rows += [WayRow(later, why_not=INTERRUPTED) for later in self.ways[place:]]

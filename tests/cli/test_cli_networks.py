@@ -88,7 +88,7 @@ class TestEndingTheProgram:
     def test_an_interrupt_of_its_own_is_none(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         model = load(Returning(raising(KeyboardInterrupt)))
         assert swap(model).exit_code == ExitCode.INTERRUPTED, "without the entry point nobody can tell"
-        monkeypatch.setattr(outcome, "is_obeyed", lambda: True)
+        monkeypatch.setattr(outcome, "handlers_are_installed", lambda: True)
         result = swap(model, "--out", "fast.pt")
         assert result.exit_code == ExitCode.USAGE
         assert "ends the program (KeyboardInterrupt)" in result.stderr

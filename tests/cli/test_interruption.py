@@ -21,10 +21,10 @@ from tconv_swap.report import written
 SWALLOWED = """
 import signal, sys
 from tconv_swap.cli.console import Progress
-from tconv_swap.interruption import obey_signals
+from tconv_swap.interruption import raise_at_signals
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
-obey_signals()
+raise_at_signals()
 try:
     signal.raise_signal(int(sys.argv[1]))
 except BaseException:  # as the modules do that numpy is made of, while they are imported

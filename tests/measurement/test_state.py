@@ -182,7 +182,7 @@ def test_frozen_layers_are_frozen_again(write: bool) -> None:
     stale, unfrozen = model[1], model[2]
     with torch.no_grad():
         stale.weight.add_(1.0)
-    unfrozen.tconv_let_packed_go()
+    unfrozen.tconv_release_packed()
     packed = model[0]._tconv_packed
     with preserved(model), torch.no_grad():
         if write:

@@ -43,7 +43,7 @@ _GRADIENTS = torch.ops.tconv_swap.conv_transpose2d_gradients.default
 ARGUMENTS = (2, 2), (1, 1), (0, 0), 1, (1, 1)
 GEOMETRY = as_list(ARGUMENTS)
 #: More than the answers that are kept have steps.
-MOST_PLANS = 4 * 4096
+MAX_PLANS = 4 * 4096
 
 
 @dataclass
@@ -71,7 +71,7 @@ class GPU:
         assert (device.type, architecture) == ("cpu", H200.architecture)
         handle = next(self._handles)
         self._plans[handle] = made, dtype
-        self._plans.pop(handle - MOST_PLANS, None)
+        self._plans.pop(handle - MAX_PLANS, None)
         return handle
 
     def launch(self, handle: int, tensors: Sequence[Tensor | None]) -> list[Tensor]:

@@ -38,7 +38,7 @@ POOL, BEGINNINGS = 1 << 19, 4096
 #: How often the answers are counted.
 COUNTED_EVERY = 500
 #: csrc/answers.h keeps two halves of so many.
-MOST_ANSWERS = 2 * 2048
+MAX_ANSWERS = 2 * 2048
 
 
 class Layer(NamedTuple):
@@ -94,7 +94,7 @@ class Place(NamedTuple):
     layers: Sequence[Layer]
     caller: Caller
     sizes: Sequence[tuple[int, int]] = ()
-    most_images: int = 4
+    max_images: int = 4
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Figures:
     checked: int = 0
     worst: float = 0.0  # of the errors, in parts of what the dtype allows
     seconds: float = 0.0
-    most_answers: int = 0
+    max_answers: int = 0
     resident: list[int] = field(default_factory=list)
     unbounded: list[str] = field(
         default_factory=list
@@ -117,7 +117,7 @@ class Figures:
     def __str__(self) -> str:
         return (
             f"{self.calls} calls of {self.kinds} kinds in {self.seconds:.0f} s, {self.checked} compared with float64 "
-            f"(worst {self.worst:.2f} of the tolerance); at most {self.most_answers} answers kept; resident memory "
+            f"(worst {self.worst:.2f} of the tolerance); at most {self.max_answers} answers kept; resident memory "
             f"after each fifth {', '.join(str(one >> 20) for one in self.resident)} MiB"
         )
 
@@ -127,7 +127,7 @@ def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
     rng = random.Random(seed)
     while True:
         place = rng.choice(sorted(places))
-        _, layers, _, sizes, most_images = places[place]
+        _, layers, _, sizes, max_images = places[place]
         layer = rng.choice(layers)
         height, width = rng.choice(sizes) if sizes else (rng.randint(2, 16), rng.randint(2, 16))
         has_bias = rng.random() < 0.5
@@ -137,7 +137,7 @@ def kinds(places: dict[str, Place], seed: int) -> Iterator[Kind]:
         yield Kind(
             place,
             layer,
-            rng.randint(1, most_images),
+            rng.randint(1, max_images),
             height,
             width,
             rng.choice(DTYPES),
@@ -235,7 +235,7 @@ class Soak:
 
     def _count_answers(self) -> None:
         with self._lock:
-            self.figures.most_answers = max(self.figures.most_answers, launch.known_answers())
+            self.figures.max_answers = max(self.figures.max_answers, launch.known_answers())
 
     def _call(self, thread: int) -> None:
         rng, recent = self._random[thread], self._recent[thread]

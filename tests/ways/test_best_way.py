@@ -220,7 +220,7 @@ class TestSearch:
         assert why_not(search, "ours+graph") == "interrupted"
         assert len(search.rows) == len(search.ways)
         assert "interrupted: 6 of 20 ways" in search.notes[0]
-        interruption.raise_again()  # is not raised again: it was obeyed
+        interruption.raise_again()  # is not raised again: it was handled
 
     def test_ctrl_c_before_anything_was_measured_is_passed_on(self) -> None:
         with pytest.raises(KeyboardInterrupt):

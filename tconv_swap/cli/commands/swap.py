@@ -15,10 +15,10 @@ from tconv_swap.cli.request import Request
 @expanded()
 def swap(request: Request, output: Output) -> NoReturn:
     """Swap the transposed convolutions of a saved network, verify, time, and write the result."""
-    carry_out(request, output)
+    run_request(request, output)
 
 
-def carry_out(request: Request, output: Output) -> NoReturn:
+def run_request(request: Request, output: Output) -> NoReturn:
     """Runs a request, prints its result, and leaves with its exit code."""
     check_targets(output, files_read(request), None if request.out is None else ("--out", request.out))
     request = replace(request, written=tuple(output.places))
