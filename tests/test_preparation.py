@@ -1,4 +1,4 @@
-"""``prepare``: what is compiled ahead, for which calls, and that nothing is left for the first of them."""
+"""``prepare``: the kernels that are compiled ahead, for which calls, and that their first run compiles nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ALL = (True, True, True)
 
 
 class Compiler:
-    """NVRTC's place: what it was asked to compile, in the order of asking."""
+    """Replaces NVRTC; records what it has to compile, in order."""
 
     def __init__(self) -> None:
         self.sources: list[str] = []
@@ -87,7 +87,7 @@ def decoder(**arguments: Any) -> nn.Sequential:
 
 
 def kernels_of(geometry: Geometry, dtype: torch.dtype, training: bool = False) -> list[Kernel]:
-    """What a call in NCHW launches, asked of the choice itself."""
+    """Returns the kernels that a call in NCHW launches, by the library's choice."""
     precision = "tf32" if dtype == torch.float32 and call.precision() == "tf32" else "ieee"
     posed = plan.Problem(geometry, dtype, precision, False, False)
     steps = [choice.choose_forward(posed, True, H200, "auto")]
@@ -146,7 +146,7 @@ print(json.dumps([len({one.kernel for one in launches}), asked]))
     assert json.loads(found.stdout) == [report.compiled, []]
 
 
-def test_a_second_time_everything_is_found(compiler: Compiler) -> None:
+def test_a_second_run_finds_every_kernel_on_disk(compiler: Compiler) -> None:
     model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
     first = tconv_swap.prepare(model, x, architecture="sm_90a")
     second = tconv_swap.prepare(model, x, architecture="sm_90a")
@@ -161,7 +161,7 @@ def test_a_second_time_everything_is_found(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_gradients_are_prepared_where_asked_for(training: bool, compiler: Compiler) -> None:
+def test_gradients_are_prepared_if_requested(training: bool, compiler: Compiler) -> None:
     tconv_swap.prepare(decoder(), torch.randn(2, 64, 8, 8), training=training, architecture="sm_90a")
     for geometry in (
         Geometry(2, 64, 8, 8, 32, (4, 4), (2, 2), (1, 1)),
@@ -183,7 +183,7 @@ def test_inputs_of_several_sizes_and_kinds(compiler: Compiler) -> None:
         assert report.layers == 1
 
 
-def test_signals(compiler: Compiler) -> None:
+def test_1d_layers_are_prepared(compiler: Compiler) -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose1d(64, 32, 16, 8, 4)), include_1d=True)
     report = tconv_swap.prepare(model, torch.randn(2, 64, 100), architecture="sm_90a")
     assert (report.layers, report.compiled > 0) == (1, True)
@@ -196,7 +196,7 @@ def test_signals(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
-def test_without_inputs_sizes_that_stand_for_all(training: bool, compiler: Compiler) -> None:
+def test_without_inputs_representative_sizes_are_prepared(training: bool, compiler: Compiler) -> None:
     report = tconv_swap.prepare(decoder(fuse="blocks").half(), training=training, architecture="sm_90a")
     assert report.layers == 2
     for batch, height, width in SIZES:
@@ -206,12 +206,12 @@ def test_without_inputs_sizes_that_stand_for_all(training: bool, compiler: Compi
     assert compiler.knows("norm_backward.cu") == training
 
 
-def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
+def test_kernels_for_given_dtypes_and_layouts_are_prepared(compiler: Compiler) -> None:
     model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
     tconv_swap.prepare(model, x, architecture="sm_90a", dtypes=[torch.bfloat16])
     assert compiler.knows("common/cast.cu", "using From = float;", "using To = BFloat16;")
     assert not compiler.knows("common/cast.cu", "using To = float;"), "no gradient is cast back"
-    # An autocast casts what is normalised, and no parameter of the norm.
+    # An autocast casts the input of a norm, and none of its parameters.
     assert compiler.knows("norm_forward.cu", "using Element = BFloat16;", "using Parameter = float;")
     assert not compiler.knows("norm_forward.cu", "using Element = float;")
     geometry = Geometry(2, 64, 8, 8, 32, (4, 4), (2, 2), (1, 1))
@@ -233,7 +233,7 @@ def test_dtypes_and_layouts_of_the_computation(compiler: Compiler) -> None:
 
 @pytest.mark.parametrize("inputs", [torch.randn(2, 64, 8, 8), None], ids=["observed", "usual"])
 @pytest.mark.parametrize("training", [False, True])
-def test_layers_with_what_is_behind_them_in_evaluation(
+def test_layers_fused_with_norm_and_activation_in_evaluation(
     training: bool, inputs: Tensor | None, compiler: Compiler
 ) -> None:
     model = decoder(fuse="blocks").train(training)
@@ -275,7 +275,7 @@ def test_a_sum_in_a_block(inputs: Tensor | None, compiler: Compiler) -> None:
     assert compiler.knows("norm_forward.cu", "constexpr bool ADDS = true;")
 
 
-def test_where_nothing_was_measured_what_a_first_use_times_is_compiled(
+def test_candidates_of_a_first_use_are_compiled_on_an_unmeasured_gpu(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer, x = tconv_swap.ConvTranspose2d(64, 32, 4, 2, 1).half(), torch.empty(8, 64, 16, 16).half()
@@ -299,7 +299,7 @@ def test_where_nothing_was_measured_what_a_first_use_times_is_compiled(
 # What is not
 
 
-def test_an_empty_model_needs_nothing(compiler: Compiler) -> None:
+def test_an_empty_model_needs_no_kernels(compiler: Compiler) -> None:
     for inputs in (None, torch.randn(1, 3)):
         report = tconv_swap.prepare(nn.Sequential(nn.Linear(3, 3)), inputs, architecture="sm_90a")
         assert (report.layers, report.compiled, report.found) == (0, 0, 0)
@@ -307,7 +307,7 @@ def test_an_empty_model_needs_nothing(compiler: Compiler) -> None:
 
 
 @pytest.mark.parametrize("inputs", [torch.randn(1, 4, 3, 3), None], ids=["observed", "usual"])
-def test_a_layer_that_pytorch_computes_needs_nothing(inputs: Tensor | None, compiler: Compiler) -> None:
+def test_a_layer_that_pytorch_computes_needs_no_kernels(inputs: Tensor | None, compiler: Compiler) -> None:
     model = tconv_swap.swap_layers(nn.Sequential(nn.ConvTranspose2d(4, 4, 2)), backend="native")
     report = tconv_swap.prepare(model, inputs, architecture="sm_90a")
     assert (report.layers, report.compiled) == (1, 0)
@@ -317,7 +317,7 @@ def test_a_layer_that_pytorch_computes_needs_nothing(inputs: Tensor | None, comp
     assert tconv_swap.prepare(double, wide, architecture="sm_90a").compiled == 0
 
 
-def test_the_network_stays_as_it_was(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_network_is_restored(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     model = decoder(fuse="blocks", backend="kernel")
     tconv_swap.freeze(model.eval())
     packed = model[0]._tconv_packed
@@ -358,7 +358,7 @@ def test_progress_counts_the_kernels(compiler: Compiler) -> None:
     assert told[0] == ("planning", None, None)
 
 
-def test_what_cannot_be_prepared_is_named(compiler: Compiler) -> None:
+def test_wrong_arguments_are_named(compiler: Compiler) -> None:
     model = decoder()
     with pytest.raises(ValueError, match="architecture: expected one of sm_75"):
         tconv_swap.prepare(model, architecture="sm_1")
@@ -368,13 +368,15 @@ def test_what_cannot_be_prepared_is_named(compiler: Compiler) -> None:
         tconv_swap.prepare(model, architecture="sm_80", memory_formats=[torch.preserve_format])
 
 
-def test_without_a_gpu_it_is_named(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_architecture_has_to_be_named(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="there is no GPU here; name one of sm_75"):
         tconv_swap.prepare(decoder())
 
 
-def test_an_error_comes_when_the_others_are_compiled(compiler: Compiler) -> None:
+def test_a_failing_kernel_raises_after_the_others_are_compiled(compiler: Compiler) -> None:
     model, x = decoder(fuse="blocks"), torch.randn(2, 64, 8, 8)
     compiler.fails = "norm_forward.cu"
     with pytest.raises(CompileError, match="it does not compile"):
@@ -395,7 +397,7 @@ def test_a_launcher_that_cannot_be_built_is_an_error(
         tconv_swap.prepare(decoder(), torch.randn(1, 64, 4, 4), architecture="sm_90a")
 
 
-def test_an_interruption_leaves_what_has_not_begun(
+def test_an_interruption_cancels_kernels_that_have_not_started(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
@@ -419,7 +421,7 @@ def test_an_interruption_leaves_what_has_not_begun(
 # The command
 
 
-def test_the_command(compiler: Compiler, tmp_path: Path) -> None:
+def test_the_prepare_command(compiler: Compiler, tmp_path: Path) -> None:
     model = nn.Sequential(nn.ConvTranspose2d(8, 4, 4, 2, 1), nn.BatchNorm2d(4), nn.ReLU())
     file, target = tmp_path / "m.pt", tmp_path / "r.json"
     torch.save(model, file)
@@ -439,7 +441,7 @@ def test_the_command(compiler: Compiler, tmp_path: Path) -> None:
     )
 
 
-def test_the_command_says_what_it_cannot_prepare(
+def test_the_prepare_command_reports_errors(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.save(nn.Sequential(nn.Linear(3, 3)), tmp_path / "none.pt")

@@ -1,4 +1,5 @@
-"""Networks inside something: DataParallel, DistributedDataParallel, FSDP2, torch.compile; own forwards."""
+"""Networks inside wrappers: DataParallel, DistributedDataParallel, FSDP2, torch.compile; subclasses with own
+forwards."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 
 
 def graphs_of(model: nn.Module) -> tuple[Any, list[list[str]]]:
-    """The network compiled, and the functions in each graph that it was compiled to."""
+    """Returns the compiled network, and the functions in each graph that it was compiled to."""
     graphs: list[list[str]] = []
 
     def backend(graph: fx.GraphModule, _: Any) -> fx.GraphModule:
