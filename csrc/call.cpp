@@ -2,20 +2,13 @@
 // (their schemas are graph.py's). On CUDA each of them casts what an autocast casts, finds the answer to a call of such
 // tensors or asks Python for it (call.answer), launches, and hangs the autograd node where a derivative is wanted.
 // Where a subclass, a mode, a transform or a tracer wants to see the call, PyTorch's dispatcher goes on from here.
-#include "block.h"
 #include "cast.h"
 #include "node.h"
-#include "norm.h"
 #include "plain.h"
 
 #include <torch/library.h>
 
 #include <algorithm>
-
-namespace at::autocast {
-// Its header takes all of ATen's operators.
-TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
-}  // namespace at::autocast
 
 namespace tconv_swap {
 namespace {
@@ -157,14 +150,6 @@ Tensor output_autocast(const Tensor& input, const Tensor& weight, const std::opt
       .toTensor();
 }
 
-Maybe block_output_autocast(const Tensor& input, const Tensor& weight, const Maybe& bias, const Maybe& norm_weight,
-                            const Maybe& norm_bias, const Maybe& mean, const Maybe& variance, at::IntArrayRef words,
-                            std::string_view backend) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA));
-  return cast_block_output(input, weight, bias, {norm_weight, norm_bias, mean, variance}, words, backend,
-                           at::autocast::get_autocast_dtype(at::kCUDA));
-}
-
 std::vector<Tensor> launch_program(int64_t handle, const c10::List<std::optional<Tensor>>& inputs) {
   const auto program = program_of(handle);
   TORCH_CHECK(program, "tconv_swap: there is no program ", handle);
@@ -212,18 +197,13 @@ TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
   library.impl("launch", &tconv_swap::launch_program);
   library.impl("conv_transpose2d_output", &tconv_swap::output_of);
   library.impl("conv_transpose2d_gradients", &tconv_swap::plain_gradients_of);
-  library.impl("norm_activation", &tconv_swap::norm_activation);
-  library.impl("block_output", &tconv_swap::block_output);
 }
 
 TORCH_LIBRARY_IMPL(tconv_swap, AutogradCUDA, library) {
   library.impl("conv_transpose2d_output", &tconv_swap::output_autograd);
   library.impl("conv_transpose2d_gradients", &tconv_swap::gradients_autograd);
-  library.impl("norm_activation", &tconv_swap::norm_activation);
-  library.impl("block_output", &tconv_swap::block_output);
 }
 
 TORCH_LIBRARY_IMPL(tconv_swap, AutocastCUDA, library) {
   library.impl("conv_transpose2d_output", &tconv_swap::output_autocast);
-  library.impl("block_output", &tconv_swap::block_output_autocast);
 }

@@ -3,6 +3,11 @@
 
 #include "compute.h"
 
+namespace at::autocast {
+// Its header takes all of ATen's operators.
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
+}  // namespace at::autocast
+
 namespace tconv_swap {
 
 /// Whether an autocast of a device casts a tensor: as dispatch.cast in Python.

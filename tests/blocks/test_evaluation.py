@@ -80,7 +80,7 @@ def test_no_kernel_of_pythons_is_on_the_way() -> None:
     lines = torch._C._dispatch_dump_table("tconv_swap::block_output").splitlines()
     for key in ("AutocastCUDA", "AutogradCUDA", "CUDA"):
         (line,) = (line for line in lines if line.startswith(f"{key}:"))
-        assert "call.cpp" in line
+        assert "blocks.cpp" in line
 
 
 def test_off_cuda_the_modules_compute_it() -> None:

@@ -1,0 +1,34 @@
+// The kernels of the ops of blocks: a norm with an activation, and a block in evaluation. A file of its own, so that it is
+// compiled beside call.cpp.
+#include "block.h"
+#include "norm.h"
+
+#include <torch/library.h>
+
+namespace tconv_swap {
+namespace {
+
+Maybe block_output_autocast(const Tensor& input, const Tensor& weight, const Maybe& bias, const Maybe& norm_weight,
+                            const Maybe& norm_bias, const Maybe& mean, const Maybe& variance, at::IntArrayRef words,
+                            std::string_view backend) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA));
+  return cast_block_output(input, weight, bias, {norm_weight, norm_bias, mean, variance}, words, backend,
+                           at::autocast::get_autocast_dtype(at::kCUDA));
+}
+
+}  // namespace
+}  // namespace tconv_swap
+
+TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
+  library.impl("norm_activation", &tconv_swap::norm_activation);
+  library.impl("block_output", &tconv_swap::block_output);
+}
+
+TORCH_LIBRARY_IMPL(tconv_swap, AutogradCUDA, library) {
+  library.impl("norm_activation", &tconv_swap::norm_activation);
+  library.impl("block_output", &tconv_swap::block_output);
+}
+
+TORCH_LIBRARY_IMPL(tconv_swap, AutocastCUDA, library) {
+  library.impl("block_output", &tconv_swap::block_output_autocast);
+}
