@@ -60,7 +60,7 @@ def _summary(rows: Sequence[Found]) -> dict[str, Any]:
 DOUBLES = Sweep[Number, Doubled, Found]("doubles", double, _make, Found, str, _report, _summary)
 
 
-def test_a_run_in_processes_and_another_that_goes_on(
+def test_a_run_in_processes_and_its_continuation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

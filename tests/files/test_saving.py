@@ -113,7 +113,7 @@ class TestSaving:
             save_model(model, tmp_path / "fast.pt")
         assert self.left_in(tmp_path) == []
 
-    def test_targets_that_cannot_be(self, tmp_path: Path) -> None:
+    def test_impossible_targets_are_refused(self, tmp_path: Path) -> None:
         source = tmp_path / "model.pt"
         source.touch()
         (tmp_path / "link.pt").symlink_to(source)
