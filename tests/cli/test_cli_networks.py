@@ -85,9 +85,7 @@ class TestEndingTheProgram:
         assert result.exit_code == ExitCode.USAGE
         assert files() == ["model.pt"]
 
-    def test_a_keyboard_interrupt_of_the_network_is_not_a_signal(
-        self, load: Load, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_keyboard_interrupt_of_the_network(self, load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
         model = load(Returning(raising(KeyboardInterrupt)))
         assert swap(model).exit_code == ExitCode.INTERRUPTED, "without the entry point nobody can tell"
         monkeypatch.setattr(outcome, "handlers_are_installed", lambda: True)

@@ -1,4 +1,4 @@
-"""Tensors that cannot be, and files that would take for ever: refused, and soon."""
+"""Impossible tensors and files that would take forever are refused quickly."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ FORGED: dict[str, Callable[[], Record]] = {
 
 
 @pytest.mark.parametrize("forged", FORGED)
-def test_tensors_that_cannot_be(tmp_path: Path, forged: str) -> None:
+def test_impossible_tensors_are_refused(tmp_path: Path, forged: str) -> None:
     root = layer(nn.Identity, _buffers=a_dict(x=FORGED[forged]()))
     path = save(tmp_path / "model.pt", pickled(root))
     with attack.watched() as seen, pytest.raises(LoadError, match="holds a damaged network"):
@@ -184,7 +184,7 @@ HUGE = {
 
 
 @pytest.mark.parametrize("huge", HUGE)
-def test_containers_without_end(tmp_path: Path, huge: str) -> None:
+def test_huge_containers_are_refused(tmp_path: Path, huge: str) -> None:
     make, reason = HUGE[huge]
     before = time.process_time()
     with pytest.raises(LoadError, match=reason):
@@ -196,7 +196,7 @@ def test_containers_without_end(tmp_path: Path, huge: str) -> None:
     assert time.process_time() - before < 5
 
 
-def test_layers_without_end(tmp_path: Path) -> None:
+def test_huge_layers_are_refused(tmp_path: Path) -> None:
     before = time.process_time()
     for record, reason in ((doubled_layers(30), "names"), (nested_layers(120), "deep")):
         with pytest.raises(LoadError, match=reason):

@@ -122,7 +122,7 @@ def rename(path: Path, old: bytes, new: bytes) -> None:
             archive.writestr(name, data)
 
 
-def test_the_snippet_loads_what_was_written(network: nn.Module, source: Path) -> None:
+def test_the_snippet_loads_the_written_file(network: nn.Module, source: Path) -> None:
     path, out = source.with_name("model.pt"), source.with_name("fast.pt")
     torch.save(network, path)
     result = run(path, "--module", source, "--out", out, "--json", "-")
@@ -144,7 +144,7 @@ def test_module_allows_its_own_classes_and_nothing_else(network: nn.Module, sour
     assert [found.option for found in caught.value.names] == [f"users_net:{name}"]
 
 
-def test_a_module_that_is_not_there_is_said_to_be_missing(network: nn.Module, source: Path) -> None:
+def test_a_missing_module_file_is_reported(network: nn.Module, source: Path) -> None:
     path = source.with_name("model.pt")
     torch.save(network, path)
     text = one_line(run(path, "--module", source.with_name("users_nte.py")), 3)
@@ -170,7 +170,7 @@ def test_a_module_that_lacks_the_class(network: nn.Module, source: Path) -> None
     assert not other.with_suffix(".executed").exists()
 
 
-def test_trusting_a_name_that_leads_elsewhere(network: nn.Module, source: Path) -> None:
+def test_trusting_a_name_of_another_module(network: nn.Module, source: Path) -> None:
     path = source.with_name("model.pt")
     torch.save(network, path)
     rename(path, b"users_net\nNet", b"users_net\nos.system")
@@ -200,7 +200,7 @@ def test_files_that_cannot_be_imported(tmp_path: Path, name: str, content: str |
     assert "users_net" not in sys.modules
 
 
-def test_a_pipe_is_no_module(tmp_path: Path) -> None:
+def test_a_pipe_is_not_a_module(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "users_net.py")
     with pytest.raises(LoadError, match="is not a regular file"):
         import_file(tmp_path / "users_net.py")
@@ -227,7 +227,9 @@ KINDS = ["weights.pt", "weights.legacy", "weights.lightning.ckpt", "weights.safe
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("out_format", ["module", "state_dict"])
-def test_weights_get_a_network(network: nn.Module, source: Path, name: str, out_format: str) -> None:
+def test_weights_are_loaded_into_a_network(
+    network: nn.Module, source: Path, name: str, out_format: str
+) -> None:
     suffix = Path(name).suffix if out_format == "state_dict" else ".pt"
     path, out = source.with_name(name), source.with_name(f"fast{suffix}")
     save_weights(network, path, name.split(".")[1])
@@ -311,7 +313,7 @@ def test_weights_that_do_not_fit(network: nn.Module, source: Path, change: Any, 
         (":build", 2, "is not of the form"),
     ],
 )
-def test_factories_that_are_none(
+def test_factories_that_build_no_network(
     network: nn.Module, source: Path, monkeypatch: pytest.MonkeyPatch, factory: str, code: int, reason: str
 ) -> None:
     torch.save(network.state_dict(), source.with_name("weights.pt"))
@@ -329,7 +331,7 @@ def test_model_with_a_file_that_is_a_network(network: nn.Module, source: Path) -
     assert not source.with_suffix(".executed").exists()
 
 
-def test_factories_are_taken_apart() -> None:
+def test_factories_are_parsed() -> None:
     assert parse_factory("a.b:c.d") == ("a.b", "c.d")
     assert parse_factory("/x y/net.py:build") == ("/x y/net.py", "build")
 
