@@ -106,7 +106,7 @@ def test_names_in_an_archive_are_never_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_missing_devices_are_reported(tmp_path: Path) -> None:
+def test_device_files_are_refused(tmp_path: Path) -> None:
     torch.save(nn.Sequential(nn.ConvTranspose2d(4, 3, 2)), tmp_path / "model.pt")
     for device in ("/dev/zero", "/dev/full", "/dev/null"):
         assert "is not a regular file" in one_line(run(device), 3)
