@@ -1,4 +1,4 @@
-"""What tests of ``prepare`` share: a compiler that only records, a cache of their own, and a network."""
+"""Shared by the tests of ``prepare``: a compiler that only records, an empty cache, and a network."""
 
 from __future__ import annotations
 
