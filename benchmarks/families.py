@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from tconv_swap.cuda.choice import Step, choose_backward, choose_forward
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import tiny as tiny_family
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
@@ -56,7 +56,7 @@ GENERAL = "general"
 #: Kernels that prepare the operands of another kernel, or add up its partial results.
 _HELPERS = frozenset(
     (
-        "arrange",
+        "nchw_to_nhwc",
         "forward_implicit_gemm_split_k",
         "grad_weight_split_k_reduce",
         "grad_weight_pixel_rows_reduce",
@@ -76,7 +76,7 @@ def family_of(made: Plan) -> str:
     """Returns the name of what a plan launches, such as ``"nchw_to_nhwc grad_input_implicit_gemm_tma"``."""
     entries = dict.fromkeys(launch.kernel.entry for launch in made.launches)
     mains = " + ".join(entry for entry in entries if entry not in _HELPERS)
-    return f"{ARRANGED} {mains}" if "arrange" in entries else mains
+    return f"{ARRANGED} {mains}" if "nchw_to_nhwc" in entries else mains
 
 
 def plans_of(problem: Problem, stage: str, has_bias: bool, device: Device) -> dict[str, Plan]:
@@ -142,7 +142,7 @@ def _grad_weight(problem: Problem, device: Device) -> Iterator[Plan]:
         *grad_weight_narrow_mma.part_candidates(problem, device, False, 1),
     ]
     if grad_weight_implicit_gemm.claims(problem, device):
-        found = choose(problem, device, _ALL, MOST_SCHEDULES)
+        found = choose(problem, device, _ALL, MAX_SCHEDULES)
         for wgmma in (True, False):
             best = next((one for one in found if one.tile.wgmma == wgmma), None)
             if best is not None:
@@ -195,7 +195,7 @@ def _arranged_pieces(
         return []
     if problem.dtype.itemsize != 2 or any(tensor.rows % tensor.piece for tensor in tensors):
         return []
-    if sum(tensor.bytes for tensor in tensors) > MOST_ARRANGED_BYTES:
+    if sum(tensor.bytes for tensor in tensors) > MAX_COPY_BYTES:
         return []
     makers = (gradients_nchw_to_nhwc.arranged_grad_input, gradients_nchw_to_nhwc.arranged_grad_weight)
     made = [make(problem, device) for make, wanted in zip(makers, mask, strict=False) if wanted]

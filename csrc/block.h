@@ -1,7 +1,7 @@
-// The one way of a block in evaluation: a transposed convolution, the norm behind it by its running statistics as they are at
-// the call, and the activation, as one program. An op that an eager block calls on CUDA (blocks/evaluation.py has its schema,
-// and answers for calls that are not known). Where a derivative is wanted, where somebody wants to see the call, and where
-// no program of ours computes all of it, nothing is done, and None returned.
+// A block in evaluation as one program: a transposed convolution, the norm behind it with its running statistics at the time
+// of the call, and the activation. An eager block calls the op on CUDA; blocks/evaluation.py has its schema and plans calls
+// that are not in the cache. The op returns None and does nothing where a derivative is wanted, where something else has to
+// see the call (is_plain in plain.h), and where no program of ours computes all of it.
 #pragma once
 
 #include "cast.h"
@@ -13,7 +13,7 @@ namespace tconv_swap {
 
 constexpr int64_t BLOCK_STAGE = 24;
 
-/// Of a norm; absent where there is none, weight and bias also of a norm without parameters.
+/// The vectors of a norm. All are absent where there is no norm; weight and bias also if it has no parameters.
 struct NormVectors {
   const Maybe &weight, &bias, &mean, &variance;
 };
@@ -26,7 +26,7 @@ inline bool may_compute_block(const Tensor& input, const Tensor& weight, const M
          !torch::autograd::compute_requires_grad(input, weight, bias, norm.weight, norm.bias, norm.mean, norm.variance);
 }
 
-/// Below autograd and autocasts. `words`: as block_words in blocks/evaluation.py writes them.
+/// Called below autograd and autocasts. `words` are as block_words in blocks/evaluation.py writes them.
 inline Maybe compute_block(const Tensor& input, const Tensor& weight, const Maybe& bias, const NormVectors& norm,
                            at::IntArrayRef words, std::string_view backend) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -37,11 +37,11 @@ inline Maybe compute_block(const Tensor& input, const Tensor& weight, const Mayb
                            if_there(norm.bias),
                            if_there(norm.mean),
                            if_there(norm.variance)};
-  const auto answer = known_or_asked(key_of(BLOCK_STAGE, tensors, words, backend), [&] {
-    return by_python("tconv_swap::block_answer", {as_list(tensors), words, std::string(backend)}).toIntVector();
+  const auto plan = cached_or_made(key_of(BLOCK_STAGE, tensors, words, backend), [&] {
+    return by_python("tconv_swap::plan_block_call", {as_list(tensors), words, std::string(backend)}).toIntVector();
   });
-  if (answer->is_pytorchs) return std::nullopt;
-  return run(answer->steps.at(0), tensors).at(0).contiguous(answer->format);
+  if (plan->is_pytorchs) return std::nullopt;
+  return run(plan->steps.at(0), tensors).at(0).contiguous(plan->format);
 }
 
 // ---- the kernels of the op ---------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ inline Maybe block_output(const Tensor& input, const Tensor& weight, const Maybe
   return compute_block(input, weight, bias, norm, words, backend);
 }
 
-/// An autocast casts what the layer reads; a norm's vectors and statistics stay as they are.
+/// An autocast casts what the layer reads; the vectors and statistics of the norm stay as they are.
 inline Maybe cast_block_output(const Tensor& input, const Tensor& weight, const Maybe& bias, const NormVectors& norm,
                                at::IntArrayRef words, std::string_view backend, at::ScalarType dtype) {
   if (!may_compute_block(input, weight, bias, norm)) return std::nullopt;

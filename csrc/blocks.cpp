@@ -1,5 +1,5 @@
-// The kernels of the ops of blocks: a norm with an activation, and a block in evaluation. A file of its own, so that it is
-// compiled beside call.cpp.
+// Registers the ops of blocks: a norm with an activation (norm.h), and a block in evaluation (block.h). They are a file of
+// their own, so that it is compiled in parallel with call.cpp.
 #include "block.h"
 #include "norm.h"
 

@@ -1,7 +1,7 @@
-// The one way of a call: two ops, of the output and of the gradients, that an eager layer and a compiled graph call
-// (their schemas are graph.py's). On CUDA each of them casts what an autocast casts, finds the answer to a call of such
-// tensors or asks Python for it (call.answer), launches, and hangs the autograd node where a derivative is wanted.
-// Where a subclass, a mode, a transform or a tracer wants to see the call, PyTorch's dispatcher goes on from here.
+// The two ops that an eager layer and a compiled graph call, one for the output and one for the gradients; graph.py has
+// their schemas. On CUDA each of them casts what an autocast casts, finds the plan of the call in the cache or has Python
+// make it (plan_call in cuda/call.py), launches it, and adds the autograd node where a derivative is wanted. Where a
+// subclass, a mode, a transform or a tracer has to see the call, the op passes it on to PyTorch's dispatcher.
 #include "cast.h"
 #include "node.h"
 #include "plain.h"
@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char *OUTPUT = "tconv_swap::conv_transpose2d_output", *GRADIENTS = "tconv_swap::conv_transpose2d_gradients";
 
-/// In forward mode, too: PyTorch's formulation knows how.
+/// Forward mode counts too: PyTorch's operators compute it.
 bool wants_derivative(const Tensor& first, const Tensor& second, const std::optional<Tensor>& third) {
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0)) return true;
   return torch::autograd::compute_requires_grad(first, second, third);
@@ -26,19 +26,19 @@ bool wants_derivative(const Tensor& first, const Tensor& second, const std::opti
 Tensor output_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef geometry,
                  std::string_view backend) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
-  return compute_output(*answer, input, weight, bias, {geometry});
+  const auto plan = plan_of_call(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
+  return compute_output(*plan, input, weight, bias, {geometry});
 }
 
 Tensor differentiable_output_of(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                                 at::IntArrayRef geometry, std::string_view backend) {
-  const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
+  const auto plan = plan_of_call(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
   // PyTorch's own node is cheaper than ours in front of its operator.
-  if (answer->is_pytorchs) return compute_output(*answer, input, weight, bias, {geometry});
+  if (plan->is_pytorchs) return compute_output(*plan, input, weight, bias, {geometry});
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    output = compute_output(*answer, input, weight, bias, {geometry});
+    output = compute_output(*plan, input, weight, bias, {geometry});
   }
   hang_node(output, input, weight, {weight, bias}, geometry, backend);
   return output;
@@ -47,16 +47,16 @@ Tensor differentiable_output_of(const Tensor& input, const Tensor& weight, const
 std::vector<Tensor> plain_gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                                        at::IntArrayRef geometry, Mask mask, std::string_view backend) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto answer = answer_to(stage_of(mask), {&grad_output, &input, &weight}, geometry, backend);
+  const auto plan = plan_of_call(stage_of(mask), {&grad_output, &input, &weight}, geometry, backend);
   std::vector<Tensor> found;
-  for (Tensor& gradient : compute_gradients(*answer, grad_output, input, weight, {geometry}))
+  for (Tensor& gradient : compute_gradients(*plan, grad_output, input, weight, {geometry}))
     if (gradient.defined()) found.push_back(std::move(gradient));
   return found;
 }
 
 // ---- the kernels of the ops ------------------------------------------------------------------------------------
 
-/// An op whose call goes on below `keys`, or from the top where there are none.
+/// Calls an op with the dispatch keys `keys`, or with all keys of its arguments if there are none.
 c10::IValue dispatched(const char* name, std::optional<c10::DispatchKeySet> keys, std::vector<c10::IValue> stack) {
   const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
   if (keys) {
@@ -67,7 +67,7 @@ c10::IValue dispatched(const char* name, std::optional<c10::DispatchKeySet> keys
   return std::move(stack.at(0));
 }
 
-/// Stride, padding, output_padding, groups, dilation behind the tensors, then the backend: as op.py's op takes them.
+/// Calls the op of op.py: the tensors, stride, padding, output_padding, groups, dilation, then the backend.
 c10::IValue by_whole_op(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                         c10::SymIntArrayRef geometry, std::string_view backend) {
   return by_python("tconv_swap::conv_transpose2d",
@@ -75,7 +75,7 @@ c10::IValue by_whole_op(const Tensor& input, const Tensor& weight, const std::op
                     geometry.slice(7, 2), std::string(backend)});
 }
 
-// Sizes may be symbols in these, which a compiler traces: a kernel that takes numbers would not even be called.
+// A compiler may trace these with symbolic sizes. The dispatcher would not call a kernel that takes only numbers.
 
 Tensor output_autograd(c10::DispatchKeySet keys, const Tensor& input, const Tensor& weight,
                        const std::optional<Tensor>& bias, c10::SymIntArrayRef geometry, std::string_view backend) {
@@ -109,8 +109,8 @@ Tensor cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
   return is_cast(tensor, device, dtype) ? tensor.to(dtype) : tensor;
 }
 
-/// Weight and bias are cast below autograd, which spares a node each: ours leads to the originals, whose dtype it gives
-/// their gradients.
+/// Weight and bias are cast below autograd, which saves a node for each: our node leads to the originals and gives their
+/// gradients their dtype.
 Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, const std::optional<Tensor>& given_bias,
                       at::IntArrayRef geometry, std::string_view backend, at::ScalarType dtype) {
   const at::DeviceType device = given_input.device().type();
@@ -121,15 +121,15 @@ Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, con
       cast_together({to_cast, given_weight, given_bias ? *given_bias : Tensor()}, device, dtype);
   std::optional<Tensor> bias;
   if (given_bias) bias = cast_bias;
-  const auto answer = answer_to(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
-  if (differentiates && answer->is_pytorchs) {
+  const auto plan = plan_of_call(FORWARD_STAGE, {&input, &weight, bias ? &*bias : nullptr}, geometry, backend);
+  if (differentiates && plan->is_pytorchs) {
     if (given_bias) bias = cast(*given_bias, device, dtype);
-    return compute_output(*answer, input, cast(given_weight, device, dtype), bias, {geometry});
+    return compute_output(*plan, input, cast(given_weight, device, dtype), bias, {geometry});
   }
   Tensor output;
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    output = compute_output(*answer, input, weight, bias, {geometry});
+    output = compute_output(*plan, input, weight, bias, {geometry});
   }
   if (differentiates) hang_node(output, input, weight, {given_weight, given_bias}, geometry, backend);
   return output;
@@ -138,7 +138,7 @@ Tensor cast_output_of(const Tensor& given_input, const Tensor& given_weight, con
 Tensor output_autocast(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
                        c10::SymIntArrayRef geometry, std::string_view backend) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA));
-  // Not PyTorch's cache of cast weights, which does not see what is changed through weight.data inside of one autocast.
+  // PyTorch's cache of cast weights is not used: it does not notice a change through weight.data inside one autocast.
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(at::kCUDA);
   const auto numbers = c10::asIntArrayRefSlowOpt(geometry);
   if (numbers && is_plain(input, weight, bias)) return cast_output_of(input, weight, bias, *numbers, backend, dtype);
@@ -165,16 +165,16 @@ std::vector<Tensor> launch_program(int64_t handle, const c10::List<std::optional
 
 Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight, at::IntArrayRef geometry,
                        Mask mask, std::string_view backend, at::ScalarType parameters_dtype) {
-  const bool is_unseen = is_plain(grad_output, input, weight);
+  const bool is_plain_call = is_plain(grad_output, input, weight);
   std::vector<Tensor> found =
-      is_unseen ? plain_gradients_of(grad_output, input, weight, geometry, mask, backend)
+      is_plain_call ? plain_gradients_of(grad_output, input, weight, geometry, mask, backend)
                 : dispatched(GRADIENTS, std::nullopt,
                              {grad_output, input, weight, geometry, as_list(mask), std::string(backend)})
                       .toTensorVector();
   Gradients gradients;
   for (size_t i = 0, next = 0; i < 3; ++i)
     if (mask[i]) gradients[i] = std::move(found.at(next++));
-  if (is_unseen && parameters_dtype != weight.scalar_type()) {
+  if (is_plain_call && parameters_dtype != weight.scalar_type()) {
     const Tensor of_input = std::exchange(gradients[0], Tensor());
     gradients = cast_together(gradients, weight.device().type(), parameters_dtype);
     gradients[0] = of_input;
@@ -184,15 +184,15 @@ Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Ten
 
 }  // namespace tconv_swap
 
-// What is computed from now on is chosen anew.
-extern "C" void tconv_forget() { tconv_swap::Answers::instance().forget(); }
+// Empties the cache of call plans: from now on every choice is made anew.
+extern "C" void tconv_forget() { tconv_swap::PlanCache::instance().forget(); }
 
-// How many kinds of calls are known.
-extern "C" int64_t tconv_known() { return static_cast<int64_t>(tconv_swap::Answers::instance().size()); }
+// Returns how many call plans the cache holds.
+extern "C" int64_t tconv_known() { return static_cast<int64_t>(tconv_swap::PlanCache::instance().size()); }
 
 TORCH_LIBRARY_FRAGMENT(tconv_swap, library) { library.def("launch(int program, Tensor?[] inputs) -> Tensor[]"); }
 
-// Python's kernels of the two ops are for aliases of keys, which those for one key come before.
+// Python registers its kernels of the two ops for alias keys. A kernel for one key, as here, takes precedence.
 TORCH_LIBRARY_IMPL(tconv_swap, CUDA, library) {
   library.impl("launch", &tconv_swap::launch_program);
   library.impl("conv_transpose2d_output", &tconv_swap::output_of);

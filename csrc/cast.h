@@ -1,31 +1,31 @@
-// What an autocast casts of a call: up to three tensors at once, below autograd.
+// The casts of an autocast: up to three tensors of a call at once, below autograd.
 #pragma once
 
 #include "compute.h"
 
 namespace at::autocast {
-// Its header takes all of ATen's operators.
+// Its header includes all of ATen's operators.
 TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType device_type);
 }  // namespace at::autocast
 
 namespace tconv_swap {
 
-/// Whether an autocast of a device casts a tensor: as dispatch.cast in Python.
+/// Whether an autocast of this device casts a tensor, as dispatch.cast in Python decides.
 inline bool is_cast(const Tensor& tensor, at::DeviceType device, at::ScalarType dtype) {
   return tensor.device().type() == device && tensor.is_floating_point() && tensor.scalar_type() != at::kDouble &&
          tensor.scalar_type() != dtype;
 }
 
-/// How such tensors are cast; the last of the three may be null.
-inline std::shared_ptr<const Answer> answer_to_cast(Tensors tensors, at::ScalarType dtype) {
-  return known_or_asked(key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, ""), [&] {
-    return by_python("tconv_swap::cast_answer", {as_list(tensors), dtype}).toIntVector();
+/// Returns the plan that casts such tensors, of which the last ones may be null.
+inline std::shared_ptr<const CallPlan> plan_of_cast(Tensors tensors, at::ScalarType dtype) {
+  return cached_or_made(key_of(CAST_STAGE | static_cast<int64_t>(dtype) << 8, tensors, {}, ""), [&] {
+    return by_python("tconv_swap::plan_cast_call", {as_list(tensors), dtype}).toIntVector();
   });
 }
 
 using Together = std::array<Tensor, 3>;  // undefined: absent
 
-/// Each of the tensors that an autocast casts, cast; the others as they are. By one launch where they have one dtype.
+/// Returns the tensors, those cast that an autocast casts. One launch casts them all if they have one dtype.
 inline Together cast_together(const Together& given, at::DeviceType device, at::ScalarType dtype) {
   Together found = given;
   std::array<const Tensor*, 3> needed{};
@@ -41,12 +41,12 @@ inline Together cast_together(const Together& given, at::DeviceType device, at::
   if (!count) return found;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensors tensors{needed[0], needed[1], needed[2]};
-  const auto answer = is_alike ? answer_to_cast(tensors, dtype) : nullptr;
-  if (!answer || answer->steps.at(0).handle == PYTORCH) {
+  const auto plan = is_alike ? plan_of_cast(tensors, dtype) : nullptr;
+  if (!plan || plan->steps.at(0).handle == PYTORCH) {
     for (size_t i = 0; i < count; ++i) found[places[i]] = needed[i]->to(dtype);
     return found;
   }
-  std::vector<Tensor> copies = run(answer->steps.at(0), tensors);
+  std::vector<Tensor> copies = run(plan->steps.at(0), tensors);
   for (size_t i = 0; i < count; ++i) found[places[i]] = std::move(copies.at(i));
   return found;
 }

@@ -1,7 +1,7 @@
-// A call of tensors that nobody but us wants to see: its steps, known or asked from Python, are run in order.
+// A call with plain tensors: finds its plan in the cache or has Python make it, and runs its steps in order.
 #pragma once
 
-#include "answers.h"
+#include "plan_cache.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/cuda/EmptyTensor.h>
@@ -25,7 +25,7 @@ inline const Tensor* if_there(const Tensor& tensor) { return tensor.defined() ? 
 inline const Tensor* if_there(const Maybe& tensor) { return tensor ? if_there(*tensor) : nullptr; }
 inline Maybe as_maybe(const Tensor& tensor) { return tensor.defined() ? Maybe(tensor) : std::nullopt; }
 
-/// Stride, padding, output_padding, groups and dilation, as an op takes them: nine numbers.
+/// Stride, padding, output_padding, groups and dilation as an op takes them, nine numbers.
 struct Geometry {
   at::IntArrayRef words;
   at::IntArrayRef stride() const { return words.slice(0, 2); }
@@ -35,7 +35,7 @@ struct Geometry {
   at::IntArrayRef dilation() const { return words.slice(7, 2); }
 };
 
-/// What an op that Python implements returns.
+/// Calls an op that Python implements, and returns its result.
 inline c10::IValue by_python(const char* name, std::vector<c10::IValue> stack) {
   c10::Dispatcher::singleton().findSchemaOrThrow(name, "").callBoxed(&stack);
   return std::move(stack.at(0));
@@ -56,12 +56,12 @@ inline std::optional<at::MemoryFormat> format_of(int64_t word) {
   return word == 0 ? at::MemoryFormat::Contiguous : at::MemoryFormat::ChannelsLast;
 }
 
-/// An answer as call.answer writes it.
-inline std::shared_ptr<const Answer> read_answer(const std::vector<int64_t>& words) {
+/// Reads a call plan from the words that plan_call in cuda/call.py writes.
+inline std::shared_ptr<const CallPlan> read_call_plan(const std::vector<int64_t>& words) {
   auto word = words.begin();
-  auto answer = std::make_shared<Answer>();
-  answer->format = *format_of(*word++);
-  answer->is_pytorchs = *word++ != 0;
+  auto plan = std::make_shared<CallPlan>();
+  plan->format = *format_of(*word++);
+  plan->is_pytorchs = *word++ != 0;
   while (word != words.end()) {
     Step step{*word++, nullptr, {}, {}};
     for (bool& wanted : step.mask) wanted = *word++ != 0;
@@ -70,29 +70,29 @@ inline std::shared_ptr<const Answer> read_answer(const std::vector<int64_t>& wor
       step.program = program_of(step.handle);
       drop_program(step.handle);
     }
-    answer->steps.push_back(std::move(step));
+    plan->steps.push_back(std::move(step));
   }
-  return answer;
+  return plan;
 }
 
-/// How a call of this kind is computed: known, or what `ask` returns, in words.
-template <class Ask>
-std::shared_ptr<const Answer> known_or_asked(const Key& key, const Ask& ask) {
-  Answers& answers = Answers::instance();
-  if (auto known = answers.find(key)) return known;
-  const uint64_t epoch = answers.epoch();
+/// Returns the plan of this kind of call: from the cache, or from the words that `make_plan` returns.
+template <class MakePlan>
+std::shared_ptr<const CallPlan> cached_or_made(const Key& key, const MakePlan& make_plan) {
+  PlanCache& cache = PlanCache::instance();
+  if (auto cached = cache.find(key)) return cached;
+  const uint64_t epoch = cache.epoch();
   const at::AutoDispatchBelowAutograd below_autograd;
-  auto asked = read_answer(ask());
-  answers.keep(key, asked, epoch);
-  return asked;
+  auto made = read_call_plan(make_plan());
+  cache.keep(key, made, epoch);
+  return made;
 }
 
-/// How a call with such tensors is computed. Python is asked where that is not known, and raises where they do not fit.
-inline std::shared_ptr<const Answer> answer_to(int64_t stage, Tensors tensors, at::IntArrayRef geometry,
+/// Returns the plan of a call with such tensors. Throws what Python raises if the tensors do not fit together.
+inline std::shared_ptr<const CallPlan> plan_of_call(int64_t stage, Tensors tensors, at::IntArrayRef geometry,
                                                std::string_view backend) {
-  return known_or_asked(key_of(stage, tensors, geometry, backend), [&] {
+  return cached_or_made(key_of(stage, tensors, geometry, backend), [&] {
     const Mask mask{(stage & 1) != 0, (stage & 2) != 0, (stage & 4) != 0};
-    return by_python("tconv_swap::answer", {as_list(tensors), geometry, as_list(mask), std::string(backend)}).toIntVector();
+    return by_python("tconv_swap::plan_call", {as_list(tensors), geometry, as_list(mask), std::string(backend)}).toIntVector();
   });
 }
 
@@ -100,7 +100,7 @@ inline Tensor empty(const Output& output, const at::Device& device) {
   return at::detail::empty_strided_cuda(output.sizes, output.strides, static_cast<at::ScalarType>(output.dtype), device);
 }
 
-/// The program's outputs, computed on the current stream of its device.
+/// Launches a program on the current stream of its device; returns its outputs.
 inline std::vector<Tensor> launch(const Program& program, c10::ArrayRef<void*> inputs) {
   const at::Device device(at::kCUDA, static_cast<c10::DeviceIndex>(program.device));
   const c10::DeviceGuard guard(device);
@@ -122,7 +122,7 @@ inline std::vector<Tensor> launch(const Program& program, c10::ArrayRef<void*> i
   return outputs;
 }
 
-/// A dense copy; on CUDA without the dispatcher's steps on the way to one.
+/// Returns a dense copy. On CUDA this is cheaper than clone(), which goes through the dispatcher several times.
 inline Tensor copy_of(const Tensor& tensor, at::MemoryFormat format) {
   if (!tensor.is_cuda() || tensor.dim() != 4) return tensor.clone(format);
   c10::DimVector strides = c10::contiguous_strides(tensor.sizes());
@@ -146,31 +146,31 @@ inline std::vector<Tensor> run(const Step& step, Tensors tensors) {
     laid_out.push_back(tensor);
   }
   if (!step.program) {
-    // Tests stand in for the GPU here; on one, a step that is not PyTorch's has a program.
+    // Tests replace the GPU here. On a GPU, every step that is not PyTorch's has a program.
     c10::List<std::optional<Tensor>> list;
     for (const Tensor* tensor : laid_out) list.push_back(tensor ? std::optional(*tensor) : std::nullopt);
     return by_python("tconv_swap::launch", {step.handle, list}).toTensorVector();
   }
   c10::SmallVector<void*, 7> pointers;
-  // Const is lost here alone: a program's inputs are read only.
+  // This is the only cast from const: a program only reads its inputs.
   for (const Tensor* tensor : laid_out) pointers.push_back(tensor ? const_cast<void*>(tensor->const_data_ptr()) : nullptr);
   return launch(*step.program, pointers);
 }
 
-/// ``[batch, out_channels, out_height, out_width]``.
-inline Tensor compute_output(const Answer& answer, const Tensor& input, const Tensor& weight,
+/// Returns the output, ``[batch, out_channels, out_height, out_width]``.
+inline Tensor compute_output(const CallPlan& plan, const Tensor& input, const Tensor& weight,
                              const std::optional<Tensor>& bias, const Geometry& geometry) {
-  const Step& step = answer.steps.at(0);
+  const Step& step = plan.steps.at(0);
   const Tensor output = step.handle == PYTORCH
                             ? at::convolution(input, weight, bias, geometry.stride(), geometry.padding(), geometry.dilation(),
                                               true, geometry.output_padding(), geometry.groups())
                             : run(step, {&input, &weight, bias ? &*bias : nullptr}).at(0);
-  return output.contiguous(answer.format);
+  return output.contiguous(plan.format);
 }
 
-using Gradients = std::array<Tensor, 3>;  // of input, weight and bias; undefined where it is not asked for
+using Gradients = std::array<Tensor, 3>;  // of input, weight and bias; undefined where the mask leaves it out
 
-/// PyTorch's own formulation, which autograd, functorch and modes know.
+/// Returns the gradients by PyTorch's own operator, which autograd, functorch and modes support.
 inline Gradients gradients_by_pytorch(const Tensor& grad_output, const Tensor& input, const Tensor& weight,
                                       const Geometry& geometry, const Mask& mask) {
   const std::array<int64_t, 1> out_channels{weight.size(1) * geometry.groups()};
@@ -180,10 +180,10 @@ inline Gradients gradients_by_pytorch(const Tensor& grad_output, const Tensor& i
   return {std::move(of_input), std::move(of_weight), std::move(of_bias)};
 }
 
-inline Gradients compute_gradients(const Answer& answer, const Tensor& grad_output, const Tensor& input,
+inline Gradients compute_gradients(const CallPlan& plan, const Tensor& grad_output, const Tensor& input,
                                    const Tensor& weight, const Geometry& geometry) {
   Gradients gradients;
-  for (const Step& step : answer.steps) {
+  for (const Step& step : plan.steps) {
     if (step.handle == PYTORCH) {
       Gradients found = gradients_by_pytorch(grad_output, input, weight, geometry, step.mask);
       for (size_t i = 0; i < 3; ++i)
@@ -195,7 +195,7 @@ inline Gradients compute_gradients(const Answer& answer, const Tensor& grad_outp
     }
   }
   for (Tensor& gradient : gradients)
-    if (gradient.defined() && gradient.dim() == 4) gradient = gradient.contiguous(answer.format);
+    if (gradient.defined() && gradient.dim() == 4) gradient = gradient.contiguous(plan.format);
   return gradients;
 }
 

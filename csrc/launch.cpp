@@ -1,8 +1,8 @@
-// Programs and their launch: the driver API by hand, whose few declarations below have not changed since CUDA 12.0, so
-// that a user needs no CUDA toolkit.
+// Programs and their launch. The few declarations of the driver API below have not changed since CUDA 12.0; they are
+// written here so that a user needs no CUDA toolkit.
 //
-// The cold path (planning, compiling) is Python's: it hands over each kernel once (tconv_load_kernel) and each
-// program (tconv_add_program), as a list of numbers whose order program_words in launch.py writes.
+// Python plans and compiles. It passes each kernel once (tconv_load_kernel), and each program (tconv_add_program) as a list
+// of numbers in the order that plan_words in runtime/launch.py writes.
 #include "launch.h"
 
 #include <dlfcn.h>
@@ -52,7 +52,7 @@ struct Driver {
   Result (*context_get_current)(void**);
   Result (*context_set_current)(void*);
   Result (*primary_context_retain)(void**, int);
-  // Null with a driver older than CUDA 12, which knows no GPU whose plans have tensor maps.
+  // Null with a driver older than CUDA 12, which supports no GPU whose plans have tensor maps.
   Result (*tensor_map_encode_tiled)(TensorMap*, int, uint32_t, void*, const uint64_t*, const uint64_t*,
                                     const uint32_t*, const uint32_t*, int, int, int, int);
 
@@ -90,7 +90,7 @@ void check(Result result, const char* what) {
   throw std::runtime_error(std::string("CUDA error in ") + what + ": " + name + " (" + text + ")");
 }
 
-// A thread that has made no CUDA call yet (autograd's) has no context, and the driver API does not make one.
+// A thread that has made no CUDA call yet, such as one of autograd's, has no context; the driver API does not create one.
 void ensure_context(int device) {
   void* context = nullptr;
   check(driver().context_get_current(&context), "cuCtxGetCurrent");
@@ -101,7 +101,7 @@ void ensure_context(int device) {
 
 // ---- launching ---------------------------------------------------------------------------------------------
 
-/// What the pointers of a call's arguments come from.
+/// The tensors and the workspace that pointer arguments of kernels refer to.
 struct Operands {
   void* const* inputs;
   void* const* outputs;
@@ -129,21 +129,21 @@ void encode(TensorMap* map, const TiledTensor& tensor, const Operands& operands)
 }
 
 void run(const Launch& launch, void* stream, const Operands& operands) {
-  constexpr size_t MOST = 16, MOST_MAPS = 8;
+  constexpr size_t MAX_ARGUMENTS = 16, MAX_MAPS = 8;
   const size_t count = launch.arguments.size();
-  if (count > MOST || launch.tensor_maps.size() > MOST_MAPS)
+  if (count > MAX_ARGUMENTS || launch.tensor_maps.size() > MAX_MAPS)
     throw std::runtime_error("a kernel of tconv_swap takes too many arguments");
-  TensorMap maps[MOST_MAPS];
+  TensorMap maps[MAX_MAPS];
   for (size_t i = 0; i < launch.tensor_maps.size(); ++i) encode(&maps[i], launch.tensor_maps[i], operands);
   union {
     void* pointer;
     int64_t number;
-  } values[MOST];
-  void* addresses[MOST];
+  } values[MAX_ARGUMENTS];
+  void* addresses[MAX_ARGUMENTS];
   size_t parameters = 0, fields_end = 0;
   for (size_t i = 0; i < count; ++i) {
     const Argument& argument = launch.arguments[i];
-    // The driver copies a struct from the address of its first field, behind which the others lie.
+    // The driver copies a struct from the address of its first field; the other fields follow it in `values`.
     if (argument.kind == ArgumentKind::Fields) {
       addresses[parameters++] = &values[i + 1];
       fields_end = i + 1 + static_cast<size_t>(argument.value);
@@ -155,7 +155,7 @@ void run(const Launch& launch, void* stream, const Operands& operands) {
     switch (argument.kind) {
       case ArgumentKind::Int64: values[i].number = argument.value; break;
       case ArgumentKind::TensorMap: address = &maps[argument.value]; break;
-      // The driver copies the words; its interface takes no pointer to const.
+      // The driver copies the words; its interface does not take pointers to const.
       case ArgumentKind::Struct: address = const_cast<int32_t*>(launch.structs[argument.value].data()); break;
       default: values[i].pointer = operands.pointer(argument);
     }
@@ -181,7 +181,7 @@ std::unordered_map<int64_t, std::shared_ptr<const Program>>& programs() {
 
 thread_local std::string last_error;
 
-/// For functions that ctypes calls: an error's text is kept for tconv_last_error.
+/// Runs the work of a function that ctypes calls; keeps the text of an error for tconv_last_error.
 template <class Work>
 int guarded(Work work) {
   try {
@@ -193,17 +193,17 @@ int guarded(Work work) {
   }
 }
 
-/// Lets a kernel have so much dynamic shared memory. Programs share kernels: one that asks for less takes nothing away.
+/// Allows a kernel this much dynamic shared memory. Programs share kernels, so the limit of a kernel never shrinks.
 void allow_shared_bytes(void* kernel, int device, unsigned bytes) {
   if (bytes <= DEFAULT_SHARED_LIMIT) return;
   static std::mutex mutex;
   static auto* allowed = new std::map<std::pair<void*, int>, unsigned>;
   std::lock_guard<std::mutex> lock(mutex);
-  unsigned& most = (*allowed)[{kernel, device}];
-  if (bytes <= most) return;
+  unsigned& limit = (*allowed)[{kernel, device}];
+  if (bytes <= limit) return;
   check(driver().kernel_set_attribute(FUNCTION_MAX_DYNAMIC_SHARED_BYTES, static_cast<int>(bytes), kernel, device),
         "cuKernelSetAttribute");
-  most = bytes;
+  limit = bytes;
 }
 
 Program read_program(const int64_t* words, int device) {
@@ -278,11 +278,11 @@ void launch(const Program& program, void* stream, void* const* inputs, void* con
 
 }  // namespace tconv_swap
 
-// ---- the cold path, called by ctypes -------------------------------------------------------------------------
+// ---- called by ctypes, once for each program -------------------------------------------------------------------------
 
 extern "C" const char* tconv_last_error() { return tconv_swap::last_error.c_str(); }
 
-// Loads machine code and finds one kernel in it, for every device of the process. The code is never unloaded.
+// Loads machine code and returns one kernel of it, which is valid on every device of the process. It is never unloaded.
 extern "C" int tconv_load_kernel(const void* image, const char* entry, void** kernel) {
   using namespace tconv_swap;
   return guarded([&] {
@@ -292,7 +292,7 @@ extern "C" int tconv_load_kernel(const void* image, const char* entry, void** ke
   });
 }
 
-// Adds a program for a device; `words` as program_words in launch.py writes them.
+// Adds a program for a device. `words` are in the order that plan_words in runtime/launch.py writes.
 extern "C" int tconv_add_program(const int64_t* words, int device, int64_t* handle) {
   using namespace tconv_swap;
   return guarded([&] {

@@ -1,4 +1,4 @@
-// What launch.cpp offers to call.cpp: programs, which are plain data, and their launch. Takes no header of torch or CUDA.
+// The interface of launch.cpp: programs, which are plain data, and their launch. It includes no header of torch or CUDA.
 #pragma once
 
 #include <cstdint>
@@ -39,16 +39,16 @@ struct Program {  // program.Plan, on one device
   std::vector<Launch> launches;
 };
 
-/// The program that a handle of tconv_add_program stands for; null where there is none.
+/// Returns the program of a handle of tconv_add_program; null if there is none.
 std::shared_ptr<const Program> program_of(int64_t handle);
 
-/// From now on the handle stands for nothing; the program lives as long as somebody holds it.
+/// Makes the handle invalid. The program lives as long as a shared pointer holds it.
 void drop_program(int64_t handle);
 
-/// Launches the kernels in order on `stream`. Pointers: of the inputs (null where one is absent), the outputs and the
-/// workspace, all on the program's device, which is the current one.
+/// Launches the kernels in order on `stream`. The pointers to the inputs (null where one is absent), the outputs and the
+/// workspace are on the program's device, which is the current device.
 ///
-/// Throws std::runtime_error with the driver's words where it refuses.
+/// Throws std::runtime_error with the driver's message if the driver refuses.
 void launch(const Program& program, void* stream, void* const* inputs, void* const* outputs, char* workspace);
 
 }  // namespace tconv_swap

@@ -1,4 +1,4 @@
-// The one node that a transposed convolution of ours hangs into PyTorch's autograd graph.
+// The autograd node of a transposed convolution.
 #pragma once
 
 #include "compute.h"
@@ -9,13 +9,13 @@
 
 namespace tconv_swap {
 
-/// Those of weight and bias in the dtype of the parameters, where nobody wants to see the call.
+/// Returns the gradients. Those of weight and bias have the dtype of the parameters if the tensors are plain.
 Gradients gradients_of(const Tensor& grad_output, const Tensor& input, const Tensor& weight, at::IntArrayRef geometry,
                        Mask mask, std::string_view backend, at::ScalarType parameters_dtype);
 
 struct ConvTranspose2dBackward : torch::autograd::Node {
   torch::autograd::SavedVariable input, weight;
-  at::ScalarType parameters_dtype;  // another than the saved weight's, where an autocast has cast it
+  at::ScalarType parameters_dtype;  // differs from that of the saved weight where an autocast has cast it
   std::vector<int64_t> geometry;
   std::string backend;
 
@@ -36,7 +36,7 @@ struct ConvTranspose2dBackward : torch::autograd::Node {
     if (!grads[0].defined() || stage_of(mask) == 0) return gradients;
     if (at::GradMode::is_enabled()) {
       if (parameters_dtype != w.scalar_type()) {
-        // The copy leads where the weight does.
+        // The copy has the gradient edge of the weight.
         w = w.variable_data();
         if (next_edge(1).is_valid()) torch::autograd::impl::set_gradient_edge(w, next_edge(1));
       }
@@ -51,14 +51,14 @@ struct ConvTranspose2dBackward : torch::autograd::Node {
   }
 };
 
-/// Weight and bias that gradients are for.
+/// The weight and bias that the gradients belong to.
 struct Parameters {
   const Tensor& weight;
   const std::optional<Tensor>& bias;
 };
 
-/// Makes `output`, which is computed from `input`, `weight` and a bias, differentiable. `parameters`: whose copies in
-/// another dtype weight and bias may be.
+/// Makes `output`, which was computed from `input`, `weight` and a bias, differentiable. `weight` may be a copy of the
+/// weight in `parameters` in another dtype.
 inline void hang_node(const Tensor& output, const Tensor& input, const Tensor& weight, const Parameters& parameters,
                       at::IntArrayRef geometry, std::string_view backend) {
   const std::shared_ptr<ConvTranspose2dBackward> node(new ConvTranspose2dBackward, torch::autograd::deleteNode);

@@ -1,7 +1,7 @@
-// The one way of a norm, of what is added to it and of the activation behind: an op that an eager block calls on CUDA
-// (blocks/kernels.py has its schema, and answers for calls that are not known). Each kind of call is found among the
-// answers of answers.h, launched, and hangs one autograd node where a derivative is wanted. What others want to see is
-// left to PyTorch's modules: nothing is done, and None returned.
+// A norm, a tensor that is added to its output, and the activation behind them, as one op that an eager block calls on CUDA.
+// blocks/kernels.py has its schema and plans calls that are not in the cache. The op launches the plan and adds one autograd
+// node where a derivative is wanted. Where something else has to see the call (is_plain in plain.h), it does nothing and
+// returns None: PyTorch's modules then compute the call.
 #pragma once
 
 #include "compute.h"
@@ -13,33 +13,35 @@
 
 namespace tconv_swap {
 
-// As kernels.py numbers them. Of a backward pass: 1 more for the gradient of the input, 2 for those of weight and bias.
+// The numbers of blocks/kernels.py. A backward pass adds 1 for the gradient of the input, 2 for those of weight and bias.
 constexpr int64_t NORM_FORWARD = 16, NORM_FORWARD_THAT_SAVES = 17, NORM_BACKWARD = 18;
-constexpr size_t AVERAGES = 0;  // of a form's words: num_batches_tracked goes up, and gives the momentum
+constexpr size_t AVERAGES = 0;  // the word of a form that says that num_batches_tracked is counted and gives the momentum
 
-inline std::shared_ptr<const Answer> norm_answer_to(int64_t stage, Tensors tensors, at::IntArrayRef form) {
-  return known_or_asked(key_of(stage, tensors, form, ""), [&] {
-    return by_python("tconv_swap::norm_answer", {as_list(tensors), form, stage}).toIntVector();
+inline std::shared_ptr<const CallPlan> plan_of_norm(int64_t stage, Tensors tensors, at::IntArrayRef form) {
+  return cached_or_made(key_of(stage, tensors, form, ""), [&] {
+    return by_python("tconv_swap::plan_norm_call", {as_list(tensors), form, stage}).toIntVector();
   });
 }
 
 // ---- the backward pass -----------------------------------------------------------------------------------------
 
 using NormMask = std::array<bool, 4>;         // which of the gradients of input, weight, bias and what was added
-using NormGradients = std::array<Tensor, 4>;  // of these; undefined where it is not asked for
+using NormGradients = std::array<Tensor, 4>;  // of these; undefined where the mask leaves it out
 
-/// What a backward pass begins from. `statistics`: means and 1 / sqrt(variance + eps). `output`: of a sum, else undefined.
+/// The tensors that a backward pass needs. `statistics`: means and 1 / sqrt(variance + eps). `output` is defined only where
+/// a tensor was added.
 struct Kept {
   const Tensor &input, &weight, &bias, &statistics, &output;
 };
 
-/// Of a parameter of `like`'s kind, from what a kernel wrote: for each image by itself, or as it is.
+/// Returns the gradient of a parameter of the shape and dtype of `like`. A kernel may have written one for each image.
 inline Tensor summed_over_images(const Tensor& found, const Tensor& like) {
   if (found.numel() == like.numel()) return found.to(like.scalar_type());
   return found.view({-1, like.numel()}).sum(0).to(like.scalar_type());
 }
 
-/// A hook may have handed it back otherwise. An answer lays out the first three tensors of a step; this is the sixth.
+/// Returns the output in the format that the kernel reads. A hook of autograd's may have changed its layout; a call plan
+/// copies only the first three tensors of a step, and this is the sixth.
 inline Tensor laid_out(const Tensor& output, at::MemoryFormat format) {
   if (!output.defined()) return output;
   const bool is_aligned = reinterpret_cast<uintptr_t>(output.const_data_ptr()) % ALIGNMENT == 0;
@@ -48,16 +50,16 @@ inline Tensor laid_out(const Tensor& output, at::MemoryFormat format) {
 
 inline NormGradients norm_gradients(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form,
                                     const NormMask& mask) {
-  const bool of_input = mask[0] || kept.output.defined();  // kernels of a sum write it whoever asks
+  const bool of_input = mask[0] || kept.output.defined();  // kernels of a sum always write it
   const bool of_parameters = mask[1] || mask[2];
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const auto answer = norm_answer_to(NORM_BACKWARD + of_input + 2 * of_parameters,
+  const auto plan = plan_of_norm(NORM_BACKWARD + of_input + 2 * of_parameters,
                                      {&grad_output, &kept.input, &kept.statistics, if_there(kept.weight),
                                       if_there(kept.bias), if_there(kept.output)},
                                      form);
-  const Tensor output = laid_out(kept.output, answer->format);
+  const Tensor output = laid_out(kept.output, plan->format);
   const std::vector<Tensor> found =
-      run(answer->steps.at(0), {&grad_output, &kept.input, &kept.statistics, if_there(kept.weight), if_there(kept.bias),
+      run(plan->steps.at(0), {&grad_output, &kept.input, &kept.statistics, if_there(kept.weight), if_there(kept.bias),
                                 if_there(output)});
   NormGradients gradients;
   if (mask[0]) gradients[0] = found.at(0);
@@ -67,7 +69,7 @@ inline NormGradients norm_gradients(const Tensor& grad_output, const Kept& kept,
   return gradients;
 }
 
-/// PyTorch's own formulation, which autograd, functorch and modes know.
+/// Returns the gradients by PyTorch's own operators, which autograd, functorch and modes support.
 inline NormGradients norm_gradients_by_pytorch(const Tensor& grad_output, const Kept& kept, at::IntArrayRef form,
                                                const NormMask& mask) {
   const auto found = by_python("tconv_swap::norm_gradients_by_pytorch",
@@ -82,7 +84,8 @@ inline NormGradients norm_gradients_by_pytorch(const Tensor& grad_output, const 
 
 struct NormActivationBackward : torch::autograd::Node {
   torch::autograd::SavedVariable input, weight, bias, statistics;
-  torch::autograd::SavedVariable output;  // of a sum: as PyTorch's activation, not what was added, which may change
+  // Where a tensor was added: the output, as PyTorch's activations save it. The added tensor may change meanwhile.
+  torch::autograd::SavedVariable output;
   std::vector<int64_t> form;
 
   std::string name() const override { return "NormActivationBackward"; }
@@ -109,7 +112,7 @@ struct NormActivationBackward : torch::autograd::Node {
   }
 };
 
-/// Makes `output`, which is computed, differentiable. `added`: undefined where nothing is.
+/// Makes the computed `output` differentiable. `added` is undefined where nothing was added.
 inline void hang_node(const Tensor& output, const Kept& kept, const Tensor& added, at::IntArrayRef form) {
   const std::shared_ptr<NormActivationBackward> node(new NormActivationBackward, torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(kept.input, kept.weight, kept.bias, added));
@@ -142,11 +145,11 @@ inline Maybe norm_activation(const Tensor& input, const Maybe& weight, const May
                              if_there(running_var),
                              if_there(batches),
                              if_there(a)};
-    const auto answer = norm_answer_to(differentiates ? NORM_FORWARD_THAT_SAVES : NORM_FORWARD, tensors, form);
-    if (answer->is_pytorchs) return std::nullopt;
+    const auto plan = plan_of_norm(differentiates ? NORM_FORWARD_THAT_SAVES : NORM_FORWARD, tensors, form);
+    if (plan->is_pytorchs) return std::nullopt;
     if (form[AVERAGES]) batches->add_(1);
-    found = run(answer->steps.at(0), tensors);
-    // As PyTorch's module, which counts by an operator of its own.
+    found = run(plan->steps.at(0), tensors);
+    // PyTorch's module bumps the version too: it counts by an operator.
     if (batches && !batches->is_inference()) batches->unsafeGetTensorImpl()->bump_version();
   }
   const Tensor& output = found.at(0);

@@ -1,4 +1,4 @@
-// Who wants to see a call beside its caller.
+// Whether a call may bypass the dispatcher because nothing but its caller has to see it.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -13,7 +13,7 @@ namespace tconv_swap {
 
 inline uint64_t functionality(at::DispatchKeySet keys) { return keys.raw_repr() & ~c10::full_backend_mask; }
 
-/// No subclass, vmap, functionalization, tracer, dispatch mode, lazy negation or zero.
+/// Whether there is no subclass, vmap, functionalization, tracer, dispatch mode, lazy negation or zero tensor.
 inline bool is_plain(at::DispatchKeySet keys) {
   static const uint64_t PLAIN = functionality(
       at::DispatchKeySet({at::DispatchKey::Dense, at::DispatchKey::ADInplaceOrView, at::DispatchKey::BackendSelect}) |

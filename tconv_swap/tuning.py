@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tconv_swap.cuda import call, choice, first_use, tuned
-from tconv_swap.cuda.call import Posed
+from tconv_swap.cuda.call import CallKind
 from tconv_swap.cuda.choice import NATIVE, backward_units
 from tconv_swap.files.fileformat import first_line
 from tconv_swap.inputs import Inputs
@@ -198,7 +198,7 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
 
 
-def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]:
+def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[CallKind]:
     """Returns every distinct problem; the gradients are split into groups that are decided together."""
     call.forget()
     with preserved(model), call.recording() as recorded:
@@ -208,7 +208,7 @@ def _collect(model: nn.Module, arguments: Inputs, backward: bool) -> list[Posed]
         else:
             with torch.no_grad():
                 arguments.map(Tensor.detach)(model)
-    found: dict[Posed, None] = {}
+    found: dict[CallKind, None] = {}
     for one in recorded:
         for mask in backward_units(one.mask) if one.mask else [one.mask]:
             if one.problem.geometry.batch > 0:
@@ -221,7 +221,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad) if copy.is_floating_point() else copy
 
 
-def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
+def measure_problem(posed: CallKind, count: int, budget_s: float) -> tuple[TunedProblem, tuned.Winner | None]:
     """Measures the candidates for one problem. There is no winner if nothing ran."""
     problem, mask, has_bias, index = posed
     device, facts = torch.device("cuda", index), call.device_facts(index)
@@ -262,7 +262,7 @@ def measure_problem(posed: Posed, count: int, budget_s: float) -> tuple[TunedPro
 
 
 def _runnable(
-    posed: Posed, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
+    posed: CallKind, plans: Sequence[Plan], tensors: tuple[Tensor, Tensor, Tensor | None], architecture: str
 ) -> tuple[dict[int, Callable[[], list[Tensor]]], dict[int, str]]:
     """Returns the candidates that compute the problem, by number, and why the others do not. PyTorch's operator
     has the last number."""
@@ -295,7 +295,7 @@ def _fastest(times: dict[int, float], order: Iterable[int]) -> int:
     return next(n for n in order if n in times and times[n] <= limit)
 
 
-def _tensors(posed: Posed, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+def _tensors(posed: CallKind, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
     """Returns random tensors with the layouts of the problem: input, weight, bias, or grad_output, input, weight."""
     problem, mask, has_bias, _ = posed
     geometry = problem.geometry
@@ -317,7 +317,7 @@ def _launching(handle: int, tensors: tuple[Tensor | None, ...]) -> Callable[[], 
     return lambda: torch.ops.tconv_swap.launch.default(handle, [*tensors])
 
 
-def _native(posed: Posed, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
+def _native(posed: CallKind, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list[Tensor]:
     g = posed.problem.geometry
     arguments = (g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     first, second, third = tensors
@@ -327,7 +327,7 @@ def _native(posed: Posed, tensors: tuple[Tensor, Tensor, Tensor | None]) -> list
     return native.backward(first, second, third, arguments, posed.mask)
 
 
-def _wrong(found: list[Tensor], truth: list[Tensor], posed: Posed) -> str:
+def _wrong(found: list[Tensor], truth: list[Tensor], posed: CallKind) -> str:
     """Returns how far a result is from the right one if it is too far, else ``""``: a wrong candidate must not be
     chosen."""
     dtype = str(posed.problem.dtype).removeprefix("torch.")
@@ -343,7 +343,7 @@ def _timed(
     problem: plan.Problem, mask: choice.Mask, has_bias: bool, index: int, count: int, budget_s: float
 ) -> first_use.Timed | None:
     """Measures as ``tune`` does, but PyTorch's operator with the user's switches."""
-    report, winner = measure_problem(Posed(problem, mask, has_bias, index), count, budget_s)
+    report, winner = measure_problem(CallKind(problem, mask, has_bias, index), count, budget_s)
     if winner is None:
         return None
     pytorch = next(one.microseconds for one in report.candidates if one.family == NATIVE)

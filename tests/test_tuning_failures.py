@@ -21,7 +21,7 @@ import tconv_swap
 from tconv_swap import tuning
 from tconv_swap.cli import workflow
 from tconv_swap.cuda import tuned
-from tconv_swap.cuda.call import Posed
+from tconv_swap.cuda.call import CallKind
 from tconv_swap.cuda.choice import NATIVE
 from tconv_swap.cuda.tuned import Winner
 from tconv_swap.geometry import Geometry
@@ -32,7 +32,7 @@ H200 = plan.Device("sm_90a", 132, 227 << 10)
 PROBLEM = plan.Problem(
     Geometry(8, 64, 16, 16, 32, (4, 4), (2, 2), (1, 1)), torch.float32, "ieee", False, False
 )
-POSED = Posed(PROBLEM, (), False, 0)
+POSED = CallKind(PROBLEM, (), False, 0)
 NO_MEMORY = torch.cuda.OutOfMemoryError("CUDA out of memory")
 UNKNOWN = TunedProblem(
     "forward: x",
@@ -130,7 +130,7 @@ def test_an_interruption_keeps_what_is_measured(
 ) -> None:
     real = tuning.measure_problem
 
-    def interrupted(posed: Posed, *arguments: Any) -> Any:
+    def interrupted(posed: CallKind, *arguments: Any) -> Any:
         if posed.has_bias:
             raise KeyboardInterrupt
         return real(posed, *arguments)

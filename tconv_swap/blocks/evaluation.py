@@ -1,6 +1,7 @@
-"""Blocks in evaluation as one program: what computes a call that csrc/block.h does not know yet.
+"""Blocks in evaluation as one program: plans a call that is not in the cache of csrc/block.h.
 
-A call goes by the op ``block_output``, which remembers the answers of ``answer`` by everything that they depend on.
+A call goes through the op ``block_output``, which keeps each result of ``plan_call`` under everything that it depends
+on.
 """
 
 from __future__ import annotations
@@ -21,19 +22,19 @@ from tconv_swap.kernels.norm.plan import DTYPES
 from tconv_swap.kernels.norm.shape import Activation
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-# None: nothing was done. For eager calls on CUDA alone: a graph has the modules.
+# It returns None if it did nothing. Only eager calls on CUDA use it: a compiled graph contains the modules.
 _library.define(
     "block_output(Tensor input, Tensor weight, Tensor? bias, Tensor? norm_weight, Tensor? norm_bias,"
     " Tensor? running_mean, Tensor? running_var, int[] words, str backend) -> Tensor?"
 )
-_library.define("block_answer(Tensor?[] tensors, int[] words, str backend) -> int[]")
+_library.define("plan_block_call(Tensor?[] tensors, int[] words, str backend) -> int[]")
 block_output = torch.ops.tconv_swap.block_output.default
 
-#: Numbers of a layer's geometry, with which the op's ``words`` begin.
+#: How many numbers of a layer's geometry the op's ``words`` begin with.
 _GEOMETRY = 9
 
 
-# A network asks with the same numbers again and again.
+# A network calls this with the same numbers again and again.
 @lru_cache(maxsize=4096)
 def block_words(
     stride: Any,
@@ -45,7 +46,8 @@ def block_words(
     activation: Activation,
     slope: float,
 ) -> list[int]:
-    """The op's ``words``: the layer's geometry, and what follows the layer. ``eps``: of the norm, if there is one."""
+    """Returns the op's ``words``: the geometry of the layer, and the epilogue behind it. ``eps`` is that of the norm,
+    if there is one."""
     geometry = as_list(
         (
             as_pair(stride, "stride"),
@@ -58,29 +60,29 @@ def block_words(
     return [*geometry, int(activation), *struct.unpack("<2q", struct.pack("<2d", eps, slope))]
 
 
-def answer(tensors: Sequence[Tensor | None], words: Sequence[int], backend: str) -> list[int]:
-    """How a call is computed, in the words that csrc/compute.h reads.
+def plan_call(tensors: Sequence[Tensor | None], words: Sequence[int], backend: str) -> list[int]:
+    """Returns the plan of a call, in the words that csrc/compute.h reads.
 
     Args:
         tensors: input, weight and bias of the layer; weight, bias, running_mean and running_var of the norm, all four
             None where there is none.
-        words: as ``block_words`` writes them.
+        words: as ``block_words`` returns them.
 
     Raises:
-        BuildError, CompileError, RuntimeError, ValueError: as ``call.answer``.
+        BuildError, CompileError, RuntimeError, ValueError: as ``call.plan_call``.
     """
     epilogue = epilogue_of(tensors, words)
     if epilogue is None:
         return DECLINED
-    found = call.block_answer(
+    found = call.plan_block_call(
         tensors[:3], words[:_GEOMETRY], backend, lambda made: with_epilogue(made, epilogue)
     )
     return DECLINED if found is None else found
 
 
 def epilogue_of(tensors: Sequence[Tensor | None], words: Sequence[int]) -> Epilogue | None:
-    """What follows the layer of such a call; None if our kernels do not compute it behind one. The tensors need no
-    numbers."""
+    """Returns the epilogue of a call; None if our kernels do not compute it. Only the shapes, strides and dtypes of the
+    tensors matter."""
     input, weight, _, *vectors = tensors
     assert input is not None
     assert weight is not None
@@ -107,7 +109,7 @@ def epilogue_of(tensors: Sequence[Tensor | None], words: Sequence[int]) -> Epilo
     return Epilogue(True, activation, dtypes.pop(), eps, slope)
 
 
-# Off CUDA the modules compute it.
+# Elsewhere than on CUDA the modules compute the call.
 _library.impl("block_output", lambda *given: None, "CompositeExplicitAutograd")
-# Called through the module, whose function a test may replace.
-_library.impl("block_answer", lambda *question: answer(*question), "CompositeExplicitAutograd")
+# The lambda looks the function up at each call, so that a test may replace it.
+_library.impl("plan_block_call", lambda *given: plan_call(*given), "CompositeExplicitAutograd")

@@ -1,6 +1,7 @@
-"""Norms, sums and activations on CUDA: what computes a call that csrc/norm.h does not know yet.
+"""Norms, sums and activations on CUDA: plans a call that is not in the cache of csrc/norm.h.
 
-A call goes by the op ``norm_activation``, which remembers the answers of ``answer`` by everything that they depend on.
+A call goes through the op ``norm_activation``, which keeps each result of ``plan_call`` under everything that it
+depends on.
 """
 
 from __future__ import annotations
@@ -24,34 +25,36 @@ from tconv_swap.runtime import launch
 from tconv_swap.runtime.program import Plan
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-# None: nothing was done, PyTorch's modules have to compute it. For eager calls on CUDA alone: a graph has the modules.
+# It returns None if it did nothing and PyTorch's modules have to compute the call. Only eager calls on CUDA use it: a
+# compiled graph contains the modules.
 _library.define(
     "norm_activation(Tensor input, Tensor? weight, Tensor? bias, Tensor(a!)? running_mean, Tensor(b!)? running_var,"
     " Tensor(c!)? num_batches_tracked, Tensor? added, int[] form) -> Tensor?"
 )
-_library.define("norm_answer(Tensor?[] tensors, int[] form, int stage) -> int[]")
+_library.define("plan_norm_call(Tensor?[] tensors, int[] form, int stage) -> int[]")
 _library.define(
     "norm_gradients_by_pytorch(Tensor grad_output, Tensor input, Tensor statistics, Tensor? weight, Tensor? bias,"
     " Tensor? output, int[] form, bool[4] mask) -> Tensor[]"
 )
 norm_activation = torch.ops.tconv_swap.norm_activation.default
 
-#: What is asked: a forward pass; one that saves what its backward pass begins from; a backward pass, 1 more for the
-#: gradient of the input, 2 for those of weight and bias. As csrc/norm.h numbers them.
+#: Stages, with the numbers of csrc/norm.h: a forward pass; one that saves tensors for its backward pass; a backward
+#: pass,
+#: plus 1 for the gradient of the input and 2 for those of weight and bias.
 FORWARD, FORWARD_THAT_SAVES, BACKWARD = 16, 17, 18
-#: In place of an answer: the modules compute it.
+#: The call plan that leaves a call to PyTorch's modules.
 DECLINED = [FORMAT_WORDS[torch.contiguous_format], 1]
 _NO_MASK = (0, 0, 0)
 
 
-class _Posed(NamedTuple):
-    """A norm and an activation, tensors apart, as the op's ``form`` writes them.
+class _NormCall(NamedTuple):
+    """A norm and an activation without their tensors, as the op's ``form`` encodes them.
 
     Attributes:
-        averages: running statistics follow the average of all batches, which num_batches_tracked counts.
+        averages: running statistics are the average of all batches, which num_batches_tracked counts.
         kind: index of the norm's class in ``NORMS``.
-        features: channels that the norm is made for.
-        updates: the running statistics are brought up to date.
+        features: channels of the norm.
+        updates: whether the running statistics are updated.
     """
 
     averages: int
@@ -65,7 +68,7 @@ class _Posed(NamedTuple):
     slope: float
 
     @classmethod
-    def read(cls, words: Sequence[int]) -> _Posed:
+    def read(cls, words: Sequence[int]) -> _NormCall:
         return cls(*words[:6], *struct.unpack("<3d", struct.pack("<3q", *words[6:])))
 
     @property
@@ -74,7 +77,7 @@ class _Posed(NamedTuple):
         return Form(per_image, bool(self.trains), self.eps, Activation(self.activation), self.slope)
 
 
-# A network asks with the same numbers again and again.
+# A network calls this with the same numbers again and again.
 @lru_cache(maxsize=4096)
 def form_words(
     cls: type[nn.Module],
@@ -86,14 +89,14 @@ def form_words(
     activation: Activation,
     slope: float,
 ) -> list[int]:
-    """The op's ``form``.
+    """Returns the op's ``form``.
 
     Args:
-        cls: of the norm.
-        features: channels that it is made for.
-        trains: by the batch's statistics, else by the running ones.
-        updates: bring the running ones up to date.
-        momentum: of that; None: the average of all batches.
+        cls: class of the norm.
+        features: its channels.
+        trains: whether it normalises with the batch's statistics instead of the running ones.
+        updates: whether it updates the running statistics.
+        momentum: of the update; None for the average of all batches.
     """
     kind = next(index for index, norm in enumerate(NORMS) if issubclass(cls, norm))
     floats = struct.unpack("<3q", struct.pack("<3d", eps, momentum or 0.0, slope))
@@ -101,14 +104,14 @@ def form_words(
     return [*map(int, (averages, kind, features, trains, updates, activation)), *floats]
 
 
-def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) -> list[int]:
-    """How a call is computed, in the words that csrc/compute.h reads.
+def plan_call(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) -> list[int]:
+    """Returns the plan of a call, in the words that csrc/compute.h reads.
 
     Args:
-        tensors: input, weight, bias, running_mean, running_var, num_batches_tracked, what is added before the
-            activation; of a backward pass grad_output, input, statistics, weight, bias, the output of a sum.
-        form: as ``form_words`` writes it.
-        stage: which pass.
+        tensors: input, weight, bias, running_mean, running_var, num_batches_tracked and the tensor that is added before
+            the activation; for a backward pass grad_output, input, statistics, weight, bias and the output of a sum.
+        form: as ``form_words`` returns it.
+        stage: ``FORWARD``, ``FORWARD_THAT_SAVES`` or ``BACKWARD`` and what it adds.
 
     Raises:
         BuildError, CompileError, RuntimeError: as ``launch.add_plan``.
@@ -122,18 +125,20 @@ def answer(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int) ->
 
 
 def planned(tensors: Sequence[Tensor | None], form: Sequence[int], stage: int, device: Device) -> Plan | None:
-    """The plan of such a call, as ``answer`` is asked for it; None where the modules compute it. The tensors need no
-    numbers."""
-    posed = _Posed.read(form)
+    """Returns the plan of the kernels for a call, with the arguments of ``plan_call``; None if the modules compute
+    the call. Only the shapes, strides and dtypes of the tensors matter."""
+    norm_call = _NormCall.read(form)
     if stage < BACKWARD:
-        return _forward(posed, tensors, stage == FORWARD_THAT_SAVES, device)
-    return _backward(posed, tensors, (bool(stage - BACKWARD & 1), bool(stage - BACKWARD & 2)), device)
+        return _forward(norm_call, tensors, stage == FORWARD_THAT_SAVES, device)
+    return _backward(norm_call, tensors, (bool(stage - BACKWARD & 1), bool(stage - BACKWARD & 2)), device)
 
 
-def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool, device: Device) -> Plan | None:
+def _forward(
+    norm_call: _NormCall, tensors: Sequence[Tensor | None], saves: bool, device: Device
+) -> Plan | None:
     x, _, _, running_mean, running_var, batches, added = tensors
     assert x is not None
-    if not _fits(posed, x, running_mean, running_var, batches) or not _can_be_added(added, x):
+    if not _fits(norm_call, x, running_mean, running_var, batches) or not _can_be_added(added, x):
         return None
     given = [one for one in tensors[1:6] if one is not None]
     dtypes = {one.dtype for one in given if one is not batches} or {torch.float32}
@@ -145,37 +150,38 @@ def _forward(posed: _Posed, tensors: Sequence[Tensor | None], saves: bool, devic
     ):
         return None
     return plan.plan_forward(
-        _norm(posed, x, dtypes.pop(), channels_last, added is not None),
-        trains=bool(posed.trains),
-        updates=bool(posed.updates),
-        momentum=None if posed.averages else posed.momentum,
+        _norm(norm_call, x, dtypes.pop(), channels_last, added is not None),
+        trains=bool(norm_call.trains),
+        updates=bool(norm_call.updates),
+        momentum=None if norm_call.averages else norm_call.momentum,
         saves=saves,
         device=device,
     )
 
 
 def _fits(
-    posed: _Posed,
+    norm_call: _NormCall,
     x: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
     batches: Tensor | None,
 ) -> bool:
-    """Whether the kernels may compute it. A wrong number of dimensions or channels, or one value to take the statistics
-    of: PyTorch's error."""
-    dimensions, per_image = list(NORMS.values())[posed.kind]
-    if x.dim() not in dimensions or x.shape[1] != posed.features:
+    """Returns whether the kernels may compute the call. They leave it to PyTorch, which raises the error, if the
+    number of dimensions or channels is wrong, or if the statistics would be of a single value."""
+    dimensions, per_image = list(NORMS.values())[norm_call.kind]
+    if x.dim() not in dimensions or x.shape[1] != norm_call.features:
         return False
     if per_image and running_mean is not None:
         return False  # the average over images of their statistics is left to PyTorch
     count = x.numel() // max(1, x.shape[1]) // (x.shape[0] if per_image and x.shape[0] else 1)
-    if (posed.trains and count < 2) or (running_mean is None) is not (running_var is None):
+    if (norm_call.trains and count < 2) or (running_mean is None) is not (running_var is None):
         return False
-    return not posed.updates or (batches is not None and batches.dtype == torch.int64)
+    return not norm_call.updates or (batches is not None and batches.dtype == torch.int64)
 
 
 def _can_be_added(added: Tensor | None, x: Tensor) -> bool:
-    """Whether kernels read it beside ``x``. PyTorch broadcasts, and adds other dtypes and layouts."""
+    """Returns whether the kernels can add ``added`` to ``x``. Only PyTorch broadcasts, and adds other dtypes and
+    layouts."""
     return added is None or (
         added.shape == x.shape
         and added.stride() == x.stride()
@@ -186,32 +192,33 @@ def _can_be_added(added: Tensor | None, x: Tensor) -> bool:
 
 
 def _backward(
-    posed: _Posed, tensors: Sequence[Tensor | None], wants: tuple[bool, bool], device: Device
+    norm_call: _NormCall, tensors: Sequence[Tensor | None], wants: tuple[bool, bool], device: Device
 ) -> Plan:
     _, x, _, weight, bias, output = tensors
     assert x is not None
     parameter = bias if weight is None else weight
     parameters = torch.float32 if parameter is None else parameter.dtype
     made = plan.plan_backward(
-        _norm(posed, x, parameters, bool(_lies(x)), output is not None),
-        trains=bool(posed.trains),
+        _norm(norm_call, x, parameters, bool(_lies(x)), output is not None),
+        trains=bool(norm_call.trains),
         wants=wants,
         device=device,
     )
-    assert made is not None  # what is claimed forward is claimed backward
+    assert made is not None  # every call with a forward plan has a backward plan
     return made
 
 
 def _formats(tensors: Sequence[Tensor | None], channels_last: bool) -> tuple[torch.memory_format | None, ...]:
-    """Of a backward pass: what of the gradient, the tensor and what was saved has to be copied, and into what."""
+    """Returns the formats that the gradient, the input and the saved statistics of a backward pass are copied into;
+    None for a tensor that is read as it lies in memory."""
     form = torch.channels_last if channels_last else torch.contiguous_format
-    # What was saved may have been handed back otherwise by a hook of somebody's.
+    # A hook may have changed the layout of a saved tensor.
     wanted = zip(tensors[:3], (form, form, torch.contiguous_format), strict=True)
     return tuple(None if one is None or reads_as_it_lies(one, lies) else lies for one, lies in wanted)
 
 
-def _norm(posed: _Posed, x: Tensor, parameters: torch.dtype, channels_last: bool, adds: bool) -> Norm:
-    form = posed.form
+def _norm(norm_call: _NormCall, x: Tensor, parameters: torch.dtype, channels_last: bool, adds: bool) -> Norm:
+    form = norm_call.form
     return Norm(
         tuple(x.shape),
         channels_last,
@@ -252,16 +259,16 @@ def gradients_by_pytorch(
     form: Sequence[int],
     mask: Sequence[bool],
 ) -> list[Tensor]:
-    """The gradients that ``mask`` asks for, of ``x``, weight, bias and what was added, by PyTorch's operators: of every
-    order, for every transform and mode. ``output``: of a sum, else None."""
+    """Returns the gradients in ``mask`` (of ``x``, weight, bias and the added tensor) by PyTorch's operators, which
+    support every order, transform and mode. ``output`` is that of a sum, else None."""
     created = torch.is_grad_enabled()
     of = (x, weight, bias)
-    computes = _Posed.read(form).form
+    computes = _NormCall.read(form).form
     grad = grad_output
     if output is not None:
         grad = _before_activation(computes.activation, grad_output, output)
         computes = replace(computes, activation=Activation.IDENTITY)
-    wanted = [one for one, asked in zip(of, mask[:3], strict=True) if asked and one is not None]
+    wanted = [one for one, is_wanted in zip(of, mask[:3], strict=True) if is_wanted and one is not None]
     found: list[Tensor] = []
     if wanted:
         with torch.enable_grad():
@@ -271,8 +278,8 @@ def gradients_by_pytorch(
 
 
 def _before_activation(activation: Activation, grad: Tensor, output: Tensor) -> Tensor:
-    """The gradient of what an activation of ``FROM_OUTPUT`` was given, from that of its output and the output, by
-    PyTorch's operator."""
+    """Returns the gradient of the input of an activation in ``FROM_OUTPUT``, by PyTorch's operator, from the output
+    and its gradient."""
     aten = torch.ops.aten
     if activation is Activation.TANH:
         return aten.tanh_backward.default(grad, output)  # type: ignore[no-any-return]
@@ -282,14 +289,14 @@ def _before_activation(activation: Activation, grad: Tensor, output: Tensor) -> 
 
 
 def is_plain(tensor: Tensor | None) -> bool:
-    """Whether it is of no subclass that wants to see the call."""
+    """Returns whether the tensor is of no subclass that has to see the call."""
     return type(tensor) in _PLAIN
 
 
 _PLAIN = frozenset((Tensor, Parameter, type(None)))
 
-# Called through the module, whose function a test may replace.
-_library.impl("norm_answer", lambda *question: answer(*question), "CompositeExplicitAutograd")
-# In autograd.grad(is_grads_batched=True), too.
+# The lambda looks the function up at each call, so that a test may replace it.
+_library.impl("plan_norm_call", lambda *given: plan_call(*given), "CompositeExplicitAutograd")
+# These keys are needed for autograd.grad(is_grads_batched=True), too.
 for _key in ("CompositeImplicitAutograd", "FuncTorchDynamicLayerFrontMode", "Batched"):
     _library.impl("norm_gradients_by_pytorch", gradients_by_pytorch, _key)

@@ -1,6 +1,6 @@
-"""Transposed convolution on CUDA: decides what computes a call that csrc/call.cpp does not know yet.
+"""Transposed convolution on CUDA: plans a call that is not in the cache of csrc/call.cpp.
 
-Every call goes through csrc/call.cpp, which remembers each result of ``answer`` with everything that it depends on.
+Every call goes through csrc/call.cpp, which keeps each result of ``plan_call`` under everything that it depends on.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from tconv_swap.runtime import launch, nvrtc
 from tconv_swap.runtime.integers import INT32_LIMIT
 from tconv_swap.runtime.program import Output, Plan
 
-#: In bytes: kernels copy pieces of this size. PyTorch's allocations are aligned to it; a slice may not be.
+#: Bytes. Kernels copy vectors of this size; PyTorch aligns allocations to it, but a slice may be misaligned.
 ALIGNMENT = 16
 
-#: The formats that a step wants its tensors copied into; None: it reads the tensor as it lies.
+#: The format that each tensor of a step is copied into, or None if the step reads the tensor as it lies in memory.
 Formats = tuple[torch.memory_format | None, ...]
 _AS_THEY_LIE: Formats = (None, None, None)
-#: A memory format, or none, in the words of an answer.
+#: The word of a call plan that stands for a memory format, or for none.
 FORMAT_WORDS = {None: -1, torch.contiguous_format: 0, torch.channels_last: 1}
 #: Stands for PyTorch's operator, in place of a program's handle.
 _PYTORCH = -1
 
 
-class Posed(NamedTuple):
-    """What a call asks for: one stage of a problem on a GPU. An empty ``mask`` means the forward pass."""
+class CallKind(NamedTuple):
+    """One stage of a problem on a GPU, which a call computes. An empty ``mask`` means the forward pass."""
 
     problem: plan.Problem
     mask: Mask
@@ -45,38 +45,39 @@ class Posed(NamedTuple):
     device: int
 
 
-#: Each is called with every question that csrc/call.cpp asks, except for the backend ``"native"``. It is called in
-#: the thread that asks, which may be one of autograd's.
-observers: list[Callable[[Posed], object]] = []
+#: Each is called for every call that is planned, except for the backend ``"native"``. It runs in the thread of the
+#: call,
+#: which may be one of autograd's.
+observers: list[Callable[[CallKind], object]] = []
 
 _library = torch.library.Library("tconv_swap", "FRAGMENT")
-_library.define("answer(Tensor?[] tensors, int[] geometry, bool[3] mask, str backend) -> int[]")
+_library.define("plan_call(Tensor?[] tensors, int[] geometry, bool[3] mask, str backend) -> int[]")
 
 
 @contextmanager
-def recording() -> Iterator[list[Posed]]:
-    """Collects every question that is asked inside: after ``forget``, one for each kind of call that is computed."""
-    posed: list[Posed] = []
-    observers.append(posed.append)
+def recording() -> Iterator[list[CallKind]]:
+    """Collects the calls that are planned inside: after ``forget``, one for each kind of call that is computed."""
+    kinds: list[CallKind] = []
+    observers.append(kinds.append)
     try:
-        yield posed
+        yield kinds
     finally:
-        observers.remove(posed.append)
+        observers.remove(kinds.append)
 
 
-def answer(
+def plan_call(
     tensors: Sequence[Tensor | None], geometry: Sequence[int], mask: Sequence[bool], backend: str
 ) -> list[int]:
-    """Returns how a call is computed, in the words that csrc/compute.h reads.
+    """Returns the plan of a call, in the words that csrc/compute.h reads.
 
     Args:
         tensors: input, weight and bias of a forward pass; grad_output, input and weight of gradients.
         geometry: as ``geometry.as_list`` writes it.
-        mask: which gradients (input, weight, bias); none: the forward pass.
+        mask: which gradients (input, weight, bias) are computed; if none is, the forward pass.
 
     Returns:
-        The format of the result; whether PyTorch's operator computes a forward pass and all its gradients; then each
-        step: the handle of its program, its mask, the formats of its tensors.
+        The format of the result; whether PyTorch's operator computes a forward pass and all its gradients; then for
+        each step the handle of its program, its mask, and the formats of its tensors.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together, or the kernels cannot be built.
@@ -94,7 +95,7 @@ def answer(
         steps = _gradient_steps(problem, tuple(mask), input.get_device(), backend)
         formats = _formats(tensors, (_format(problem.channels_last),) * 3)
         is_pytorchs = False
-        posed = Posed(
+        kind = CallKind(
             plan.with_weight_layout(problem, problem.channels_last), tuple(mask), False, input.get_device()
         )
     else:
@@ -110,28 +111,28 @@ def answer(
                 problem, (True, True, bias is not None), input.get_device(), backend, "known"
             )
         )
-        posed = Posed(problem, choice.FORWARD, bias is not None, input.get_device())
-    _tell(posed, backend)
+        kind = CallKind(problem, choice.FORWARD, bias is not None, input.get_device())
+    _notify(kind, backend)
     words = [FORMAT_WORDS[output_memory_format(input, weight)], int(is_pytorchs)]
     for step in steps:
         words += _step_words(step, input, tensors, formats)
     return words
 
 
-def block_answer(
+def plan_block_call(
     tensors: Sequence[Tensor | None],
     geometry: Sequence[int],
     backend: str,
     ending: Callable[[Plan], Plan | None],
 ) -> list[int] | None:
-    """Returns how a forward pass is computed by the plan that ``ending`` makes of its plan, in the words of ``answer``;
-    None if PyTorch's operator computes it, or if ``ending`` returns None.
+    """Returns the plan of a forward pass after ``ending`` has changed it, in the words of ``plan_call``; None if
+    PyTorch's operator computes the forward pass, or if ``ending`` returns None.
 
     Args:
         tensors: input, weight and bias.
 
     Raises:
-        RuntimeError, ValueError: as ``answer``.
+        RuntimeError, ValueError: as ``plan_call``.
     """
     choice.check_backend(backend)
     arguments = from_list(geometry)
@@ -143,16 +144,16 @@ def block_answer(
     if made is None:
         return None
     problem = problem_of(input, weight, bias, arguments)
-    _tell(Posed(problem, choice.FORWARD, bias is not None, input.get_device()), backend)
+    _notify(CallKind(problem, choice.FORWARD, bias is not None, input.get_device()), backend)
     words = _step_words(replace(step, plan=made), input, tensors, _forward_formats(problem, tensors))
     return [FORMAT_WORDS[output_memory_format(input, weight)], 0, *words]
 
 
-def cast_answer(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[int]:
-    """How up to three tensors of one dtype are cast to another, in the words of ``answer``.
+def plan_cast_call(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[int]:
+    """Returns the plan that casts up to three tensors of one dtype to another, in the words of ``plan_call``.
 
     Args:
-        tensors: which; None behind the last.
+        tensors: the tensors, with None behind the last one.
     """
     given = [tensor for tensor in tensors if tensor is not None]
     first = given[0]
@@ -166,15 +167,15 @@ def cast_answer(tensors: Sequence[Tensor | None], dtype: torch.dtype) -> list[in
     return [FORMAT_WORDS[torch.contiguous_format], 0, *_step_words(step, first, tensors, _AS_THEY_LIE)]
 
 
-# Called through the module, whose function a test may replace.
-_library.define("cast_answer(Tensor?[] tensors, ScalarType dtype) -> int[]")
-_library.impl("cast_answer", cast_answer, "CompositeExplicitAutograd")
-_library.impl("answer", lambda *question: answer(*question), "CompositeExplicitAutograd")
+# The lambda looks the function up at each call, so that a test may replace it.
+_library.define("plan_cast_call(Tensor?[] tensors, ScalarType dtype) -> int[]")
+_library.impl("plan_cast_call", plan_cast_call, "CompositeExplicitAutograd")
+_library.impl("plan_call", lambda *given: plan_call(*given), "CompositeExplicitAutograd")
 
 
 def forget() -> None:
-    """Makes the next call of each kind ask ``answer`` again."""
-    launch.forget_answers()
+    """Empties the cache of call plans: the next call of each kind is planned again."""
+    launch.forget_plans()
 
 
 def precision() -> str:
@@ -184,7 +185,7 @@ def precision() -> str:
 
 
 def problem_of(input: Tensor, weight: Tensor, bias: Tensor | None, arguments: Arguments) -> plan.Problem:
-    """Returns the problem that a forward call with these tensors poses.
+    """Returns the problem of a forward call with these tensors.
 
     Raises:
         RuntimeError: the tensors or arguments do not fit together.
@@ -218,7 +219,7 @@ def step_for(
 
 @lru_cache(maxsize=64)
 def device_facts(index: int) -> plan.Device:
-    """Returns what planning must know about a GPU."""
+    """Returns the properties of a GPU that planning uses."""
     properties = torch.cuda.get_device_properties(index)
     return plan.Device(
         architecture=nvrtc.architecture_for(properties.major, properties.minor),
@@ -232,10 +233,11 @@ def reads_as_it_lies(tensor: Tensor, wanted: torch.memory_format) -> bool:
     return tensor.is_contiguous(memory_format=wanted) and tensor.data_ptr() % ALIGNMENT == 0
 
 
-def _tell(posed: Posed, backend: str) -> None:
+def _notify(kind: CallKind, backend: str) -> None:
+    """Calls the observers, unless the backend leaves no choice."""
     if backend != choice.NATIVE:
         for observe in list(observers):
-            observe(posed)
+            observe(kind)
 
 
 def _forward_formats(problem: plan.Problem, tensors: Sequence[Tensor | None]) -> Formats:
@@ -265,7 +267,8 @@ def _gradient_steps(
 
 
 def _way(backend: str) -> first_use.Way:
-    """Only "auto" leaves the choice to a measurement; who records what is asked measures it."""
+    """Returns "time" if the choice may be measured now: with the backend "auto", and if nobody records calls to measure
+    them."""
     return "time" if backend == "auto" and not observers else "known"
 
 
@@ -274,20 +277,20 @@ def _step_words(step: Step, input: Tensor, tensors: Sequence[Tensor | None], for
     if made is None:
         formats = _AS_THEY_LIE
     else:
-        told = {
+        strides = {
             index: tensor.stride()
             for index, tensor in enumerate(tensors)
-            if tensor is not None and can_be_told(made, index, tensor)
+            if tensor is not None and can_read_strides(made, index, tensor)
         }
-        formats = tuple(None if index in told else form for index, form in enumerate(formats))
+        formats = tuple(None if index in strides else form for index, form in enumerate(formats))
         architecture = device_facts(input.get_device()).architecture
-        handle = launch.add_plan(made.with_strides(told), input.dtype, input.device, architecture)
+        handle = launch.add_plan(made.with_strides(strides), input.dtype, input.device, architecture)
     mask = step.mask or (False, False, False)
     return [handle, *map(int, mask), *(FORMAT_WORDS[form] for form in formats)]
 
 
-def can_be_told(made: Plan, index: int, tensor: Tensor) -> bool:
-    """Returns whether the kernels read this input however it lies: its offsets must be of 32 bits."""
+def can_read_strides(made: Plan, index: int, tensor: Tensor) -> bool:
+    """Returns whether the kernels read this input by its strides, which needs offsets of 32 bits."""
     if index not in made.read_as_they_lie:
         return False
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -39,7 +39,7 @@ MEASURED = frozenset({90})
 CANDIDATES = 3
 BUDGET_S = 0.05
 #: Classes of sizes that are timed for one layer and stage. Further ones take the winner of the nearest.
-MOST_CLASSES = 6
+MAX_CLASSES = 6
 #: Classes are looked up to here: maps of 4**19 pixels.
 _LAST_CLASS = 20
 #: Timing needs the tensors of a call and a second result; so much of the free memory may go into that.
@@ -142,7 +142,7 @@ class _Stage(NamedTuple):
             for number in range(_LAST_CLASS)
             if (key := self._key(number)) in everything
         }
-        if own in of_class or len(of_class) < MOST_CLASSES:
+        if own in of_class or len(of_class) < MAX_CLASSES:
             return of_class.get(own)
         return of_class[min(of_class, key=lambda number: abs(number - own))]
 
@@ -162,7 +162,7 @@ class _Stage(NamedTuple):
             return None
         if _is_capturing(self.gpu):
             # What is answered now is asked again: the next call may come outside of the capture.
-            launch.forget_answers()
+            launch.forget_plans()
             return None
         with _lock:
             if (found := self.known()) is not None or (self.gpu, key) in _untimed:

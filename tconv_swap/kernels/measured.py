@@ -30,9 +30,8 @@ TRANSFORMED_CHANNELS = 64
 TRANSFORMED_BATCH = 16
 TRANSFORMED_PIXELS = (64 * 64, 128 * 256)
 
-#: The families of tensor-core tiles. The narrow families were faster than cuDNN wherever they were measured.
-HALO_FAMILY = "implicit_gemm"
-WIDE_FAMILIES = (HALO_FAMILY, "implicit_gemm")
+#: The family of tensor-core tiles. The other families were faster than cuDNN wherever they were measured.
+IMPLICIT_GEMM = "implicit_gemm"
 
 _WHY = "PyTorch's was the faster on an H200 for {what} ({speedup} of its speed by ours)"
 
@@ -59,7 +58,7 @@ def why_grad_input_is_native(problem: Problem, family: str, device: Device) -> s
     geometry, precision = problem.geometry, problem.precision if problem.dtype == torch.float32 else "16 bits"
     # Of maps of one row, only layers with strides and maps of one pixel were measured.
     one_row = geometry.height == 1 and (max(geometry.stride) > 1 or geometry.width == 1)
-    if family == HALO_FAMILY and not problem.channels_last:
+    if family == IMPLICIT_GEMM and not problem.channels_last:
         if precision == "tf32" and one_row:
             return _WHY.format(what="maps of one row or pixel in NCHW with TF32", speedup="0.65 to 0.82")
         if precision == "ieee" and max(geometry.stride) >= WIDE_STRIDE and _leaves_gaps(geometry):
@@ -71,7 +70,7 @@ def why_grad_weight_is_native(problem: Problem, family: str, device: Device) -> 
     """Returns why PyTorch's operator should compute the gradient of the weight instead of this family, or None."""
     geometry = problem.geometry
     pairs = geometry.in_channels_per_group * geometry.out_channels_per_group
-    on_hopper = device.compute_capability == 90 and family in WIDE_FAMILIES
+    on_hopper = device.compute_capability == 90 and family == IMPLICIT_GEMM
     if on_hopper and problem.is_tf32 and not problem.channels_last and geometry.height * geometry.width == 1:
         return _WHY.format(what="maps of one pixel in NCHW with TF32", speedup="0.87")
     if not _applies(problem, family, device):
@@ -94,9 +93,9 @@ def _leaves_gaps(geometry: Geometry) -> bool:
 
 def _transformed(problem: Problem, family: str, device: Device) -> bool:
     """Returns whether cuDNN computes this output, of float32 without TF32, by a transform whose time does not
-    depend on the kernel's size (the table is in docs/kernels/tile.md)."""
+    depend on the kernel's size (the table is in docs/kernels/forward/implicit_gemm_mma.md)."""
     geometry = problem.geometry
-    if device.compute_capability != 90 or family not in WIDE_FAMILIES or not problem.is_ieee:
+    if device.compute_capability != 90 or family != IMPLICIT_GEMM or not problem.is_ieee:
         return False
     return (
         geometry.stride == geometry.dilation == (1, 1)
@@ -109,7 +108,7 @@ def _transformed(problem: Problem, family: str, device: Device) -> bool:
 
 
 def _applies(problem: Problem, family: str, device: Device) -> bool:
-    """Returns whether the measurements apply: strides above 1, a wide family, Hopper, not float32 without TF32."""
-    if device.compute_capability != 90 or family not in WIDE_FAMILIES or max(problem.geometry.stride) == 1:
+    """Returns whether the measurements apply: strides above 1, implicit_gemm, Hopper, not float32 without TF32."""
+    if device.compute_capability != 90 or family != IMPLICIT_GEMM or max(problem.geometry.stride) == 1:
         return False
     return problem.dtype.itemsize == 2 or problem.precision == "tf32"

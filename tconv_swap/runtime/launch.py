@@ -100,12 +100,12 @@ def drop_plan(handle: int) -> None:
     host.library().tconv_drop_program(ctypes.c_int64(handle))
 
 
-def forget_answers() -> None:
+def forget_plans() -> None:
     """Makes csrc/call.cpp forget its answers: it asks again how each call is computed."""
     if host.is_loaded():
         host.library().tconv_forget()
 
 
-def known_answers() -> int:
+def count_plans() -> int:
     """Returns how many kinds of calls csrc/call.cpp knows."""
     return int(host.library().tconv_known()) if host.is_loaded() else 0

@@ -33,7 +33,7 @@ def row(
     speedup: float = 2.0,
     error: float = 1e-4,
     theirs: float = 1e-4,
-    family: str = "halo tile",
+    family: str = "implicit_gemm",
     mode: str = "tf32",
     layout: str = "nchw",
     stage: str = "forward",
@@ -182,11 +182,11 @@ def test_the_text_names_slow_and_inaccurate_rows() -> None:
     (kb57,) = [
         line.split() for line in lines[: lines.index("tf32, channels_last, forward")] if "kb57" in line
     ]
-    assert " ".join(kb57) == "kb57 halo tile 2.0000 1.0000 2.00x 2.0 40 50% 1.0e-04 1.00"
+    assert " ".join(kb57) == "kb57 implicit_gemm 2.0000 1.0000 2.00x 2.0 40 50% 1.0e-04 1.00"
     assert "3/4 rows = 75.0% by our" in text
     assert "- forward stylegan2_mod: tf32 nchw" in text
     assert "- forward stylegan2_mod tf32 nchw: 0.90x (general)" in text
-    assert "- forward kb71 tf32 channels_last: output 3.0e-04, 3.00 times PyTorch's (halo tile)" in text
+    assert "- forward kb71 tf32 channels_last: output 3.0e-04, 3.00 times PyTorch's (implicit_gemm)" in text
     assert "PyTorch's not bitwise repeatable\n- backward kb57: tf32 nchw" in text
     assert "- fcn32s: out of memory" in text
 

@@ -211,7 +211,7 @@ def test_no_kind_of_call_is_taken_for_another(gpu: Pretended) -> None:
                 kinds += 1
                 for _ in range(3):
                     check(made, gpu)
-                assert gpu.blocks_asked == kinds
+                assert gpu.blocks_planned == kinds
 
 
 def test_a_training_step_between_changes_what_the_next_evaluation_reads(gpu: Pretended) -> None:

@@ -9,13 +9,12 @@ from itertools import product
 
 import pytest
 import torch
+from norm_call_cases import CHANNELS_LAST, gradients, image, misaligned, norm
 from pretended_norm import Pretended, pretended
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
 from tconv_swap.runtime import host, launch
-
-CHANNELS_LAST = torch.channels_last
 
 
 @pytest.fixture
@@ -24,33 +23,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
         yield made
 
 
-def norm(cls: type[nn.Module] = nn.BatchNorm2d, **arguments: object) -> nn.Module:
-    torch.manual_seed(0)
-    made = cls(4, affine=True, **arguments)
-    nn.init.uniform_(made.weight, 0.5, 1.5)
-    nn.init.normal_(made.bias)
-    return made
-
-
-def image(*shape: int) -> Tensor:
-    return torch.randn(shape or (3, 4, 5, 6), generator=torch.Generator().manual_seed(1))
-
-
 def ours(norm: nn.Module, x: Tensor, activation: nn.Module | None = None) -> Tensor:
     output = call.computed(norm, activation, x)
     assert output is not None
     return output
-
-
-def misaligned(tensor: Tensor) -> Tensor:
-    """The same numbers, one element past an aligned address."""
-    return torch.cat((tensor.new_zeros(1), tensor.flatten()))[1:].view(tensor.shape)
-
-
-def gradients(output: Tensor, of: list[Tensor], grad: Tensor | None = None) -> tuple[Tensor, ...]:
-    if grad is None:
-        grad = torch.linspace(-1, 1, output.numel()).view_as(output)
-    return torch.autograd.grad(output, of, grad)
 
 
 # Who computes
@@ -72,7 +48,7 @@ def test_python_is_asked_once_for_each_kind_of_call(gpu: Pretended, cls: type[nn
         for x in images:
             x = x.clone(memory_format=torch.preserve_format).requires_grad_()
             ours(made, x, nn.ReLU()).sum().backward()
-        assert gpu.asked == 2 * len(images), repeated
+        assert gpu.planned == 2 * len(images), repeated
     assert gpu.forwards == gpu.backwards == 3 * len(images)
 
 
@@ -92,7 +68,7 @@ def test_no_kind_is_taken_for_another(gpu: Pretended) -> None:
                 found.append([compute(made, x, activation), made.running_var])
         for one, other in zip(*found, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
-        seen.append(gpu.asked)
+        seen.append(gpu.planned)
     assert seen == list(range(1, len(seen) + 1))
 
 
@@ -100,21 +76,21 @@ def test_what_is_forgotten_is_asked_again(gpu: Pretended) -> None:
     made, x = norm(), image()
     ours(made, x)
     ours(made, x)
-    known = launch.known_answers()
-    assert gpu.asked == known == 1
-    launch.forget_answers()
+    known = launch.count_plans()
+    assert gpu.planned == known == 1
+    launch.forget_plans()
     ours(made, x)
-    assert gpu.asked == 2
+    assert gpu.planned == 2
 
 
 def test_the_cache_is_bounded(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     declined = [0, 1]
-    monkeypatch.setattr(kernels, "answer", lambda *question: declined)
+    monkeypatch.setattr(kernels, "plan_call", lambda *given: declined)
     made, most = norm(), 2 * 2048
     for channels in range(1, most + 500):
         assert call.computed(made, None, image(1, channels, 1, 2)) is None
-        assert launch.known_answers() <= most
-    assert launch.known_answers() > most // 4
+        assert launch.count_plans() <= most
+    assert launch.count_plans() > most // 4
 
 
 # What is left to PyTorch's modules
@@ -162,7 +138,7 @@ def test_versions_of_buffers_are_those_of_pytorchs_module(gpu: Pretended, moment
 def test_without_a_compiler_the_modules_compute(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "is_available", lambda: False)
     assert call.computed(norm(), None, image()) is None
-    assert gpu.asked == gpu.forwards == 0
+    assert gpu.planned == gpu.forwards == 0
 
 
 # The node

@@ -10,8 +10,8 @@ from itertools import product
 
 import pytest
 import torch
+from norm_call_cases import CHANNELS_LAST, gradients, image, misaligned, norm
 from pretended_norm import Pretended, pretended
-from test_norm_call import CHANNELS_LAST, gradients, image, misaligned, norm
 from torch import Tensor, nn
 
 from tconv_swap.blocks import call, kernels
@@ -56,28 +56,28 @@ def test_python_is_asked_once_for_each_kind_of_call(gpu: Pretended, cls: type[nn
         for x in images:
             x = x.clone(memory_format=torch.preserve_format).requires_grad_()
             ours(made, x, other(x), nn.ReLU()).sum().backward()
-        assert gpu.asked == 2 * len(images), repeated
+        assert gpu.planned == 2 * len(images), repeated
     assert gpu.sum_forwards == gpu.sum_backwards == 3 * len(images)
     for x in images:
         call.computed(made, nn.ReLU(), x.clone(memory_format=torch.preserve_format))
-    assert gpu.asked == 3 * len(images)  # without a sum it is another kind
+    assert gpu.planned == 3 * len(images)  # without a sum it is another kind
     assert gpu.sum_forwards == 3 * len(images)
 
 
 def test_answers_are_kept_where_all_are_and_bounded(gpu: Pretended, monkeypatch: pytest.MonkeyPatch) -> None:
     made, x = norm(), image().requires_grad_()
     ours(made, x, other(x), nn.ReLU()).sum().backward()
-    assert launch.known_answers() == gpu.asked == 2
-    launch.forget_answers()
+    assert launch.count_plans() == gpu.planned == 2
+    launch.forget_plans()
     ours(made, x, other(x), nn.ReLU())
-    assert gpu.asked == 3
+    assert gpu.planned == 3
     declined, most = [0, 1], 2 * 2048
-    monkeypatch.setattr(kernels, "answer", lambda *question: declined)
+    monkeypatch.setattr(kernels, "plan_call", lambda *given: declined)
     for channels in range(1, most + 500):
         x = image(1, channels, 1, 2)
         assert call.computed(made, nn.ReLU(), x, x) is None
-        assert launch.known_answers() <= most
-    assert launch.known_answers() > most // 4
+        assert launch.count_plans() <= most
+    assert launch.count_plans() > most // 4
 
 
 class Subclass(Tensor):

@@ -94,15 +94,15 @@ def test_no_kernel_of_pythons_is_on_the_way(name: str) -> None:
 def test_python_is_asked_once(gpu: GPU, form: torch.memory_format, dtype: torch.dtype, backend: str) -> None:
     x, w, b = operands(form, dtype)
     for bias in (b, None):
-        gpu.asked.clear()
+        gpu.planned.clear()
         for _ in range(3):
             check_output(gpu, x, w, bias, backend)
-        assert gpu.asked == ["output"]
-    gpu.asked.clear()
+        assert gpu.planned == ["output"]
+    gpu.planned.clear()
     grad = grad_output(dtype).to(memory_format=form)
     for _ in range(3):
         check_gradients(gpu, grad, x, w, ALL, backend)
-    assert gpu.asked == ["gradients"]
+    assert gpu.planned == ["gradients"]
     assert len(gpu.launched) >= 6
 
 
@@ -111,17 +111,17 @@ def test_every_mask_of_gradients(gpu: GPU) -> None:
     for _ in range(2):
         for mask in MASKS:
             check_gradients(gpu, grad_output(), x, w, mask)
-    assert len(gpu.asked) == len(MASKS)
+    assert len(gpu.planned) == len(MASKS)
 
 
 def test_a_gradient_of_a_sum(gpu: GPU) -> None:
     """It is one number, expanded, which a kernel cannot read as it lies."""
     x, w, _ = operands()
     for grad in (torch.ones(()).expand(2, 8, 10, 12), grad_output().to(memory_format=CHANNELS_LAST)):
-        gpu.asked.clear()
+        gpu.planned.clear()
         for _ in range(3):
             check_gradients(gpu, grad, x, w, ALL)
-        assert gpu.asked == ["gradients"]
+        assert gpu.planned == ["gradients"]
 
 
 def test_gradients_in_several_steps_and_formats(gpu: GPU, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,7 +131,7 @@ def test_gradients_in_several_steps_and_formats(gpu: GPU, monkeypatch: pytest.Mo
     for form, weights in product((NCHW, CHANNELS_LAST), repeat=2):
         tensors = x.to(memory_format=form), w.to(memory_format=weights)
         grad = grad_output().to(memory_format=form)
-        gpu.asked.clear()
+        gpu.planned.clear()
         gpu.launched.clear()
         last = CHANNELS_LAST in (form, weights)
         for _ in range(3):
@@ -140,7 +140,7 @@ def test_gradients_in_several_steps_and_formats(gpu: GPU, monkeypatch: pytest.Mo
                 torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
                 assert ours.dim() == 1 or ours.is_contiguous(memory_format=CHANNELS_LAST if last else NCHW)
         assert gpu.launched
-        assert gpu.asked == ["gradients"]
+        assert gpu.planned == ["gradients"]
 
 
 @pytest.mark.parametrize("mask", [(True, True, True), (True, False, True), (True, True, False)])
@@ -171,7 +171,7 @@ def test_pytorchs_operator_is_called_from_there_too(gpu: GPU, monkeypatch: pytes
     for form, weights in product((NCHW, CHANNELS_LAST), repeat=2):
         tensors = x.to(memory_format=form), w.to(memory_format=weights)
         promised = CHANNELS_LAST if CHANNELS_LAST in (form, weights) else NCHW
-        gpu.asked.clear()
+        gpu.planned.clear()
         grad = grad_output().to(memory_format=form)
         for _ in range(3):
             check_output(gpu, *tensors, b, "auto")
@@ -180,7 +180,7 @@ def test_pytorchs_operator_is_called_from_there_too(gpu: GPU, monkeypatch: pytes
             (wanted,) = expected_gradients(grad, *tensors, [False, True, False])
             torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-3)
             assert found.is_contiguous(memory_format=promised)
-        assert gpu.asked == ["output", "gradients"]
+        assert gpu.planned == ["output", "gradients"]
     assert gpu.launched == []
 
 
@@ -208,11 +208,11 @@ def test_another_call_is_not_answered_by_the_first_and_both_are_known(gpu: GPU, 
     other = CHANGES[change](*first)
     check_output(gpu, *first)
     check_output(gpu, *other)
-    assert gpu.asked == ["output"] * 2
+    assert gpu.planned == ["output"] * 2
     for _ in range(3):
         check_output(gpu, *other)
         check_output(gpu, *first)
-    assert gpu.asked == ["output"] * 2
+    assert gpu.planned == ["output"] * 2
 
 
 def test_each_number_of_the_geometry_tells_calls_apart(gpu: GPU) -> None:
@@ -227,7 +227,7 @@ def test_each_number_of_the_geometry_tells_calls_apart(gpu: GPU) -> None:
             x, w, None, geometry[:2], geometry[2:4], geometry[4:6], geometry[6], geometry[7:]
         ).shape
         assert op.redispatch(keys, x, w, None, geometry, "native").shape == shape
-    assert len(gpu.asked) == len(geometries)
+    assert len(gpu.planned) == len(geometries)
 
 
 def test_layouts_dtypes_and_sizes_live_side_by_side(gpu: GPU) -> None:
@@ -238,12 +238,12 @@ def test_layouts_dtypes_and_sizes_live_side_by_side(gpu: GPU) -> None:
     ]
     for step in steps:
         train(gpu, step)
-    gpu.asked.clear()
+    gpu.planned.clear()
     gpu.launched.clear()
     for _ in range(3):
         for step in steps:
             train(gpu, step)
-    assert gpu.asked == []
+    assert gpu.planned == []
     assert len(gpu.launched) >= 2 * 3 * len(steps)
 
 
@@ -273,7 +273,7 @@ def test_the_switch_is_obeyed_and_thrown_to_and_fro_finds_its_old_answer(gpu: GP
             handles.update(gpu.launched)
     assert plans["ieee"]
     assert plans["ieee"].isdisjoint(plans["tf32"])
-    assert gpu.asked == ["output", "gradients"] * 2
+    assert gpu.planned == ["output", "gradients"] * 2
 
 
 def test_half_precision_knows_no_switch(gpu: GPU) -> None:
@@ -281,7 +281,7 @@ def test_half_precision_knows_no_switch(gpu: GPU) -> None:
     check_output(gpu, x, w, b)
     torch.backends.cudnn.conv.fp32_precision = "tf32"
     check_output(gpu, x, w, b)
-    assert gpu.asked == ["output"]
+    assert gpu.planned == ["output"]
 
 
 # What is kept
@@ -290,7 +290,7 @@ def test_half_precision_knows_no_switch(gpu: GPU) -> None:
 def test_what_does_not_fit_is_refused_and_not_kept(gpu: GPU) -> None:
     x, w, b = operands()
     check_output(gpu, x, w, b)
-    known = launch.known_answers()
+    known = launch.count_plans()
     for _ in range(2):
         for wrong in ((x, w, b[:3]), (x, w[:3], b), (x[0], w, b), (x, w.half(), b)):
             with pytest.raises(RuntimeError):
@@ -299,7 +299,7 @@ def test_what_does_not_fit_is_refused_and_not_kept(gpu: GPU) -> None:
             gpu.gradients(torch.randn(2, 8, 10, 11), x, w, ALL)
         with pytest.raises(ValueError, match="backend"):
             gpu.output(x, w, b, "elsewhere")
-    assert launch.known_answers() == known
+    assert launch.count_plans() == known
 
 
 def test_forgotten_calls_are_chosen_anew(gpu: GPU) -> None:
@@ -307,9 +307,9 @@ def test_forgotten_calls_are_chosen_anew(gpu: GPU) -> None:
     for _ in range(2):
         check_output(gpu, x, w, b)
         call.forget()
-        assert launch.known_answers() == 0
+        assert launch.count_plans() == 0
     check_output(gpu, x, w, b)
-    assert gpu.asked == ["output"] * 3
+    assert gpu.planned == ["output"] * 3
 
 
 def test_what_is_forgotten_during_a_call_is_not_answered_by_it(
@@ -317,12 +317,12 @@ def test_what_is_forgotten_during_a_call_is_not_answered_by_it(
 ) -> None:
     """By another thread: what ``tune`` has found must not wait for the next time that everything is forgotten."""
     x, w, b = operands()
-    answer = call.answer
-    monkeypatch.setattr(call, "answer", lambda *question: (answer(*question), call.forget())[0])
+    plan_call = call.plan_call
+    monkeypatch.setattr(call, "plan_call", lambda *given: (plan_call(*given), call.forget())[0])
     check_output(gpu, x, w, b)
-    monkeypatch.setattr(call, "answer", answer)
+    monkeypatch.setattr(call, "plan_call", plan_call)
     check_output(gpu, x, w, b)
-    assert gpu.asked == ["output"] * 2
+    assert gpu.planned == ["output"] * 2
 
 
 def test_ever_new_sizes_leave_a_bounded_number_behind(gpu: GPU) -> None:
@@ -333,8 +333,8 @@ def test_ever_new_sizes_leave_a_bounded_number_behind(gpu: GPU) -> None:
     for size in range(1, 4200):
         op.redispatch(keys, torch.randn(1, 1, size, 1), w, None, [1, 1, 0, 0, 0, 0, 1, 1, 1], "native")
         op.redispatch(keys, often, w, None, [1, 1, 0, 0, 0, 0, 1, 1, 1], "native")
-    assert launch.known_answers() <= 4096
-    assert len(gpu.asked) == 4200
+    assert launch.count_plans() <= 4096
+    assert len(gpu.planned) == 4200
 
 
 def test_threads_share_what_is_known(gpu: GPU) -> None:

@@ -127,7 +127,7 @@ def test_a_call_made_again_is_not_planned_again(monkeypatch: pytest.MonkeyPatch)
 
     for _ in range(2):
         step()
-    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
+    monkeypatch.setattr(call, "plan_call", lambda *_: pytest.fail("Python plans"))
     step()
 
 
@@ -137,7 +137,7 @@ def test_gradients_of_several_steps_are_remembered_too(monkeypatch: pytest.Monke
     for _ in range(2):
         check(x, w, b, "auto", True)
     leaves = [t.detach().requires_grad_() for t in (x, w, b)]
-    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
+    monkeypatch.setattr(call, "plan_call", lambda *_: pytest.fail("Python plans"))
     conv_transpose2d(*leaves, 2, 1).sum().backward()
     assert all(leaf.grad is not None for leaf in leaves)
 
@@ -290,7 +290,7 @@ def test_both_layouts_go_without_python_whichever_ran_before(monkeypatch: pytest
     ]
     for x, w in steps:
         conv_transpose2d(x, w, None, 2, 1, backend="kernel").sum().backward()
-    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
+    monkeypatch.setattr(call, "plan_call", lambda *_: pytest.fail("Python plans"))
     for x, w in steps[::-1]:
         conv_transpose2d(x, w, None, 2, 1, backend="kernel").sum().backward()
 
@@ -323,7 +323,7 @@ def test_a_compiled_graph_goes_without_python(
 
     for _ in range(2):
         step()
-    monkeypatch.setattr(call, "answer", lambda *_: pytest.fail("Python was asked"))
+    monkeypatch.setattr(call, "plan_call", lambda *_: pytest.fail("Python plans"))
     with torch.no_grad():
         layer.weight.mul_(2)
     step()
@@ -333,11 +333,11 @@ def test_a_compiled_graph_goes_without_python(
 
 
 def test_ever_new_sizes_keep_their_memory() -> None:
-    """Of programs as of answers: what is known of sizes that have gone is let go."""
+    """Programs are bounded like call plans: those of sizes that are no longer used are dropped."""
     w = randn(4, 3, 2, 2)
     for size in range(1, 9):
         for _ in range(2):
             conv_transpose2d(randn(1, 4, size, size), w, backend="kernel")
-    assert launch.known_answers() == 8
+    assert launch.count_plans() == 8
     call.forget()
-    assert launch.known_answers() == 0
+    assert launch.count_plans() == 0

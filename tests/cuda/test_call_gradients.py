@@ -38,7 +38,7 @@ def test_gradients_that_are_wanted(gpu: GPU, needs: tuple[bool, ...]) -> None:
     for _ in range(3):
         leaves = [one.requires_grad_(wanted) for one, wanted in zip(operands(), needs, strict=True)]
         check_derivatives(gpu, leaves)
-    assert gpu.asked == ["output", "gradients"]
+    assert gpu.planned == ["output", "gradients"]
     assert len(gpu.launched) >= 6
 
 
@@ -61,7 +61,7 @@ def check_derivatives(gpu: GPU, leaves: list[Tensor], create_graph: bool = False
 
 def test_gradients_of_gradients_are_pytorchs(gpu: GPU) -> None:
     check_derivatives(gpu, [one.requires_grad_() for one in operands()], create_graph=True)
-    assert gpu.asked == ["output"]
+    assert gpu.planned == ["output"]
 
 
 def test_a_pass_that_is_all_pytorchs_has_pytorchs_node(gpu: GPU) -> None:
@@ -80,7 +80,7 @@ def test_nothing_is_differentiated_that_need_not_be(gpu: GPU) -> None:
     with torch.inference_mode():
         assert gpu.differentiable(x, w, b).is_inference()
     assert gpu.differentiable(x, w.detach(), b).grad_fn is None
-    assert gpu.asked == ["output"]
+    assert gpu.planned == ["output"]
 
 
 def test_what_was_saved_is_watched(gpu: GPU) -> None:
@@ -114,7 +114,7 @@ def test_gradients_of_gradients_inside_the_gradients_op(gpu: GPU) -> None:
     wanted = torch.autograd.grad(expected[0].square().sum(), (grad, w))
     for ours, theirs in zip(second, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-2)
-    assert gpu.asked == []
+    assert gpu.planned == []
 
 
 def test_sizes_and_arguments_reach_the_whole_op(gpu: GPU) -> None:
@@ -143,7 +143,7 @@ def test_an_autocast_casts_what_pytorchs_would(gpu: GPU, given: tuple[torch.dtyp
         found = gpu.under_autocast(*tensors, HALF)
         assert (found.dtype, found.requires_grad) == (HALF, False)
         torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-2)
-    assert gpu.asked == ["output"]
+    assert gpu.planned == ["output"]
     weight = tensors[1].requires_grad_()
     with torch.no_grad():
         assert gpu.under_autocast(*tensors, HALF).grad_fn is None

@@ -70,7 +70,7 @@ def test_out_of_memory_in_the_middle_of_a_backward_pass(known: bool) -> None:
     assert torch.cuda.memory_allocated() <= before + 1024
     for _ in range(2):
         assert all(map(torch.equal, gradients(model, x), wanted))
-        assert launch.known_answers() == 4
+        assert launch.count_plans() == 4
 
 
 def python(code: str, **environment: str) -> str:

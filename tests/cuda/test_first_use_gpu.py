@@ -146,10 +146,12 @@ def test_tuning_does_not_time_twice(counted: Counted) -> None:
 def test_preparing_times_before_the_first_call(counted: Counted) -> None:
     model = nn.Sequential(tconv_swap.ConvTranspose2d(64, 40, 4, 2, 1)).cuda().half()
     x = tensors(torch.float16)[0]
-    told: list[str] = []
-    report = tconv_swap.prepare(model, x, training=True, progress=lambda what, done, total: told.append(what))
+    reported: list[str] = []
+    report = tconv_swap.prepare(
+        model, x, training=True, progress=lambda what, done, total: reported.append(what)
+    )
     assert counted.masks == [(), (True, False, False), (False, True, True)]
-    assert "timing" in told
+    assert "timing" in reported
     assert report.layers == 1
     model(x.requires_grad_()).sum().backward()
     assert len(counted.masks) == 3
@@ -163,12 +165,12 @@ import json, torch, tconv_swap
 from tconv_swap.cuda import first_use
 from tconv_swap.runtime import jit
 first_use.MEASURED = frozenset()
-asked = []
+measured = []
 (measure,) = first_use.measures
-first_use.measures[:] = [lambda *given: (asked.append(given[1]), measure(*given))[1]]
+first_use.measures[:] = [lambda *given: (measured.append(given[1]), measure(*given))[1]]
 layer = tconv_swap.ConvTranspose2d(48, 32, 4, 2, 1, device="cuda", dtype=torch.float16)
 layer(torch.randn(2, 48, 8, 8, device="cuda", dtype=torch.float16, requires_grad=True)).sum().backward()
-print(json.dumps(asked))
+print(json.dumps(measured))
 """
 
 

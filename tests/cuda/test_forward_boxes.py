@@ -196,17 +196,22 @@ FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
 @pytest.mark.parametrize(
     ("geometry", "dtype", "launched", "pixels"),
     [
-        (CROP, torch.float16, ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"], False),
+        (
+            CROP,
+            torch.float16,
+            ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
+            False,
+        ),
         (
             DECODER,
             torch.float32,
-            ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"],
+            ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
             False,
         ),
         (
             replace(DECODER, width=63),
             torch.bfloat16,
-            ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"],
+            ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
             False,
         ),
         (
@@ -218,7 +223,7 @@ FEW = Geometry(8, 256, 64, 64, 64, (4, 4), (2, 2), (1, 1))
         (
             replace(CROP, height=16, width=16),
             torch.float32,
-            ["forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_tma"],
+            ["forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_tma"],
             False,
         ),
         (

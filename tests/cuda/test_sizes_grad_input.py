@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
-from test_sizes import AMPERE, H200, MODES, TOLERANCE, random_sizes
+from size_cases import AMPERE, H200, MODES, TOLERANCE, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry

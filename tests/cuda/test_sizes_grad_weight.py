@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
-from test_sizes import AMPERE, H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
+from size_cases import AMPERE, H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
@@ -170,19 +170,19 @@ def test_a_map_of_few_columns_is_tiled_in_place() -> None:
 
 
 class Told:
-    """``PixelSizes`` of common/sizes.cuh, by name."""
+    """``GradWeightTileSizes`` of common/sizes.cuh, by name."""
 
     def __init__(self, words: tuple[int, ...]) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
-        self.slices, self.slice_tiles, self.longer_slices, self.flush, self.through_workspace = words[5:10]
+        self.splits, self.split_tiles, self.longer_splits, self.flush, self.through_workspace = words[5:10]
         self.image_tiles, self.row_tiles = words[10:13], words[13:]
         assert len(words) == 16
 
     def first_tile(self, piece: int) -> int:
-        return piece * self.slice_tiles + min(piece, self.longer_slices)
+        return piece * self.split_tiles + min(piece, self.longer_splits)
 
     def tiles_of(self, piece: int) -> int:
-        return self.slice_tiles + (piece < self.longer_slices)
+        return self.split_tiles + (piece < self.longer_splits)
 
 
 def chosen(rng: random.Random, most: int = 30) -> tuple[plan.Problem, Launch, tuple[Launch, ...]]:
@@ -218,9 +218,9 @@ def test_every_pixel_is_in_one_tile_of_one_slice(seed: int) -> None:
         assert (told.out_height, told.out_width) == (g.out_height, g.out_width)
     assert (told.batch, told.height, told.width) == (g.batch, g.height, g.width)
     images, rows, cols = (int(constants[name]) for name in names)
-    assert main.grid % told.slices == 0
+    assert main.grid % told.splits == 0
     tiles = []
-    for piece in range(told.slices):
+    for piece in range(told.splits):
         assert told.tiles_of(piece) > 0
         tiles += [told.first_tile(piece) + i for i in range(told.tiles_of(piece))]
     seen: set[tuple[int, int, int]] = set()
@@ -247,7 +247,7 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
     if not constants["CHANNELS_LAST"]:
         assert g.width % int(constants["INPUT_COPY"]) == 0
         assert g.out_width % int(constants["OUTPUT_COPY"]) == 0
-    copies = told.slices * int(constants["WARPS_K"])
+    copies = told.splits * int(constants["WARPS_K"])
     longest = told.tiles_of(0)
     step = 8 if problem.dtype == torch.float32 else 16
     pixels = int(constants["TILE_N"]) * int(constants["TILE_H"]) * int(constants["TILE_W"])
@@ -259,7 +259,7 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
         (reducing,) = adding_up
         held, bias_rows, weight_blocks, unit_bits = reducing.structs[0]
         assert held == copies
-        sums = -(-main.grid // told.slices) * 32 * int(constants["WARPS_M"]) * int(constants["WARPS_N"])
+        sums = -(-main.grid // told.splits) * 32 * int(constants["WARPS_M"]) * int(constants["WARPS_N"])
         fragments = int(constants["WARP_M"]) * int(constants["WARP_N"]) * int(constants["WARP_TAPS"]) // 128
         units = sums * int(constants["WARPS_T"]) * fragments
         assert (weight_blocks - 1) << unit_bits < units <= weight_blocks << unit_bits

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pretended_gpu import pretended_gpu
 from soak import (
-    MAX_ANSWERS,
+    MAX_CALL_PLANS,
     Figures,
     Kind,
     Layer,
@@ -27,7 +27,7 @@ from tconv_swap.measurement.modes import MODES
 from tconv_swap.runtime import jit
 
 #: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
-MOST_GROWTH = 64 << 20
+MAX_GROWTH = 64 << 20
 
 PRETENDED = [Layer(16, 8, 4, 2, 1), Layer(24, 5, 4, 2, 1), Layer(64, 32, 4, 2, 1)]
 LAYERS = [
@@ -58,8 +58,8 @@ def check(figures: Figures, calls: int) -> None:
     print(figures)
     assert figures.calls > calls - 25  # what fifths and threads leave over
     assert figures.checked > calls / 40
-    assert 0 < figures.max_answers <= MAX_ANSWERS
-    assert figures.resident[-1] - figures.resident[1] < MOST_GROWTH
+    assert 0 < figures.max_plans <= MAX_CALL_PLANS
+    assert figures.resident[-1] - figures.resident[1] < MAX_GROWTH
     assert figures.tensors <= 0
     assert figures.bytes_on_device <= 0
     assert figures.unbounded == []
@@ -70,7 +70,7 @@ def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with MODES["fp32"].switched_on(), pretended_gpu(monkeypatch) as gpu:
 
         def on_the_gpu(kind: Kind, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-            del gpu.launched[:-1], gpu.asked[:-1]  # which would grow by every call
+            del gpu.launched[:-1], gpu.planned[:-1]  # which would grow by every call
             return gpu.differentiable(x, w, b, kind.backend)
 
         places = {"cpu": Place("cpu", LAYERS, as_a_layer_calls), "gpu": Place("cpu", PRETENDED, on_the_gpu)}
@@ -79,7 +79,7 @@ def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu.launched
     check(figures, calls)
     if calls >= 100_000:  # then more is asked than may be kept
-        assert figures.max_answers > MAX_ANSWERS / 2
+        assert figures.max_plans > MAX_CALL_PLANS / 2
 
 
 @pytest.mark.gpu
@@ -87,7 +87,7 @@ def test_on_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From streams of their own; every kernel is compiled and loaded once. Without cuDNN, of which each thread keeps a
     plan for each size that it meets."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, most_images=32)}
+    places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, max_images=32)}
     compiled: list[object] = []
     compile_kernel = jit.compile_kernel
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from norm_cases import ROUNDING, SHAPES, errors, norm_for
 from torch import Tensor, nn
 
 import tconv_swap
@@ -20,34 +21,8 @@ from tconv_swap.kernels.norm.shape import Activation
 pytestmark = pytest.mark.gpu
 
 ACTIVATIONS = [None, nn.ReLU(), nn.LeakyReLU(0.2), nn.ReLU6(), nn.Tanh(), nn.Sigmoid(), nn.SiLU(), nn.GELU()]
-SHAPES = {
-    "dcgan": (128, 64, 32, 32),
-    "a block to a channel": (16, 512, 4, 4),
-    "clusters": (16, 40, 64, 64),
-    "kept in part": (24, 16, 128, 128),
-    "two launches": (8, 3, 250, 250),
-    "odd": (7, 33, 7, 9),
-    "one image": (1, 5, 31, 17),
-    "gemm": (33, 100, 1, 1),
-    "wide": (2, 72, 3, 1000),
-    "no map": (64, 100),
-    "signal": (4, 24, 333),
-}
 #: Of what an activation is given: far more than rounding in float32.
 KINK = 1e-5
-#: Room for the rounding of what is compared itself, as a share of the largest value.
-ROUNDING = {torch.float32: 3e-7, torch.float16: 5e-4, torch.bfloat16: 4e-3}
-
-
-def norm_for(shape: Sequence[int], per_image: bool, **arguments: object) -> nn.Module:
-    batch = nn.BatchNorm2d if len(shape) == 4 else nn.BatchNorm1d
-    image = nn.InstanceNorm2d if len(shape) == 4 else nn.InstanceNorm1d
-    if per_image:
-        arguments = {"affine": True, **arguments}
-    norm = (image if per_image else batch)(shape[1], **arguments)  # type: ignore[arg-type]
-    for name, parameter in norm.named_parameters():
-        nn.init.uniform_(parameter, 0.5, 1.5) if name == "weight" else nn.init.normal_(parameter)
-    return norm.cuda()
 
 
 def run(
@@ -68,15 +43,6 @@ def run(
     found |= {f"grad_{name}": parameter.grad for name, parameter in norm.named_parameters()}
     found |= {name: buffer for name, buffer in norm.named_buffers() if buffer.is_floating_point()}
     return {name: value for name, value in found.items() if value is not None}
-
-
-def errors(found: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
-    """Of each tensor, ||found - truth|| / ||truth||."""
-    assert found.keys() == truth.keys()
-    return {
-        name: float((found[name].double() - exact).norm() / exact.norm().clamp_min(1e-30))
-        for name, exact in truth.items()
-    }
 
 
 def check(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from test_norm_gpu import ROUNDING, SHAPES, errors, norm_for
+from norm_cases import ROUNDING, SHAPES, errors, norm_for
 from torch import Tensor, nn
 
 import tconv_swap

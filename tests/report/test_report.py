@@ -187,11 +187,11 @@ def test_swapped_layers_and_those_that_are_left() -> None:
 def test_one_row_of_lines_for_each_layer() -> None:
     """Name, geometry and form on the left; times, error and who computes it on the right."""
     stream = io.StringIO()
-    print_report(make_console(stream), **full_case())
+    print_report(Console(file=stream, width=90), **full_case())
     lines = stream.getvalue().splitlines()
     at = next(place for place, line in enumerate(lines) if line.startswith("  up.1 "))
     assert [line.split() for line in lines[at : at + 3]] == [
-        ["up.1", "forward", "0.0800", "0.0510", "1.57x", "faster", "halo", "tile", "31%"],
+        ["up.1", "forward", "0.0800", "0.0510", "1.57x", "faster", "implicit", "gemm", "31%"],
         ["512->256", "k4", "s2", "p1", "backward", "0.133", "0.0900", "1.48x", "faster", "PyTorch", "35%"],
         ["128x512x4x4", "float32", "error", "8.0e-05", "7.5e-05", "12%", "of", "limit"],
     ]
@@ -220,8 +220,8 @@ def test_every_kernel_and_why_when_verbose() -> None:
     stream = io.StringIO()
     print_report(make_console(stream), **full_case(), verbose=True)
     flat = squeezed(stream.getvalue())
-    assert "forward: halo tile (TF32 tensor cores" in flat
-    assert "forward_wgmma: 128 blocks of 256 threads" in flat
+    assert "forward: implicit gemm (TF32 tensor cores" in flat
+    assert "forward_implicit_gemm_wgmma: 128 blocks of 256 threads" in flat
     assert "both 0.213 0.141 1.51x faster" in flat
 
 
@@ -282,7 +282,7 @@ def test_nothing_is_cut_on_a_narrow_terminal(width: int) -> None:
     rows = [line.split()[:5] for line in lines]
     assert ["forward", "0.0800", "0.0510", "1.57x", "faster"] in rows
     assert ["error", "8.0e-05", "7.5e-05", "12%", "of"] in rows
-    assert any("halo tile" in line for line in lines) == (width >= 50)
+    assert any("implicit gemm" in line for line in lines) == (width >= 60)
     for verbose in (False, True):
         assert "…" not in "".join(narrow(verbose))
     assert ["up.1", "forward", "0.0800", "+-1%", "0.0510", "+-1%", "1.57x", "faster"] in [

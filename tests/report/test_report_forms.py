@@ -218,7 +218,7 @@ class TestPage:
         for words in (
             "VERIFIED: 17 comparisons, the largest error is 13% of its limit",
             "2.08x faster",
-            "halo tile",
+            "implicit gemm",
             "grad_input, grad_weight: of ours only the general kernels claim it",
             "Peak memory, step: PyTorch 3.00 GiB, ours 700.0 MiB.",
             "1-D; only 2-D layers are swapped",

@@ -42,7 +42,7 @@ _GRADIENTS = torch.ops.tconv_swap.conv_transpose2d_gradients.default
 
 ARGUMENTS = (2, 2), (1, 1), (0, 0), 1, (1, 1)
 GEOMETRY = as_list(ARGUMENTS)
-#: More than the answers that are kept have steps.
+#: More than the steps of all call plans that are kept.
 MAX_PLANS = 4 * 4096
 
 
@@ -53,13 +53,13 @@ class GPU:
     Attributes:
         launched: handles of plans, in the order of their launches.
         casts: how many launches cast what an autocast casts.
-        asked: what Python was asked for: ``"output"`` or ``"gradients"``.
+        planned: what Python has planned: ``"output"`` or ``"gradients"``.
         received: the address and strides of each tensor of these launches.
     """
 
     launched: list[int] = field(default_factory=list)
     casts: int = 0
-    asked: list[str] = field(default_factory=list)
+    planned: list[str] = field(default_factory=list)
     received: list[list[tuple[int, tuple[int, ...]] | None]] = field(default_factory=list)
     _plans: dict[int, tuple[program.Plan, torch.dtype]] = field(default_factory=dict)
     # Not the handles of programs that a test with a launcher of its own has added.
@@ -82,10 +82,10 @@ class GPU:
             if tensor is not None:
                 assert tensor.dtype == dtype
                 if index in made.read_as_they_lie:
-                    told = {
+                    passed = {
                         one.structs[place] for one in made.launches for k, place in one.strides if k == index
                     }
-                    assert told == {tensor.stride()}
+                    assert passed == {tensor.stride()}
                     continue
                 assert tensor.data_ptr() % call.ALIGNMENT == 0
                 if index == 0 and images:  # the gradient of a bias alone does not say how the others lie
@@ -144,13 +144,13 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[GPU]:
     """Meanwhile, CPU tensors are computed as on CUDA by what is below the dispatcher."""
     gpu = GPU()
     assert host.is_available()
-    answer = call.answer
+    plan_call = call.plan_call
 
-    def asked(tensors: Any, geometry: Any, mask: list[bool], backend: str) -> list[int]:
-        gpu.asked.append("gradients" if any(mask) else "output")
-        return answer(tensors, geometry, mask, backend)
+    def planned(tensors: Any, geometry: Any, mask: list[bool], backend: str) -> list[int]:
+        gpu.planned.append("gradients" if any(mask) else "output")
+        return plan_call(tensors, geometry, mask, backend)
 
-    monkeypatch.setattr(call, "answer", asked)
+    monkeypatch.setattr(call, "plan_call", planned)
     monkeypatch.setattr(call, "device_facts", lambda index: H200)
     monkeypatch.setattr(tuned, "winners", lambda index: tuned.NONE)
     monkeypatch.setattr(launch, "add_plan", gpu.add_plan)

@@ -47,16 +47,16 @@ class Pretended:
         forwards, backwards: how often each was launched.
         sum_forwards, sum_backwards: how often of these a sum stood before the activation.
         blocks: how often a block in evaluation was.
-        asked: how often Python was asked how a call of a norm is computed.
-        blocks_asked: the same of a block in evaluation.
+        planned: how many calls of a norm Python has planned.
+        blocks_planned: the same of a block in evaluation.
         casts: whether calls of blocks in evaluation are made as inside of an autocast.
         spoil: changes what a kernel writes, for tests of what notices it.
         grad_outputs: the strides of each that a backward pass was given.
     """
 
     def __init__(self) -> None:
-        self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.asked = 0
-        self.blocks = self.blocks_asked = 0
+        self.forwards = self.backwards = self.sum_forwards = self.sum_backwards = self.planned = 0
+        self.blocks = self.blocks_planned = 0
         self.casts = False
         self.spoil: Callable[[str, Tensor], Tensor] = lambda name, value: value
         self.grad_outputs: list[tuple[int, ...]] = []
@@ -72,13 +72,13 @@ class Pretended:
 
         return planned
 
-    def asking(self, function: Callable[..., list[int]]) -> Callable[..., list[int]]:
-        def asked(tensors: Any, words: Sequence[int], backend: str) -> list[int]:
-            self.blocks_asked += 1
+    def counting(self, function: Callable[..., list[int]]) -> Callable[..., list[int]]:
+        def planned(tensors: Any, words: Sequence[int], backend: str) -> list[int]:
+            self.blocks_planned += 1
             self._words = words
             return function(tensors, words, backend)
 
-        return asked
+        return planned
 
     def ending(self, function: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
         def ended(plan: Plan, epilogue: Epilogue) -> Plan | None:
@@ -95,7 +95,7 @@ class Pretended:
         return found
 
     def add_plan(self, made: Plan, dtype: torch.dtype, device: torch.device, architecture: str) -> int:
-        # A plan that is told strides is another; what was asked for last is computed.
+        # A plan with strides is another plan; the one that was planned last is computed.
         kernels = [one.kernel for one in made.launches]
         known = (
             one
@@ -233,7 +233,7 @@ class Pretended:
         images = norm.batch if norm.per_image else 1
         found_x, of_parameters = [], []
         for image in range(images):
-            # A launch is below autograd, which is asked here for what a kernel writes.
+            # A launch is below autograd, which is used here to compute what a kernel writes.
             with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.enable_grad():
                 chosen = slice(image, image + 1) if norm.per_image else slice(None)
                 # PyTorch's InstanceNorm takes a gradient in channels_last for a contiguous one on a CPU.
@@ -262,19 +262,19 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretended]:
     """Blocks on the CPU go by pretended kernels meanwhile, as on CUDA by what is below the dispatcher."""
     assert host.is_available()
     gpu = Pretended()
-    answer, op = kernels.answer, kernels.norm_activation
+    plan_call, op = kernels.plan_call, kernels.norm_activation
 
-    def asked(*question: Any) -> list[int]:
-        gpu.asked += 1
-        return answer(*question)
+    def planned(*given: Any) -> list[int]:
+        gpu.planned += 1
+        return plan_call(*given)
 
     with monkeypatch.context() as patch, torch.library._scoped_library("tconv_swap", "IMPL") as ops:
         ops.impl("launch", gpu.launch, "CPU")
         patch.setattr(call, "is_on_gpu", lambda x: type(x) is Tensor)
         patch.setattr(call, "norm_activation", lambda *given: op.redispatch(_AUTOGRAD, *given))
-        patch.setattr(kernels, "answer", asked)
+        patch.setattr(kernels, "plan_call", planned)
         patch.setattr(call, "block_output", gpu.block_output)
-        patch.setattr(evaluation, "answer", gpu.asking(evaluation.answer))
+        patch.setattr(evaluation, "plan_call", gpu.counting(evaluation.plan_call))
         patch.setattr(evaluation, "with_epilogue", gpu.ending(evaluation.with_epilogue))
         patch.setattr(cuda_call, "device_facts", lambda index: H200)
         patch.setattr(tuned, "winners", lambda index: tuned.NONE)

@@ -107,10 +107,14 @@ def explained(name: str, layer: nn.ConvTranspose2d, shape: tuple[int, ...]) -> L
     )
     narrow = layer.groups > 1 or layer.out_channels < 8
     family, why = (
-        ("narrow", "float32 FFMA") if narrow else ("halo tile", "TF32 tensor cores, 64 x 8x4x4 cells")
+        ("narrow_ffma", "float32 FFMA")
+        if narrow
+        else ("implicit_gemm", "TF32 tensor cores, 64 x 8x4x4 positions")
     )
-    entry = "forward_narrow" if narrow else "forward_wgmma"
-    kernel = KernelExplanation(entry, f"{entry}.cu", 128, 256, 205056, {"THREADS": 256})
+    entry = "forward_narrow_ffma" if narrow else "forward_implicit_gemm_wgmma"
+    kernel = KernelExplanation(
+        entry, f"forward/{entry.removeprefix('forward_')}.cu", 128, 256, 205056, {"THREADS": 256}
+    )
     work = work_of(geometry, "forward", 4)
     gradients = "grad_input, grad_weight" + (", grad_bias" if layer.bias is not None else "")
     source = "measured on an H200"

@@ -35,10 +35,10 @@ RECENT = 64
 CHECKED = 0.04
 #: The numbers that tensors are made of; a tensor begins within the first of them, as its call draws.
 POOL, BEGINNINGS = 1 << 19, 4096
-#: How often the answers are counted.
+#: How often the call plans are counted.
 COUNTED_EVERY = 500
-#: csrc/answers.h keeps two halves of so many.
-MAX_ANSWERS = 2 * 2048
+#: csrc/plan_cache.h keeps two halves of so many.
+MAX_CALL_PLANS = 2 * 2048
 
 
 class Layer(NamedTuple):
@@ -106,7 +106,7 @@ class Figures:
     checked: int = 0
     worst: float = 0.0  # of the errors, in parts of what the dtype allows
     seconds: float = 0.0
-    max_answers: int = 0
+    max_plans: int = 0
     resident: list[int] = field(default_factory=list)
     unbounded: list[str] = field(
         default_factory=list
@@ -117,7 +117,7 @@ class Figures:
     def __str__(self) -> str:
         return (
             f"{self.calls} calls of {self.kinds} kinds in {self.seconds:.0f} s, {self.checked} compared with float64 "
-            f"(worst {self.worst:.2f} of the tolerance); at most {self.max_answers} answers kept; resident memory "
+            f"(worst {self.worst:.2f} of the tolerance); at most {self.max_plans} call plans kept; resident memory "
             f"after each fifth {', '.join(str(one >> 20) for one in self.resident)} MiB"
         )
 
@@ -220,7 +220,7 @@ class Soak:
                             return
                         self._call(thread)
                         if number % COUNTED_EVERY == 0:
-                            self._count_answers()
+                            self._count_plans()
             except BaseException as error:
                 wrong.append(error)
 
@@ -229,13 +229,13 @@ class Soak:
             worker.start()
         for worker in workers:
             worker.join()
-        self._count_answers()
+        self._count_plans()
         if wrong:
             raise wrong[0]
 
-    def _count_answers(self) -> None:
+    def _count_plans(self) -> None:
         with self._lock:
-            self.figures.max_answers = max(self.figures.max_answers, launch.known_answers())
+            self.figures.max_plans = max(self.figures.max_plans, launch.count_plans())
 
     def _call(self, thread: int) -> None:
         rng, recent = self._random[thread], self._recent[thread]

@@ -1,23 +1,24 @@
-// What a forward kernel does with a sum before it stores it: adds the layer's bias (HAS_BIAS); with NORMALIZES also applies
-// a norm, by running statistics as they are when the kernel runs; then ACTIVATION. In float32, whatever is stored.
+// The epilogue of a forward kernel, which changes a sum before it is stored. It adds the bias of the layer (HAS_BIAS), applies
+// a norm with the running statistics at the time of the launch (NORMALIZES), then ACTIVATION. It computes in float32,
+// whatever the type of the output.
 //
-// Constants, which tconv_swap/kernels/common/epilogue.py writes: HAS_BIAS, NORMALIZES, ACTIVATION, and Parameter, the type of the
-// norm's vectors of [out_channels].
+// Constants, from tconv_swap/kernels/common/epilogue.py: HAS_BIAS, NORMALIZES, ACTIVATION, and Parameter, the element type of
+// the norm's vectors of [out_channels].
 #pragma once
 
 #include "common/activation.cuh"
 
-/// A kernel's argument in place of the bias, where there is a norm or an activation. What is absent is null: the bias without
-/// HAS_BIAS, all vectors without NORMALIZES, weight and shift of a norm without parameters.
+/// The argument that replaces the bias of a kernel where there is a norm or an activation. Absent vectors are null: the bias
+/// without HAS_BIAS, all others without NORMALIZES, weight and shift of a norm without parameters.
 struct BlockEpilogue {
   const Element* bias;
   const Parameter *weight, *shift, *mean, *variance;
   float eps, slope;
 };
 
-constexpr bool ENDS_A_BLOCK = NORMALIZES || ACTIVATION != IDENTITY;
+constexpr bool HAS_BLOCK_EPILOGUE = NORMALIZES || ACTIVATION != IDENTITY;
 
-template <bool OF_A_BLOCK>
+template <bool IS_BLOCK>
 struct EpilogueArgument {
   using type = const Element* __restrict__;  // the bias
 };
@@ -25,18 +26,18 @@ template <>
 struct EpilogueArgument<true> {
   using type = BlockEpilogue;
 };
-using Epilogue = EpilogueArgument<ENDS_A_BLOCK>::type;
+using Epilogue = EpilogueArgument<HAS_BLOCK_EPILOGUE>::type;
 
-/// Of an output channel: an output is its sum times `scale` plus `shift`, activated.
+/// The factors of an output channel: an output is the activation of its sum times `scale` plus `shift`.
 struct Channel {
   Accumulate<Element>::type scale, shift;
 };
 
-/// Nothing is read of a channel that does not exist.
+/// Loads the factors of a channel; reads nothing if the channel does not exist.
 template <class Argument>
-__device__ __forceinline__ Channel channel_of(const Argument& epilogue, int channel, bool exists = true) {
+__device__ __forceinline__ Channel load_channel(const Argument& epilogue, int channel, bool exists = true) {
   Channel found{1, 0};
-  if constexpr (!ENDS_A_BLOCK) {
+  if constexpr (!HAS_BLOCK_EPILOGUE) {
     if (HAS_BIAS && exists) found.shift = load_as(epilogue[channel]);
   } else {
     if (HAS_BIAS && exists) found.shift = load_as(epilogue.bias[channel]);
@@ -50,16 +51,16 @@ __device__ __forceinline__ Channel channel_of(const Argument& epilogue, int chan
   return found;
 }
 
-/// The output that `sum` becomes.
+/// Returns the output for `sum`.
 template <class Argument, class Sum>
-__device__ __forceinline__ Sum finished(Sum sum, const Channel& channel, const Argument& epilogue) {
+__device__ __forceinline__ Sum apply_epilogue(Sum sum, const Channel& channel, const Argument& epilogue) {
   if constexpr (NORMALIZES) {
     sum = fmaf(sum, channel.scale, channel.shift);
   } else if constexpr (HAS_BIAS) {
     sum += channel.shift;
   }
   if constexpr (ACTIVATION != IDENTITY) {
-    sum = activated(sum, epilogue.slope);
+    sum = activate(sum, epilogue.slope);
   }
   return sum;
 }

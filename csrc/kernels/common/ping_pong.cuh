@@ -1,31 +1,32 @@
-// Works of a block that stays, and teams of its warps that take them in turns: while one stores what it multiplied, the
-// other multiplies. The rings of stages go on from one team's work to the other's, so each skips what is not its own.
+// The work tiles of a persistent block, and consumers (some of its warps) that take them alternately (ping-pong): while
+// one stores what it multiplied, the other multiplies. Both use the same rings of stages, so each skips the stages of the
+// other's tiles.
 #pragma once
 
-/// Works of this block: body(index) for each, or, for one of several teams, for those that are its own.
+/// Calls body(index) for each work tile of this block, or, for one of several consumers, for each of its own.
 template <class Body>
-__device__ __forceinline__ void each_work(int works, const Body& body, int team = 0, int teams = 1) {
-  for (int index = blockIdx.x + team * gridDim.x; index < works; index += gridDim.x * teams) body(index);
+__device__ __forceinline__ void for_each_work_tile(int tiles, const Body& body, int consumer = 0, int consumers = 1) {
+  for (int index = blockIdx.x + consumer * gridDim.x; index < tiles; index += gridDim.x * consumers) body(index);
 }
 
-/// A team may wait for its stages only in its turn: a barrier's parity tells one phase from the next, but not from the
-/// one after. One barrier for each team, in shared memory.
-template <int COUNT>
-struct Turns {
+/// The order of the consumers. Each may wait for its stages only when it is its turn: the parity of a barrier tells a phase
+/// from the next one, but not from the one after. There is one barrier for each consumer, in shared memory.
+template <int CONSUMERS>
+struct ConsumerOrder {
   ptx::u32 mine, theirs, parity;
 
-  /// The first team's first turn comes by itself.
-  __device__ __forceinline__ Turns(ptx::u32 barriers, int team)
-      : mine(barriers + team * 8), theirs(barriers + (COUNT - 1 - team) * 8), parity(team == 0) {}
-  __device__ __forceinline__ static void set_up(ptx::u32 barriers, int warps) {
-    for (int team = 0; team < COUNT; ++team) ptx::set_up_barrier(barriers + team * 8, warps);
+  /// The first turn of the first consumer needs no signal.
+  __device__ __forceinline__ ConsumerOrder(ptx::u32 barriers, int consumer)
+      : mine(barriers + consumer * 8), theirs(barriers + (CONSUMERS - 1 - consumer) * 8), parity(consumer == 0) {}
+  __device__ __forceinline__ static void init_barriers(ptx::u32 barriers, int warps) {
+    for (int consumer = 0; consumer < CONSUMERS; ++consumer) ptx::init_barrier(barriers + consumer * 8, warps);
   }
   __device__ __forceinline__ void wait() {
-    if constexpr (COUNT > 1) ptx::wait_for_phase(mine, parity);
+    if constexpr (CONSUMERS > 1) ptx::wait_for_phase(mine, parity);
     parity ^= 1;
   }
-  /// By every warp.
-  __device__ __forceinline__ void pass() const {
-    if (COUNT > 1 && threadIdx.x % 32 == 0) ptx::arrive(theirs);
+  /// Lets the other consumer go on. Called by every warp.
+  __device__ __forceinline__ void signal_next() const {
+    if (CONSUMERS > 1 && threadIdx.x % 32 == 0) ptx::arrive(theirs);
   }
 };

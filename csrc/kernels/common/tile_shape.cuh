@@ -1,34 +1,18 @@
-// A block's tile of cells: its warps and fragments, how many tiles there are, which one a block computes.
+// The tile of positions of a block: its warps and fragments, and which tile a block computes.
 //
-// A tile is TILE_N x TILE_H x TILE_W cells (forward/implicit_gemm_taps.cuh); a warp multiplies WARP_IMAGES x WARP_ROWS x WARP_COLS fragments of
-// 8 cells each, a fragment being FRAGMENT_N x FRAGMENT_H x FRAGMENT_W cells (8 in a row where the map is wide
-// enough). With FLAT (no tap is shifted) all cells of all images form one row, so no tile is ragged but the last.
+// A tile is TILE_N x TILE_H x TILE_W positions (forward/implicit_gemm_taps.cuh). A warp multiplies WARP_IMAGES x WARP_ROWS x
+// WARP_COLS fragments of 8 positions, FRAGMENT_N x FRAGMENT_H x FRAGMENT_W (8 in a row where the map is wide enough). With
+// FLAT (no tap is shifted) all positions of all images form one row, so that only the last tile is not full.
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/sizes.cuh"
-
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-/// Largest power of two up to `most` that divides n.
-__device__ constexpr int power_dividing(int n, int most) {
-  int v = most;
-  while (n % v) v /= 2;
-  return v;
-}
-/// Smallest n >= from, a multiple of `of`, with n % modulus == rest.
-__device__ constexpr int aligned_to(int from, int of, int modulus, int rest) {
-  int n = round_up(from, of);
-  while (n % modulus != rest) n += of;
-  return n;
-}
 
 constexpr int WARPS = WARPS_M * WARPS_N;
 constexpr int THREADS = 32 * WARPS;
 
-constexpr int FRAGMENT_W = least(8, TILE_W);
-constexpr int FRAGMENT_H = least(8 / FRAGMENT_W, TILE_H);
+constexpr int FRAGMENT_W = min_of(8, TILE_W);
+constexpr int FRAGMENT_H = min_of(8 / FRAGMENT_W, TILE_H);
 constexpr int FRAGMENT_N = 8 / (FRAGMENT_W * FRAGMENT_H);
 constexpr int WARPS_W = TILE_W / (FRAGMENT_W * WARP_COLS);
 constexpr int WARPS_H = TILE_H / (FRAGMENT_H * WARP_ROWS);
@@ -38,21 +22,21 @@ static_assert(WARPS_W * FRAGMENT_W * WARP_COLS == TILE_W);
 static_assert(WARPS_H * FRAGMENT_H * WARP_ROWS == TILE_H);
 static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 
-// A multiply of wgmma reads 8 cells as 8 neighbouring pixels. Where the map is narrower, whole rows are neighbours:
-// the tile is as wide as the map, and shared memory holds a copy of it for each shift by columns, cut to its width.
+// wgmma reads 8 positions as 8 neighbouring pixels. Where the map is narrower, whole rows are neighbours: the tile is as
+// wide as the map, and shared memory holds a copy of it for each shift by columns, cropped to the width of the map.
 constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
 
-// The plan sees to it that no map of a NARROW kernel has more than TILE_W columns of cells.
+// The plan ensures that no map of a NARROW kernel has more than TILE_W columns of positions.
 static_assert(!NARROW || (FRAGMENT_N == 1 && CELL_INPUT_ROWS == 1 && WARP_COLS == 1));
 
 // ---- which tile a block computes ----------------------------------------------------------------------------
 
 struct Origin {
-  int image;     // first image of the tile; with FLAT, first cell of all images' cells
-  int row, col;  // first cell
+  int image;     // first image of the tile; with FLAT, first position, counted through all images
+  int row, col;  // first position
 };
 
-/// Counts the tiles of one block of channels of one group, columns fastest.
+/// Returns the origin of a tile of one block of channels of one group; columns are counted fastest.
 __device__ __forceinline__ Origin tile_origin(int tile, const Sizes& sizes) {
   if constexpr (FLAT) {
     return {tile * TILE_W, 0, 0};
@@ -63,19 +47,20 @@ __device__ __forceinline__ Origin tile_origin(int tile, const Sizes& sizes) {
   }
 }
 
-/// A cell of the tile: where its first output pixel lies, and whether it exists.
-struct Cell {
+/// A position of the tile: its image, row and column, and whether it exists.
+struct Position {
   int image, row, col;
   bool inside;
 };
 
-__device__ __forceinline__ Cell cell_at(const Origin& origin, int n, int h, int w, const Sizes& sizes) {
+__device__ __forceinline__ Position position_at(const Origin& origin, int n, int h, int w, const Sizes& sizes) {
   if constexpr (FLAT) {
-    const int cell = origin.image + w, image = sizes.image_cells.quotient(cell);
-    const int pixel = sizes.image_cells.remainder(cell, image), row = sizes.row_cells.quotient(pixel);
-    return {image, row, sizes.row_cells.remainder(pixel, row), image < sizes.batch};
+    const int index = origin.image + w, image = sizes.image_positions.quotient(index);
+    const int pixel = sizes.image_positions.remainder(index, image), row = sizes.row_positions.quotient(pixel);
+    return {image, row, sizes.row_positions.remainder(pixel, row), image < sizes.batch};
   } else {
-    const Cell cell{origin.image + n, origin.row + h, origin.col + w, true};
-    return {cell.image, cell.row, cell.col, cell.image < sizes.batch && cell.row < sizes.cells_h && cell.col < sizes.cells_w};
+    const Position position{origin.image + n, origin.row + h, origin.col + w, true};
+    const bool inside = position.image < sizes.batch && position.row < sizes.positions_h && position.col < sizes.positions_w;
+    return {position.image, position.row, position.col, inside};
   }
 }

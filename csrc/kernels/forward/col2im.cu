@@ -13,6 +13,7 @@
 // which stay in shared memory, and puts their products there too (BUFFERS steps of them). A thread owns some outputs of
 // a cell for the whole strip: an input row completes a row of cells, and what it brings to the rows below is carried in
 // registers. Cell row y has the output rows from y * STRIDE - PADDING on.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/wgmma.cuh"
@@ -22,19 +23,9 @@
 #include "common/layer.cuh"
 #include "common/sizes.cuh"
 #include "common/tile_index.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 using ptx::u32;
-
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__device__ constexpr int most(int a, int b) { return a > b ? a : b; }
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
-/// Largest power of two up to `limit` that divides n.
-__device__ constexpr int power_dividing(int n, int limit) {
-  int v = limit;
-  while (n % v) v /= 2;
-  return v;
-}
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int ITEM = sizeof(Element);
@@ -88,23 +79,23 @@ static_assert(SHARED_BYTES == BARRIERS + STAGES * 8, "the plan and the kernel mu
 
 /// The steps of a block: down a strip of a tile of columns, then the next one.
 struct Steps {
-  const FoldSizes& sizes;
+  const Col2imSizes& sizes;
   int tile;
   int image, column_tile;
   int begin, end;   // cell rows of the strip
   int first, stop;  // input rows that it needs; all others are zeros
   int row;          // first input row of the step
 
-  __device__ __forceinline__ explicit Steps(const FoldSizes& sizes) : sizes(sizes), tile(blockIdx.x) { aim(); }
+  __device__ __forceinline__ explicit Steps(const Col2imSizes& sizes) : sizes(sizes), tile(blockIdx.x) { aim(); }
   __device__ __forceinline__ void aim() {
     const int rest = sizes.column_tiles.quotient(tile);
     column_tile = sizes.column_tiles.remainder(tile, rest);
-    image = sizes.strips.quotient(rest);
-    const int strip = sizes.strips.remainder(rest, image);
-    begin = FIRST_ROW + sizes.strips.quotient(strip * sizes.cell_rows);
-    end = FIRST_ROW + sizes.strips.quotient((strip + 1) * sizes.cell_rows);
-    row = first = most(begin - (REACH_H - 1), 0);
-    stop = most(least(end, sizes.height), first + 1);
+    image = sizes.row_tiles.quotient(rest);
+    const int strip = sizes.row_tiles.remainder(rest, image);
+    begin = FIRST_ROW + sizes.row_tiles.quotient(strip * sizes.position_rows);
+    end = FIRST_ROW + sizes.row_tiles.quotient((strip + 1) * sizes.position_rows);
+    row = first = max_of(begin - (REACH_H - 1), 0);
+    stop = max_of(min_of(end, sizes.height), first + 1);
   }
   __device__ __forceinline__ bool done() const { return tile >= sizes.tiles; }
   __device__ __forceinline__ void next() {
@@ -136,7 +127,7 @@ __device__ constexpr int tap_at(int distance) {
 constexpr int THREAD_CHANNELS = CHANNELS_LAST ? OUT_CHANNELS : 1;
 constexpr int RUN = GROUP * THREAD_CHANNELS;
 /// Elements of one store.
-constexpr int STORE = power_dividing(RUN, 16 / ITEM);
+constexpr int STORE = power_of_two_dividing(RUN, 16 / ITEM);
 
 /// The first `left` outputs of a run.
 template <int STORE>
@@ -170,10 +161,10 @@ template <int PHASE, int BACK>
 __device__ __forceinline__ void add_products(float (&sums)[RUN], const float* from) {
   constexpr int KH = tap_at<KERNEL_H, DILATION_H>(PHASE + BACK * STRIDE_H);
   if constexpr (KH >= 0) {
-    repeat<0, RUN>([&](auto index) {
+    static_for<0, RUN>([&](auto index) {
       constexpr int OF_RUN = decltype(index)::value, I = OF_RUN / THREAD_CHANNELS, CHANNEL = OF_RUN % THREAD_CHANNELS;
       constexpr int CELL = (I + PADDING_W) / STRIDE_W;
-      repeat<0, REACH_W>([&](auto back_columns) {
+      static_for<0, REACH_W>([&](auto back_columns) {
         constexpr int BACK_W = REACH_W - 1 - decltype(back_columns)::value;
         constexpr int KW = tap_at<KERNEL_W, DILATION_W>((I + PADDING_W) % STRIDE_W + BACK_W * STRIDE_W);
         if constexpr (KW >= 0)
@@ -218,11 +209,11 @@ struct Item {
   __device__ __forceinline__ void add_row(float (&sums)[RUN], const float* row) {
 #pragma unroll
     for (int i = 0; i < RUN; ++i) sums[i] = carried[0][i];
-    repeat<0, STRIDE_H>([&](auto index) {
+    static_for<0, STRIDE_H>([&](auto index) {
       constexpr int PHASE = decltype(index)::value;
       if (phase == PHASE) {
         add_products<PHASE, 0>(sums, row + from);
-        repeat<1, REACH_H>([&](auto back) {
+        static_for<1, REACH_H>([&](auto back) {
           constexpr int BACK = decltype(back)::value;
 #pragma unroll
           for (int i = 0; i < RUN; ++i) carried[BACK - 1][i] = carried[BACK][i];
@@ -236,7 +227,7 @@ struct Item {
 /// The outputs that this step's rows complete.
 __device__ __forceinline__ void fold(Item& item, const float* buffer, const Steps& step, const Epilogue& epilogue,
                                      Element* output) {
-  const FoldSizes& sizes = step.sizes;
+  const Col2imSizes& sizes = step.sizes;
   if (item.phase >= STRIDE_H || item.group >= sizes.tile_groups) return;
   if (step.begins()) item.begin();
   const int x = (step.first_group() + item.group) * GROUP;
@@ -246,7 +237,7 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
     const int y = cell_row * STRIDE_H - PADDING_H + item.phase;
     if (cell_row < step.begin || cell_row >= step.end || y < 0 || y >= sizes.out_height || x >= sizes.out_width) return;
 #pragma unroll
-    for (int i = 0; i < RUN; ++i) sums[i] = finished(sums[i], channel_of(epilogue, item.channel + i % THREAD_CHANNELS), epilogue);
+    for (int i = 0; i < RUN; ++i) sums[i] = apply_epilogue(sums[i], load_channel(epilogue, item.channel + i % THREAD_CHANNELS), epilogue);
     Element* const to = column + y * (sizes.out_width * THREAD_CHANNELS);
     const int left = (sizes.out_width - x) * THREAD_CHANNELS;
     if (STORE == 1 || sizes.out_width * THREAD_CHANNELS % STORE == 0) {
@@ -271,17 +262,17 @@ __device__ __forceinline__ void fold(Item& item, const float* buffer, const Step
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_col2im(const __grid_constant__ TensorMap input, const Element* __restrict__ weight,
-                 const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ FoldSizes sizes) {
+                 const __grid_constant__ Epilogue epilogue, Element* __restrict__ output, const __grid_constant__ Col2imSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;
   float* const products = reinterpret_cast<float*>(memory + PRODUCTS_AT);
   const auto full = [&](int stage) { return shared + BARRIERS + stage * 8; };
 
   Steps asked(sizes), step = asked;
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) ptx::set_up_barrier(full(stage), 1);
-    ptx::publish_barriers();
+    for (int stage = 0; stage < STAGES; ++stage) ptx::init_barrier(full(stage), 1);
+    ptx::fence_barrier_init();
     for (int stage = 0; stage < STAGES && !asked.done(); ++stage, asked.next())
       bring(input, asked.image, asked.row, asked.first_column(), shared + stage * STAGE_BYTES, full(stage));
   }
@@ -290,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       *reinterpret_cast<uint4*>(memory + PRODUCTS_AT + i) = make_uint4(0, 0, 0, 0);
   }
   load_weights(memory + WEIGHTS_AT, weight);
-  ptx::publish_to_multiplies();
+  ptx::fence_proxy_async();
   __syncthreads();
 
   constexpr int PANEL_UNITS = PANEL_PIXELS / WARP_PIXELS;

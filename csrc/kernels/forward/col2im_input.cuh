@@ -22,7 +22,7 @@ constexpr int STAGE_BYTES = PANEL_BYTES * STEP_PANELS * STEP_ROWS;
 
 /// Ask for one step: STEP_ROWS rows of STEP_PANELS panels. By one thread.
 __device__ __forceinline__ void bring(const TensorMap& map, int image, int row, int column, u32 stage, u32 full) {
-  ptx::arrive_expecting(full, STAGE_BYTES);
+  ptx::arrive_expect_tx(full, STAGE_BYTES);
 #pragma unroll
   for (int i = 0; i < STEP_ROWS; ++i)
 #pragma unroll
@@ -32,9 +32,9 @@ __device__ __forceinline__ void bring(const TensorMap& map, int image, int row, 
         const u32 to = stage + (i * STEP_PANELS + panel) * PANEL_BYTES + box * BOX_BYTES;
         const int first = column + panel * PANEL_PIXELS;
         if constexpr (CHANNELS_LAST) {
-          ptx::copy_box(to, map, box * (LINE_BYTES / ITEM), first, row + i, image, full);
+          ptx::tma_load(to, map, box * (LINE_BYTES / ITEM), first, row + i, image, full);
         } else {
-          ptx::copy_box(to, map, first, row + i, 0, image, full);
+          ptx::tma_load(to, map, first, row + i, 0, image, full);
         }
       }
 }
@@ -79,7 +79,7 @@ __device__ __forceinline__ u32 further(u32 at, int bytes) {
   return CHANNELS_LAST ? (at ^ bytes % LINE_BYTES) + bytes / LINE_BYTES * BOX_BYTES : at + bytes / ITEM * LINE_BYTES;
 }
 
-/// Operand A of 16 channels, of each part: multiply_from_registers in common/wgmma.cuh has its order.
+/// Operand A of 16 channels, of each part: wgmma_from_registers in common/wgmma.cuh has its order.
 __device__ __forceinline__ void load_input(u32 (&a)[PARTS][4], u32 panel, const InputPlaces& places, int step) {
   if constexpr (IS_16_BIT) {
     const u32 from = panel + further(places.at[0][0], step * 16 * ITEM);

@@ -48,13 +48,13 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, con
     u32 a[K_STEPS][PARTS][4];
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) load_input(a[step], panel, places, step);
-    ptx::fence_sums();
-    repeat<0, K_STEPS>([&](auto index) {
+    ptx::fence_wgmma();
+    static_for<0, K_STEPS>([&](auto index) {
       constexpr int STEP = decltype(index)::value;
-      ptx::multiply_from_registers<N, MULTIPLIED, (STEP > 0)>(sums, a[STEP][0], b(0, STEP));
+      ptx::wgmma_from_registers<N, MULTIPLIED, (STEP > 0)>(sums, a[STEP][0], b(0, STEP));
     });
-    ptx::commit_multiplies();
-    ptx::wait_multiplies<0>();
+    ptx::commit_wgmma();
+    ptx::wait_wgmma<0>();
   } else {
     // The smallest products first; those left out are below float32's roundoff. The multiplier truncates its sums;
     // adding those of each step here rounds to nearest.
@@ -65,30 +65,30 @@ __device__ __forceinline__ void multiply(Sums& sums, u32 weights, u32 panel, con
       constexpr int STEP = decltype(index)::value;
       const auto& here = a[STEP % 2];
       float* const to = part[STEP % PARTIAL_SUMS];
-      ptx::fence_sums();
-      ptx::multiply_from_registers<N, MULTIPLIED, false>(to, here[0], b(LOW, STEP));
-      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[LOW], b(0, STEP));
-      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[MIDDLE], b(MIDDLE, STEP));
-      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[0], b(MIDDLE, STEP));
-      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[MIDDLE], b(0, STEP));
-      ptx::multiply_from_registers<N, MULTIPLIED>(to, here[0], b(0, STEP));
-      ptx::commit_multiplies();
+      ptx::fence_wgmma();
+      ptx::wgmma_from_registers<N, MULTIPLIED, false>(to, here[0], b(LOW, STEP));
+      ptx::wgmma_from_registers<N, MULTIPLIED>(to, here[LOW], b(0, STEP));
+      ptx::wgmma_from_registers<N, MULTIPLIED>(to, here[MIDDLE], b(MIDDLE, STEP));
+      ptx::wgmma_from_registers<N, MULTIPLIED>(to, here[0], b(MIDDLE, STEP));
+      ptx::wgmma_from_registers<N, MULTIPLIED>(to, here[MIDDLE], b(0, STEP));
+      ptx::wgmma_from_registers<N, MULTIPLIED>(to, here[0], b(0, STEP));
+      ptx::commit_wgmma();
     };
     // With two partial sums a step is multiplied while that before it is added up.
     constexpr int AHEAD = PARTIAL_SUMS - 1;
     load_input(a[0], panel, places, 0);
-    begin(Number<0>{});
+    begin(IndexConstant<0>{});
     if constexpr (K_STEPS > 1) load_input(a[1], panel, places, 1);
-    repeat<0, K_STEPS>([&](auto index) {
+    static_for<0, K_STEPS>([&](auto index) {
       constexpr int STEP = decltype(index)::value;
-      if constexpr (AHEAD == 1 && STEP + 1 < K_STEPS) begin(Number<STEP + 1>{});
-      ptx::wait_multiplies<(STEP + 1 < K_STEPS ? AHEAD : 0)>();
+      if constexpr (AHEAD == 1 && STEP + 1 < K_STEPS) begin(IndexConstant<STEP + 1>{});
+      ptx::wait_wgmma<(STEP + 1 < K_STEPS ? AHEAD : 0)>();
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) {
         const float added = part[STEP % PARTIAL_SUMS][i];
         sums[i] = STEP == 0 ? added : sums[i] + added;
       }
-      if constexpr (AHEAD == 0 && STEP + 1 < K_STEPS) begin(Number<STEP + 1>{});
+      if constexpr (AHEAD == 0 && STEP + 1 < K_STEPS) begin(IndexConstant<STEP + 1>{});
       if constexpr (STEP + 2 < K_STEPS) load_input(a[STEP % 2], panel, places, STEP + 2);
     });
   }

@@ -39,7 +39,7 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int channel = first_channel + warp * 16 + half * 8 + lane / 4;
-    channels[half] = channel_of(epilogue, group * CO_GROUP + channel, channel < CO_GROUP);
+    channels[half] = load_channel(epilogue, group * CO_GROUP + channel, channel < CO_GROUP);
   }
   // Where this lane's address of the turned matrices lies: matrix lane / 8 is half of the warp's channels of one of two
   // fragments. And what this thread stores: 16 bytes `piece` of pixel `pixel`, of one of two fragments.
@@ -62,11 +62,11 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
   for (int part = 0; part < LINE_PARTS; ++part) {
     const u32 buffer = part % 2 * (LINE_PART * 1024);
 #pragma unroll
-    for (int i = part * LINE_PART; i < least(WARP_FRAGMENTS, (part + 1) * LINE_PART); i += 2) {
+    for (int i = part * LINE_PART; i < min_of(WARP_FRAGMENTS, (part + 1) * LINE_PART); i += 2) {
       u32 words[4];
 #pragma unroll
       for (int half = 0; half < 4; ++half) {
-        const FragmentPlace place(least(i + half / 2, WARP_FRAGMENTS - 1));
+        const FragmentPlace place(min_of(i + half / 2, WARP_FRAGMENTS - 1));
         const float(&sum)[4] = sums.at(place.phase, 0, place.image, place.col, place.row);
         const Channel& channel = channels[half % 2];
         words[half] = ptx::pack_pair<PRECISION>(stored(sum[half % 2 * 2], channel, epilogue), stored(sum[half % 2 * 2 + 1], channel, epilogue));
@@ -76,9 +76,9 @@ __device__ __forceinline__ void store_lines(const Sums& sums, Out* output, const
     // The buffer after this one was read before its readers came here.
     ptx::meet_warpgroup(threadIdx.x / 128);
 #pragma unroll
-    for (int i = part * LINE_PART; i < least(WARP_FRAGMENTS, (part + 1) * LINE_PART); i += 2) {
+    for (int i = part * LINE_PART; i < min_of(WARP_FRAGMENTS, (part + 1) * LINE_PART); i += 2) {
       // Constants of both fragments, of which the thread stores one.
-      const FragmentPlace one(i), other(least(i + 1, WARP_FRAGMENTS - 1));
+      const FragmentPlace one(i), other(min_of(i + 1, WARP_FRAGMENTS - 1));
       const auto mine = [&](int a, int b) { return a == b || second == 0 ? a : b; };
       const int in_image = mine(one.image, other.image), in_phase_row = mine(one.phase / PHASE_COLS, other.phase / PHASE_COLS);
       const int in_phase_col = mine(one.phase % PHASE_COLS, other.phase % PHASE_COLS), in_col = mine(one.col, other.col);

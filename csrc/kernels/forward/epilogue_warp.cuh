@@ -13,8 +13,8 @@ constexpr int OUT_PER_WORD = 4 / sizeof(Out);
 __device__ constexpr int power_below(int n) { return n < 2 ? 1 : 2 * power_below(n / 2); }
 constexpr int PART_FRAGMENTS = power_below(PART_BYTES / (PART_CHANNELS * 8 * PHASES * static_cast<int>(sizeof(Out))));
 constexpr int LINES = WARP_IMAGES * WARP_ROWS;
-constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_dividing(WARP_COLS, PART_FRAGMENTS);
-constexpr int PART_LINES = power_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
+constexpr int PART_COLS = WARP_COLS <= PART_FRAGMENTS ? WARP_COLS : power_of_two_dividing(WARP_COLS, PART_FRAGMENTS);
+constexpr int PART_LINES = power_of_two_dividing(LINES, power_below(PART_FRAGMENTS / PART_COLS));
 
 /// Outputs of one row of a part, and rows of it.
 constexpr int PART_ROW = PART_COLS * FRAGMENT_W * PHASE_COLS;
@@ -23,7 +23,7 @@ constexpr int PART_PIXELS = PART_ROW * PART_ROWS;
 
 // Pitch of a channel [channel][pixel], in Out, for the banks that the lanes of a warp write: 8 channels (g) of 4
 // neighbouring runs (t).
-constexpr int LANE_RUN_WORDS = least(4, 2 * PHASE_COLS / OUT_PER_WORD);
+constexpr int LANE_RUN_WORDS = min_of(4, 2 * PHASE_COLS / OUT_PER_WORD);
 constexpr int CHANNEL_PITCH = aligned_to(ceil_div(PART_PIXELS, OUT_PER_WORD), 4, 32, 4 * LANE_RUN_WORDS % 32) * OUT_PER_WORD;
 constexpr int STAGED_BYTES = OUTPUT_CHANNELS_LAST ? 0 : PART_CHANNELS * CHANNEL_PITCH * static_cast<int>(sizeof(Out));
 
@@ -79,7 +79,7 @@ struct OutCell {
 };
 
 __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int row, int col) {
-  const Cell cell = cell_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
+  const Position cell = position_at(at.origin, at.image + image, at.row + row, at.col + col, at.sizes);
   const int out_row = cell.row * CELL_ROWS + at.stack_row + at.phase_row, out_col = cell.col * STRIDE_W + at.phase_col;
   return {static_cast<long long>(cell.image) * at.sizes.out_pixels() + static_cast<long long>(out_row) * at.sizes.out_width + out_col,
           cell.image < at.sizes.batch ? at.sizes.out_height - out_row : 0, at.sizes.out_width - out_col};
@@ -88,12 +88,12 @@ __device__ __forceinline__ OutCell out_cell(const WarpPlace& at, int image, int 
 /// Cells that stand in a row are outputs that do.
 constexpr bool DENSE = FLAT && CELL_ROWS == 1 && STRIDE_W == 1;
 /// Of those, neighbouring outputs of a store at most, where images are only known to be multiples of so many.
-constexpr int STORE_DENSE = least(4, STORE_MOST);
+constexpr int STORE_DENSE = min_of(4, STORE_MOST);
 
 __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* output, const Epilogue& epilogue, const Channel (&channels_of)[2],
                                                     const WarpPlace& at) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int VECTOR = PAIRED_ROWS ? power_dividing(CO_GROUP, 2) : 1;
+  constexpr int VECTOR = PAIRED_ROWS ? power_of_two_dividing(CO_GROUP, 2) : 1;
   constexpr int NEXT_ROW = PAIRED_ROWS ? 1 : 8;
   const int channel = channel_of_row(0, g), channels = at.channels_left - channel;
   output += at.out_channel + channel;
@@ -145,9 +145,9 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
 }
 
 /// Outputs of one store: neighbouring pixels of a row of one channel, so many at most; and so many whatever the width is.
-constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_dividing(PART_ROW, STORE_MOST)
-                                                 : power_dividing(STRIDE_W, power_dividing(PHASE_COLS, STORE_MOST));
-constexpr int STORE_ANY = power_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
+constexpr int STORE_ROW = PHASE_COLS == STRIDE_W ? power_of_two_dividing(PART_ROW, STORE_MOST)
+                                                 : power_of_two_dividing(STRIDE_W, power_of_two_dividing(PHASE_COLS, STORE_MOST));
+constexpr int STORE_ANY = power_of_two_dividing(OUT_ROW_MULTIPLE, STORE_ROW);
 
 __device__ constexpr bool is_power(int n) { return (n & (n - 1)) == 0; }
 /// Where the i-th store of a part reads and writes: channel, line, row within the line's cells, column.
@@ -180,9 +180,9 @@ template <int STORE>
 __device__ __forceinline__ void store_rows(const Out* staged, Out* to, int channels, int images, int rows, int cols, const Sizes& sizes) {
   constexpr int ROW_PASSES = ceil_div(PART_ROW + SECTOR - STORE, 32 * STORE);
   const int lane = threadIdx.x % 32;
-  cols = least(PART_ROW, cols);
+  cols = min_of(PART_ROW, cols);
 #pragma unroll 1
-  for (int channel = 0; channel < least(PART_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
+  for (int channel = 0; channel < min_of(PART_CHANNELS, channels); ++channel, to += sizes.out_pixels(), staged += CHANNEL_PITCH)
 #pragma unroll
     for (int row = 0; row < PART_ROWS; ++row) {
       const int line = row / PHASE_ROWS, out_row = line % WARP_ROWS * CELL_ROWS + row % PHASE_ROWS, image = line / WARP_ROWS;
@@ -203,23 +203,23 @@ constexpr bool WHOLE_ROWS = BY_ROWS && FLAT && PART_COLS == WARP_COLS && PHASE_R
 
 /// Where in a part's channel the outputs of a cell begin, of its phase row `a`.
 __device__ __forceinline__ int in_whole_rows(int cell, int a, const Sizes& sizes) {
-  const int row = sizes.row_cells.quotient(cell);
-  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_cells.remainder(cell, row) * PHASE_COLS;
+  const int row = sizes.row_positions.quotient(cell);
+  return (row * PHASE_ROWS + a) * sizes.out_width + sizes.row_positions.remainder(cell, row) * PHASE_COLS;
 }
 
 /// `to`: of image 0's first output of the part's first channel; `cell_row`: the first one, of all images' rows.
 __device__ __forceinline__ void store_whole_rows(const Out* staged, Out* to, int channels, int cell_row, const Sizes& sizes) {
-  constexpr int RUN = power_dividing(2 * PHASE_ROWS * PHASE_COLS, STORE_MOST), RUNS = PART_PIXELS / RUN;
-  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.cells_h - cell_row;
+  constexpr int RUN = power_of_two_dividing(2 * PHASE_ROWS * PHASE_COLS, STORE_MOST), RUNS = PART_PIXELS / RUN;
+  const int lane = threadIdx.x % 32, rows = sizes.batch * sizes.positions_h - cell_row;
 #pragma unroll
   for (int pass = 0; pass < ceil_div(PART_CHANNELS * RUNS, 32); ++pass) {
     const int i = pass * 32 + lane, channel = i / RUNS, output = i % RUNS * RUN;
     // PHASE_ROWS rows of outputs to a row of cells: as many outputs as the cells have.
-    const int row = sizes.row_cells.quotient(output / (PHASE_ROWS * PHASE_COLS));
-    const int image = sizes.image_cells.quotient((cell_row + row) * sizes.cells_w);
+    const int row = sizes.row_positions.quotient(output / (PHASE_ROWS * PHASE_COLS));
+    const int image = sizes.image_positions.quotient((cell_row + row) * sizes.positions_w);
     const long long place = (image * static_cast<long long>(OUT_CHANNELS) + channel) * sizes.out_pixels() +
-                            (cell_row - image * sizes.cells_h) * (PHASE_ROWS * sizes.out_width) + output;
-    if (channel < least(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
+                            (cell_row - image * sizes.positions_h) * (PHASE_ROWS * sizes.out_width) + output;
+    if (channel < min_of(PART_CHANNELS, channels) && row < rows) copy_vector<RUN>(to + place, staged + channel * CHANNEL_PITCH + output);
   }
 }
 
@@ -253,7 +253,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
                                        : ((line * FRAGMENT_H + 2 * t / FRAGMENT_W) * PHASE_ROWS + a) * PART_ROW +
                                              (col * FRAGMENT_W + 2 * t % FRAGMENT_W) * PHASE_COLS;
           constexpr int RUN = 2 * PHASE_COLS;
-          constexpr int VECTOR = power_dividing(RUN, STORE_MOST);
+          constexpr int VECTOR = power_of_two_dividing(RUN, STORE_MOST);
 #pragma unroll
           for (int half = first_half; half < first_half + PART_CHANNELS / 8; ++half) {
             float run[RUN];
@@ -277,7 +277,7 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
     }
     if constexpr (WHOLE_ROWS) {
       store_whole_rows(staged, output + first_half * PART_CHANNELS * out_pixels, at.channels_left - first_half * PART_CHANNELS,
-                       sizes.row_cells.quotient(at.origin.image + at.col), sizes);
+                       sizes.row_positions.quotient(at.origin.image + at.col), sizes);
       continue;
     }
     const Place mine(lane);
@@ -291,11 +291,11 @@ __device__ __forceinline__ void store_nchw(const Sums& sums, Out* output, const 
       bool inside = channel < at.channels_left && (STORES % 32 == 0 || pass * 32 + lane < STORES);
       Out* to;
       if constexpr (DENSE) {
-        const int cell = at.origin.image + at.col + out_col, image = sizes.image_cells.quotient(cell);
-        to = output + image * image_distance + channel * out_pixels + sizes.image_cells.remainder(cell, image);
+        const int cell = at.origin.image + at.col + out_col, image = sizes.image_positions.quotient(cell);
+        to = output + image * image_distance + channel * out_pixels + sizes.image_positions.remainder(cell, image);
         inside = inside && image < sizes.batch;
       } else if constexpr (FLAT) {
-        const Cell cell = cell_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
+        const Position cell = position_at(at.origin, 0, 0, at.col + out_col / STRIDE_W, sizes);
         to = output + cell.image * image_distance + channel * out_pixels +
              static_cast<long long>(cell.row * CELL_ROWS + at.stack_row + at.phase_row + cell_row) * sizes.out_width +
              cell.col * STRIDE_W + at.phase_col + out_col % STRIDE_W;
@@ -325,12 +325,12 @@ __device__ __forceinline__ void store_warp(const Sums& sums, Out* output, const 
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int channel = channel_of_row(0, g + half * 8);
-    channels[half] = channel_of(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
+    channels[half] = load_channel(epilogue, at.out_channel + channel, !PARTIAL && channel < at.channels_left);
   }
   if constexpr (OUTPUT_CHANNELS_LAST) {
     store_channels_last(sums, output, epilogue, channels, at);
   } else if constexpr (DENSE) {
-    constexpr int SOME = least(STORE_ROW, STORE_DENSE);
+    constexpr int SOME = min_of(STORE_ROW, STORE_DENSE);
     if (STORE_ROW > SOME && sizes.out_pixels() % STORE_ROW == 0) {
       store_nchw<STORE_ROW>(sums, output, epilogue, channels, at, staged);
     } else if (SOME > STORE_ANY && sizes.out_pixels() % SOME == 0) {

@@ -14,7 +14,7 @@
 #include "common/mma.cuh"
 #include "common/epilogue.cuh"
 #include "common/parts.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/tile_index.cuh"
 
 using ptx::u32;
@@ -135,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     forward_gemm(const Element* __restrict__ input, const Element* __restrict__ weight, const __grid_constant__ Epilogue epilogue,
                   Element* __restrict__ output, long long batch) {
   extern __shared__ __align__(16) char memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   // Blocks of the same outputs side by side: the weight comes once from memory.
   const int image_tiles = static_cast<int>((batch + TILE_M - 1) / TILE_M);
   const long long first_image = static_cast<long long>(blockIdx.x % image_tiles) * TILE_M;
@@ -156,7 +156,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   constexpr int AHEAD = CHUNKS <= STAGES ? CHUNKS : STAGES - 1;
   for (int chunk = 0; chunk < AHEAD; ++chunk) bring_chunk(chunk, chunk);
   if constexpr (CHUNKS <= STAGES) {
-    repeat<0, CHUNKS>([&](auto index) {
+    static_for<0, CHUNKS>([&](auto index) {
       constexpr int STAGE = decltype(index)::value;
       ptx::wait_copies<CHUNKS - 1 - STAGE>();
       __syncthreads();
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   for (int n = 0; n < WARP_N_TILES; ++n) {
     const int o = (warp_n * WARP_N_TILES + n) * 8 + 2 * t;
     if (o >= outputs) continue;
-    const Channel low = channel_of(epilogue, channel_at(first_output + o)), high = channel_of(epilogue, channel_at(first_output + o + 1));
+    const Channel low = load_channel(epilogue, channel_at(first_output + o)), high = load_channel(epilogue, channel_at(first_output + o + 1));
 #pragma unroll
     for (int tile = 0; tile < WARP_M_TILES; ++tile)
 #pragma unroll
@@ -187,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int image = (warp_m * WARP_M_TILES + tile) * 16 + half * 8 + g;
         if (image >= images) continue;
         Element* const to = output + (first_image + image) * OUTPUTS + first_output + o;
-        const float x = finished(sums[tile][n][2 * half], low, epilogue), y = finished(sums[tile][n][2 * half + 1], high, epilogue);
+        const float x = apply_epilogue(sums[tile][n][2 * half], low, epilogue), y = apply_epilogue(sums[tile][n][2 * half + 1], high, epilogue);
         if constexpr (IS_16_BIT) {
           *reinterpret_cast<u32*>(to) = ptx::pack_pair<PRECISION>(x, y);
         } else {

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, sizeof(Element) == 8 ? 1 :
       if (!p.inside || co >= CO_GROUP) continue;
       const int channel = group * CO_GROUP + co;
       output[at_output(sizes, p.n, channel, p.oh, p.ow)] =
-          store_as<Element>(finished(sum[i][j], channel_of(epilogue, channel), epilogue));
+          store_as<Element>(apply_epilogue(sum[i][j], load_channel(epilogue, channel), epilogue));
     }
   }
 }

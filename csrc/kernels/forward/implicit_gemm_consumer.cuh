@@ -9,7 +9,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
   constexpr int STEP_INPUT = PIXEL_BOXES ? 16 * BOX_ROW_BYTES / 16 : BOXES ? 2 : STEP_WORDS / 4 * PLANE_PITCH;
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
-    repeat<0, TAPS>([&](auto index) {
+    static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
       if constexpr (ROWS_AXIS.group(KH) == GROUP_ROW && COLS_AXIS.group(KW) == GROUP_COL) {
         constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);
@@ -20,7 +20,7 @@ __device__ __forceinline__ void multiply_chunk(Sums& sums, ptx::u64 weights, ptx
         for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
           for (int i = 0; i < MULTIPLIES; ++i)
-            ptx::multiply<PRECISION, MULTIPLY_CELLS, true, WEIGHT_BOXES, PIXEL_BOXES>(
+            ptx::wgmma<PRECISION, MULTIPLY_CELLS, true, WEIGHT_BOXES, PIXEL_BOXES>(
                 NARROW ? sums.at(PHASE, 0, 0, 0, i) : sums.at(PHASE, 0, image, i * MULTIPLY_COLS, 0), weights + step * STEP + RANK * TAP_WEIGHTS,
                 input + step * STEP_INPUT + (SHIFT + image * IMAGE_PITCH + i * (8 * MULTIPLY_COLS)) * (PIXEL_BYTES / 16));
         after(step * TAPS + decltype(index)::value);
@@ -39,25 +39,25 @@ __device__ __forceinline__ void add_chunks(Sums& sums, Ring& ring, int chunks, i
 #pragma unroll 1
   for (int chunk = 0; chunk < chunks; ++chunk) {
     ptx::wait_for_phase(ring.full(), ring.parity);
-    ptx::fence_sums();
+    ptx::fence_wgmma();
     const ptx::u64 weights = weights_descriptor((WEIGHTS_STAY ? ring.base + STAYING + chunk * (WEIGHT_WORDS * 4) : ring.weights()) + weights_from);
     const ptx::u64 input = input_descriptor(ring.input() + input_from);
     if constexpr (STAGGER > 0) {
       multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [&](int product) {
-        ptx::commit_multiplies();
-        ptx::wait_multiplies<PENDING>();
+        ptx::commit_wgmma();
+        ptx::wait_wgmma<PENDING>();
         if (product == PENDING - 1 && chunk > 0) release(ring.empty_before());
         if (product == STAGGER % PRODUCTS && chunk == STAGGER / PRODUCTS && threadIdx.x < 128) release(ring.base + STAGGER_BARRIER);
       });
     } else {
       multiply_chunk<GROUP_ROW, GROUP_COL>(sums, weights, input, [](int) {});
-      ptx::commit_multiplies();
-      ptx::wait_multiplies<1>();
+      ptx::commit_wgmma();
+      ptx::wait_wgmma<1>();
       if (chunk > 0) release(ring.empty_before());
     }
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
   release(ring.empty_before());
 }
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, con
     if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
       add_chunks<0, 0>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);
     } else {
-      repeat<0, PHASE_GROUPS>([&](auto index) {
+      static_for<0, PHASE_GROUPS>([&](auto index) {
         constexpr int GROUP = decltype(index)::value;
         if (work.phase_group == GROUP)
           add_chunks<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(sums, ring, work.chunks, warp_m / 4 * WARPGROUP_WEIGHTS, first_pixel * PIXEL_BYTES);

@@ -14,8 +14,8 @@ constexpr int MIN_SHIFT_W = FLAT ? 0 : COLS_AXIS.min_shift(), MAX_SHIFT_W = FLAT
 
 /// Elements of one copy: neighbouring pixels of a channel (NCHW) or neighbouring channels of a pixel.
 constexpr int COPY_MOST = PLANES ? 4 : 16 / ITEM;
-constexpr int COPY = INPUT_CHANNELS_LAST ? power_dividing(CI_GROUP, COPY_MOST)
-                                         : power_dividing(ROW_MULTIPLE, power_dividing(TILE_W, COPY_MOST));
+constexpr int COPY = INPUT_CHANNELS_LAST ? power_of_two_dividing(CI_GROUP, COPY_MOST)
+                                         : power_of_two_dividing(ROW_MULTIPLE, power_of_two_dividing(TILE_W, COPY_MOST));
 /// Boxes of the input are turned in shared memory (forward/implicit_gemm_tma_nchw.cu): their rows begin and end at multiples of 16 bytes.
 constexpr bool TURNED = RAW_STAGES > 0;
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : TURNED ? 16 / ITEM : COPY;

@@ -20,7 +20,7 @@
 #include "forward/implicit_gemm_mma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "common/tile_fragment.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 
@@ -44,14 +44,14 @@ __device__ constexpr bool shift_used(int group_col, int shift) {
 /// lane's place in the fragment at the warp's first cell, all shifts least.
 template <int GROUP_ROW, int GROUP_COL>
 __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
-  repeat<MIN_SHIFT_W, MAX_SHIFT_W + 1>([&](auto shift) {
+  static_for<MIN_SHIFT_W, MAX_SHIFT_W + 1>([&](auto shift) {
     constexpr int SHIFT = decltype(shift)::value;
     if constexpr (shift_used(GROUP_COL, SHIFT)) {
       u32 b[WARP_IMAGES][REACH][WARP_COLS][2];
       [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH : 1][WARP_COLS][2];
 #pragma unroll
       for (int image = 0; image < WARP_IMAGES; ++image)
-        repeat<0, REACH>([&](auto reach) {
+        static_for<0, REACH>([&](auto reach) {
           constexpr int ROW = decltype(reach)::value;
           if constexpr (row_used(GROUP_ROW, ROW)) {
 #pragma unroll
@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input
             }
           }
         });
-      repeat<0, TAPS>([&](auto index) {
+      static_for<0, TAPS>([&](auto index) {
         constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
         if constexpr (ROWS_AXIS.group(KH) == GROUP_ROW && COLS_AXIS.group(KW) == GROUP_COL &&
                       COLS_AXIS.shift(KW) == SHIFT) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void forward_group(const Element* input, const u32* p
                                               const Sizes& sizes, int block, int split, int group_row, int group_col) {
   constexpr int CHUNK_WEIGHTS = CHUNK_STEPS * group_taps(GROUP_ROW * GROUP_COLS + GROUP_COL) * TAP_WORDS;
   extern __shared__ __align__(16) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const auto input_stage = [&](int chunk) { return stages + chunk % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int chunk) { return input_stage(chunk) + round_up(INPUT_WORDS, 4) * 4; };
 
@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   if constexpr (ROWS_AXIS.uniform() && COLS_AXIS.uniform()) {
     forward_group<0, 0>(input, packed, epilogue, output, sizes, rest, split, group_row, group_col);
   } else {
-    repeat<0, PHASE_GROUPS>([&](auto index) {
+    static_for<0, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP)
         forward_group<GROUP / GROUP_COLS, GROUP % GROUP_COLS>(input, packed, epilogue, output, sizes, rest, split,

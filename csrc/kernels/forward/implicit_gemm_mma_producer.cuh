@@ -8,7 +8,7 @@
 constexpr bool THROUGH_REGISTERS = IS_16_BIT && !INPUT_CHANNELS_LAST;
 
 constexpr int COPIED_ROWS = HALO_H, COPIED_COLS = HALO_W;
-#include "common/tile_places.cuh"
+#include "common/tile_copies.cuh"
 
 struct InputFill {
   const char* chunk;  // first channel of the next chunk of the tile's first image
@@ -17,29 +17,29 @@ struct InputFill {
   int first_k;        // first word of k of this thread within a chunk (NCHW)
   int next_word;      // words of k before the next chunk
   int next_channel;   // bytes from one channel to the next
-  u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * HALVES : 1];
+  u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * SLOT_WORDS : 1];
 
   __device__ __forceinline__ InputFill(const Element* input, const Origin& origin, int group, int chunk_index,
                                        const Sizes& sizes) {
     next_channel = channel_bytes(sizes);
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
             (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     next_word = chunk_index * CHUNK_WORDS;
-    first_k = SHARERS > 1 ? threadIdx.x / (THREADS / SHARERS) : 0;
+    first_k = SLOT_THREADS > 1 ? threadIdx.x / (THREADS / SLOT_THREADS) : 0;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
-      const int place = threadIdx.x % (THREADS / SHARERS) + s * (THREADS / SHARERS);
+      const int place = threadIdx.x % (THREADS / SLOT_THREADS) + s * (THREADS / SLOT_THREADS);
       const int copy = place % COPIES_PER_PIXEL;
       const int w = place / COPIES_PER_PIXEL % (HALO_W / COPY_PIXELS) * COPY_PIXELS;
       const int h = place / COPIES_PER_ROW % HALO_H;
       const int n = place / COPIES_PER_ROW / HALO_H;
       int image, pixel;
-      bool inside = place < PLACES;
+      bool inside = place < COPIES;
       if constexpr (FLAT) {
-        const int cell = origin.image + w, in_batch = sizes.image_cells.quotient(cell);
+        const int cell = origin.image + w, in_batch = sizes.image_positions.quotient(cell);
         image = in_batch - first_image;
-        pixel = sizes.image_cells.remainder(cell, in_batch);
+        pixel = sizes.image_positions.remainder(cell, in_batch);
         inside = inside && in_batch < sizes.batch;
       } else {
         const int row = origin.row + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
@@ -73,10 +73,10 @@ struct InputFill {
         } else {
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
-            const char* row = source + k * SHARERS * next_channel;
-            const u32 target = stage + to[s] + k * SHARERS * K_PITCH * 4;
+            const char* row = source + k * SLOT_THREADS * next_channel;
+            const u32 target = stage + to[s] + k * SLOT_THREADS * K_PITCH * 4;
             if constexpr (RAGGED_K) {
-              const bool real = next_word + first_k + k * SHARERS < CI_WORDS;
+              const bool real = next_word + first_k + k * SLOT_THREADS < CI_WORDS;
               ptx::copy_async_or_zero<COPY * 4>(target, real ? row : source, real);
             } else {
               ptx::copy_async<COPY * 4>(target, row);
@@ -94,11 +94,11 @@ struct InputFill {
     for (int s = 0; s < SLOTS; ++s) {
 #pragma unroll
       for (int k = 0; k < K_PER_SLOT; ++k) {
-        u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
-        const int channel = (next_word + first_k + k * SHARERS) * 2;
-        const char* row = chunk + from[s] + k * SHARERS * 2 * next_channel;
+        u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * SLOT_WORDS;
+        const int channel = (next_word + first_k + k * SLOT_THREADS) * 2;
+        const char* row = chunk + from[s] + k * SLOT_THREADS * 2 * next_channel;
         load_halves(to_words, row, from[s] >= 0 && (!RAGGED_K || channel < CI_GROUP));
-        load_halves(to_words + HALVES, row + next_channel,
+        load_halves(to_words + SLOT_WORDS, row + next_channel,
                     from[s] >= 0 && (!RAGGED_K || channel + 1 < CI_GROUP));
       }
     }
@@ -112,17 +112,17 @@ struct InputFill {
       if (from[s] >= 0) {
 #pragma unroll
         for (int k = 0; k < K_PER_SLOT; ++k) {
-          const u32* halves = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
+          const u32* halves = staged + (s * K_PER_SLOT + k) * 2 * SLOT_WORDS;
           u32 words[COPY];
 #pragma unroll
           for (int i = 0; i < COPY; ++i) {
-            const u32 even = halves[i / 2], odd = halves[HALVES + i / 2];
+            const u32 even = halves[i / 2], odd = halves[SLOT_WORDS + i / 2];
             words[i] = i % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
           }
           constexpr int VECTOR = COPY < 4 ? COPY : 4;
 #pragma unroll
           for (int i = 0; i < COPY; i += VECTOR)
-            ptx::store_shared<VECTOR>(stage + to[s] + (k * SHARERS * K_PITCH + i) * 4, words + i);
+            ptx::store_shared<VECTOR>(stage + to[s] + (k * SLOT_THREADS * K_PITCH + i) * 4, words + i);
         }
       }
     }

@@ -6,7 +6,7 @@ static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % 4 == 0 && WARP_M_TILES ==
 
 /// Cells of one multiply, and multiplies for one tap of one image.
 constexpr bool ALONG_ROW = FLAT || (WARP_ROWS == 1 && !NARROW);
-constexpr int MULTIPLY_COLS = ALONG_ROW ? least(WARP_COLS, 16) : 1;
+constexpr int MULTIPLY_COLS = ALONG_ROW ? min_of(WARP_COLS, 16) : 1;
 constexpr int MULTIPLY_CELLS = 8 * (ALONG_ROW ? MULTIPLY_COLS : NARROW ? WARP_IMAGES : WARP_ROWS);
 constexpr int MULTIPLY_IMAGES = NARROW ? 1 : WARP_IMAGES;
 static_assert(NARROW || WARP_COLS % MULTIPLY_COLS == 0);
@@ -70,16 +70,16 @@ static_assert(SHARED_BYTES == (TURNED        ? RAW_AT + RAW_STAGES * RAW_BYTES
 constexpr int PRODUCTS = TAPS * CHUNK_STEPS;
 constexpr int PENDING = MULTIPLIES * MULTIPLY_IMAGES > 2 ? 1 : 2;
 // With as many stages as this the first warpgroup could be two of its words ahead.
-static_assert(STAGGER == 0 || (BOXES && WARPS == 8 && !PARTIAL && PHASE_GROUPS == 1 && STAGGER < least(CHUNKS, STAGES) * PRODUCTS &&
+static_assert(STAGGER == 0 || (BOXES && WARPS == 8 && !PARTIAL && PHASE_GROUPS == 1 && STAGGER < min_of(CHUNKS, STAGES) * PRODUCTS &&
                                STAGES <= CHUNKS && PENDING <= PRODUCTS));
 
 // ---- registers ---------------------------------------------------------------------------------------------------
 
 /// What the hardware gives each thread at first, in eights.
-constexpr int FIRST_REGISTERS = least(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (THREADS + FILL_THREADS))) / 8 * 8;
+constexpr int FIRST_REGISTERS = min_of(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (THREADS + FILL_THREADS))) / 8 * 8;
 constexpr bool MOVE_REGISTERS = FIRST_REGISTERS < 200;
 constexpr int MULTIPLY_REGISTERS =
-    least(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / THREADS / 8 * 8);
+    min_of(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / THREADS / 8 * 8);
 
 #include "common/stage_ring.cuh"
 
@@ -117,7 +117,7 @@ struct Turns {
   __device__ __forceinline__ explicit Turns(const Sizes& sizes) {
     const int pieces = Work::count(sizes), most = ceil_div(pieces, gridDim.x);
     first = blockIdx.x * most;
-    end = least(pieces, first + most);
+    end = min_of(pieces, first + most);
   }
 };
 
@@ -154,7 +154,7 @@ struct WeightFill {
 
   __device__ __forceinline__ void aim(const Work& work) {
     int before = 0, taps = group_taps(0);
-    repeat<1, PHASE_GROUPS>([&](auto index) {
+    static_for<1, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (work.phase_group == GROUP) before = taps_before(GROUP), taps = group_taps(GROUP);
     });
@@ -164,7 +164,7 @@ struct WeightFill {
   }
   __device__ __forceinline__ void advance() { next += bytes / 4; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {
-    if (bytes > 0) ptx::copy_bulk(to, next, bytes, barrier);
+    if (bytes > 0) ptx::bulk_copy(to, next, bytes, barrier);
   }
 };
 

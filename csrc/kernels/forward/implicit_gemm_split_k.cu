@@ -33,6 +33,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
   for (int v = 0; v < VECTOR; ++v) {
     const int channel = (OUTPUT_CHANNELS_LAST ? i + v : sizes.out_pixels.quotient(i + v)) % OUT_CHANNELS;
-    output[i + v] = store_as<Element>(finished(sum[v], channel_of(epilogue, channel), epilogue));
+    output[i + v] = store_as<Element>(apply_epilogue(sum[v], load_channel(epilogue, channel), epilogue));
   }
 }

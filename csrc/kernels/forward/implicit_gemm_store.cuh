@@ -80,7 +80,7 @@ struct Sums {
 
 /// Sums of a split are stored as they are: the epilogue is forward/implicit_gemm_split_k.cu's.
 __device__ __forceinline__ float stored(float sum, const Channel& channel, const Epilogue& epilogue) {
-  return PARTIAL ? sum : finished(sum, channel, epilogue);
+  return PARTIAL ? sum : apply_epilogue(sum, channel, epilogue);
 }
 
 /// `first_channel`: of the warp, within the group. `n, h, w`: the warp's first cell within the tile.
@@ -94,7 +94,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int channel = first_channel + channel_of_row(i, g + half * 8);
-      channels[i][half] = channel_of(epilogue, group * CO_GROUP + channel, !PARTIAL && channel < CO_GROUP);
+      channels[i][half] = load_channel(epilogue, group * CO_GROUP + channel, !PARTIAL && channel < CO_GROUP);
     }
 
   // Columns 2t and 2t + 1 of a fragment: neighbours in a row, unless the map is one pixel wide.
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
           const bool pair = PAIR && !OUTPUT_CHANNELS_LAST;
           if (pair && e == 1) continue;
           const int position = 2 * t + e;
-          const Cell cell = cell_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
+          const Position cell = position_at(origin, n + image * FRAGMENT_N + position / (FRAGMENT_W * FRAGMENT_H),
                                     h + row * FRAGMENT_H + position / FRAGMENT_W % FRAGMENT_H,
                                     w + col * FRAGMENT_W + position % FRAGMENT_W, sizes);
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
             const bool row_inside = cell.inside && out_row < sizes.out_height;
             if constexpr (OUTPUT_CHANNELS_LAST) {
               constexpr int RUN = 2 * WARP_M_TILES;
-              constexpr int VECTOR = power_dividing(CO_GROUP, power_dividing(RUN, STORE_MOST));
+              constexpr int VECTOR = power_of_two_dividing(CO_GROUP, power_of_two_dividing(RUN, STORE_MOST));
 #pragma unroll
               for (int b = 0; b < PHASE_COLS; ++b) {
                 const int out_col = cell.col * STRIDE_W + phase_col + b;
@@ -140,8 +140,8 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Out* output, const 
               // A cell's phases lie side by side, and so do both cells' when all columns are here.
               constexpr int CELLS = PAIR && PHASE_COLS == STRIDE_W ? 2 : 1;
               constexpr int RUN = CELLS * PHASE_COLS;
-              constexpr int VECTOR = power_dividing(
-                  OUT_ROW_MULTIPLE, power_dividing(PHASE_COLS == STRIDE_W ? RUN : power_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
+              constexpr int VECTOR = power_of_two_dividing(
+                  OUT_ROW_MULTIPLE, power_of_two_dividing(PHASE_COLS == STRIDE_W ? RUN : power_of_two_dividing(STRIDE_W, PHASE_COLS), STORE_MOST));
 #pragma unroll
               for (int i = 0; i < WARP_M_TILES; ++i)
 #pragma unroll

@@ -11,6 +11,8 @@
 // Constants, from the plan: KERNEL_*, STRIDE_*, PADDING_*, DILATION_*, PHASE_ROWS, PHASE_COLS, STACK.
 #pragma once
 
+#include "common/integers.cuh"
+
 struct Axis {
   int kernel, stride, padding, dilation, group_phases;
 
@@ -55,8 +57,6 @@ struct Axis {
     return true;
   }
 };
-
-__device__ constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
 
 constexpr int STACK_MAX_SHIFT = floor_div(STACK - 1 + PADDING_H, STRIDE_H);
 constexpr int STACK_MIN_SHIFT = -floor_div(KERNEL_H - 1 - PADDING_H, STRIDE_H);

@@ -30,7 +30,7 @@
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 /// The threads that follow those that multiply: a whole warpgroup, as only such give back registers.
 constexpr int FILL_THREADS = 128;
@@ -51,7 +51,7 @@ struct WeightBoxFill {
     group = work.group;
     phase_group = work.phase_group;
     int taps = group_taps(0);
-    repeat<1, PHASE_GROUPS>([&](auto index) {
+    static_for<1, PHASE_GROUPS>([&](auto index) {
       constexpr int GROUP = decltype(index)::value;
       if (phase_group == GROUP) taps = group_taps(GROUP);
     });
@@ -60,14 +60,14 @@ struct WeightBoxFill {
   __device__ __forceinline__ void advance() { input_channel += CHUNK_CHANNELS; }
   __device__ __forceinline__ void copy(u32 to, u32 barrier) const {
     if (bytes == 0) return;
-    repeat<0, TAPS / TAPS_OF_BOX>([&](auto index) {
+    static_for<0, TAPS / TAPS_OF_BOX>([&](auto index) {
       constexpr int TAP = decltype(index)::value, KH = TAP / KERNEL_W, KW = TAP % KERNEL_W;
       constexpr int GROUP_ROW = ROWS_AXIS.group(KH), GROUP_COL = COLS_AXIS.group(KW);
       constexpr int RANK = ROWS_AXIS.rank(KH) * COLS_AXIS.count(GROUP_COL) + COLS_AXIS.rank(KW);
       if (phase_group == GROUP_ROW * GROUP_COLS + GROUP_COL)
 #pragma unroll
         for (int part = 0; part < BLOCK_M / 64; ++part)
-          ptx::copy_box(to + RANK * TAP_WEIGHTS * 16 + part * WARPGROUP_WEIGHTS, *weight, channel + part * 64, input_channel, TAP,
+          ptx::tma_load(to + RANK * TAP_WEIGHTS * 16 + part * WARPGROUP_WEIGHTS, *weight, channel + part * 64, input_channel, TAP,
                         group, barrier);
     });
   }
@@ -109,7 +109,7 @@ struct Filler {
     if (walk.next()) aim();
   }
   __device__ __forceinline__ void copy_input(const TensorMap& input) const {
-    ptx::arrive_expecting(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
+    ptx::arrive_expect_tx(ring.full(), BOX_PIXELS * CHUNK_WORDS * 4 + weights.bytes);
     fill.copy(ring.input(), input, ring.full());
   }
 
@@ -140,16 +140,16 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     forward_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ Weights::Argument weights,
                   const __grid_constant__ Epilogue epilogue, Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
+    ptx::prefetch_tensor_map(input);
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
-      ptx::set_up_barrier(ring.full(), 1);
-      ptx::set_up_barrier(ring.empty(), WARPS);
+      ptx::init_barrier(ring.full(), 1);
+      ptx::init_barrier(ring.empty(), WARPS);
     }
-    if constexpr (STAGGER > 0) ptx::set_up_barrier(shared + STAGGER_BARRIER, 4);
-    ptx::publish_barriers();
+    if constexpr (STAGGER > 0) ptx::init_barrier(shared + STAGGER_BARRIER, 4);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

@@ -21,7 +21,7 @@ constexpr int FILL_THREADS = 32 * FILL_WARPS;
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/implicit_gemm_scheduler.cuh"
 #include "forward/implicit_gemm_consumer.cuh"
 #include "forward/implicit_gemm_tma_nchw_producer.cuh"
@@ -30,21 +30,21 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     forward_implicit_gemm_tma_nchw(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                    Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
+    ptx::prefetch_tensor_map(input);
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + FILL_THREADS);
-      ptx::set_up_barrier(ring.empty(), WARPS);
+      ptx::init_barrier(ring.full(), 1 + FILL_THREADS);
+      ptx::init_barrier(ring.empty(), WARPS);
     }
     RawRing raw(shared);
     for (int s = 0; s < RAW_STAGES; ++s, raw.advance()) {
-      ptx::set_up_barrier(raw.full(), 1);
-      ptx::set_up_barrier(raw.empty(), FILL_THREADS);
+      ptx::init_barrier(raw.full(), 1);
+      ptx::init_barrier(raw.empty(), FILL_THREADS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

@@ -20,14 +20,14 @@ struct BoxFill {
   }
   __device__ __forceinline__ void copy(const TensorMap& input) {
     const Origin& origin = walk.work.origin;
-    ptx::arrive_expecting(raw.full(), RAW_BYTES);
+    ptx::arrive_expect_tx(raw.full(), RAW_BYTES);
     if constexpr (FLAT) {
-      const int image = walk.sizes.image_cells.quotient(origin.image);
-      ptx::copy_box(raw.data(), input, walk.sizes.image_cells.remainder(origin.image, image), channel, 0, image, raw.full());
+      const int image = walk.sizes.image_positions.quotient(origin.image);
+      ptx::tma_load(raw.data(), input, walk.sizes.image_positions.remainder(origin.image, image), channel, 0, image, raw.full());
     } else {
 #pragma unroll
       for (int image = 0; image < TILE_N; ++image)
-        ptx::copy_box(raw.data() + image * (RAW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEAD, channel,
+        ptx::tma_load(raw.data() + image * (RAW_BYTES / TILE_N), input, origin.col + MIN_SHIFT_W - LEAD, channel,
                       origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H, origin.image + image, raw.full());
     }
     raw.advance();
@@ -54,7 +54,7 @@ struct Turn {
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       // Past the last piece that one is turned again: the same bytes to the same place.
-      const int piece = least(PIECES - 1, (s * FILL_WARPS + warp) * WARP_PIECES + (IS_16_BIT ? lane / 8 : lane));
+      const int piece = min_of(PIECES - 1, (s * FILL_WARPS + warp) * WARP_PIECES + (IS_16_BIT ? lane / 8 : lane));
       const int w = piece % ROW_PIECES * TURN_PIXELS, plane = piece / ROW_PIECES % CHUNK_PLANES;
       const int row = piece / (ROW_PIECES * CHUNK_PLANES), image = row / HALO_H, h = row % HALO_H;
       // 16 bits: lane 8m + r names channel r of matrix m, then pixel r.
@@ -114,12 +114,12 @@ struct Filler {
       ptx::wait_for_phase(raw.full(), raw.parity);
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       if (asks) {
-        ptx::arrive_expecting(ring.full(), weights.bytes);
+        ptx::arrive_expect_tx(ring.full(), weights.bytes);
         weights.copy(ring.weights(), ring.full());
       }
       __syncwarp();
       turn(raw.data(), ring.input());
-      ptx::publish_to_multiplies();
+      ptx::fence_proxy_async();
       // Each thread for itself: as fast as one for its warp, and racecheck follows it (benchmarks/racecheck.cu).
       ptx::arrive(ring.full());
       ptx::arrive(raw.empty());

@@ -21,8 +21,8 @@ struct BoxFill {
     this->group = group;
     if constexpr (PIXEL_BOXES) {
       channel += group * CI_GROUP;
-      image = sizes.image_cells.quotient(origin.image);
-      col = sizes.image_cells.remainder(origin.image, image);
+      image = sizes.image_positions.quotient(origin.image);
+      col = sizes.image_positions.remainder(origin.image, image);
     }
   }
   __device__ __forceinline__ void advance() { channel += CHUNK_WORDS * CHANNELS_PER_WORD; }
@@ -32,15 +32,15 @@ struct BoxFill {
     if constexpr (PIXEL_BOXES) {
 #pragma unroll
       for (int first = 0; first < TILE_W; first += BOX_ROW_PIXELS)
-        ptx::copy_box(to + first * PIXEL, input, col + first, channel, image, barrier);
+        ptx::tma_load(to + first * PIXEL, input, col + first, channel, image, barrier);
     } else if constexpr (FLAT) {
 #pragma unroll
       for (int first = 0; first < TILE_W; first += FLAT_BOX)
-        ptx::copy_box(to + first * PIXEL, input, channel, image + first, group, barrier);
+        ptx::tma_load(to + first * PIXEL, input, channel, image + first, group, barrier);
     } else {
 #pragma unroll
       for (int shift = 0; shift < (NARROW ? SHIFTS : 1); ++shift)
-        ptx::copy_box(to + shift * SHIFTED_PITCH * PIXEL, input, channel, col + shift, row, image, group, barrier);
+        ptx::tma_load(to + shift * SHIFTED_PITCH * PIXEL, input, channel, col + shift, row, image, group, barrier);
     }
   }
 };

@@ -26,7 +26,7 @@
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
 #include "forward/epilogue_lines.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/implicit_gemm_scheduler.cuh"
 #include "forward/implicit_gemm_consumer.cuh"
 
@@ -64,15 +64,15 @@ struct Filler {
     while (!walk.done()) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
       if (thread % GROUP_THREADS == 0) {
-        ptx::arrive_expecting(ring.full(), weights.bytes);
+        ptx::arrive_expect_tx(ring.full(), weights.bytes);
         weights.copy(ring.weights(), ring.full());
       }
-      repeat<0, PASSES>([&](auto pass) {
+      static_for<0, PASSES>([&](auto pass) {
         constexpr int PASS = decltype(pass)::value;
         if (PASS > 0) fill.load<PASS>();
         fill.store<PASS>(ring.input());
       });
-      ptx::publish_to_multiplies();
+      ptx::fence_proxy_async();
       // Each thread for itself: as fast as one for its warp, and racecheck follows it (benchmarks/racecheck.cu).
       ptx::arrive(ring.full());
       for (int i = 0; i < FILL_GROUPS; ++i) advance();
@@ -85,15 +85,15 @@ extern "C" __global__ void __launch_bounds__(THREADS + FILL_THREADS, BLOCKS_PER_
     forward_implicit_gemm_wgmma(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                   Out* __restrict__ output, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + GROUP_THREADS);
-      ptx::set_up_barrier(ring.empty(), WARPS);
+      ptx::init_barrier(ring.full(), 1 + GROUP_THREADS);
+      ptx::init_barrier(ring.empty(), WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

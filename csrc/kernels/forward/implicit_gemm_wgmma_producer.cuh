@@ -26,7 +26,7 @@ constexpr int SLOTS = ceil_div(PLACES, GROUP_THREADS);
 constexpr int ROW_REGISTERS = ceil_div(COPY_PIXELS * ITEM, 4);
 constexpr int PLACE_REGISTERS = PLANE_CHANNELS * ROW_REGISTERS;
 /// A chunk goes through a thread's registers in PASSES.
-constexpr int PASS_SLOTS = most(1, least(SLOTS, (FILL_BUDGET - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
+constexpr int PASS_SLOTS = max_of(1, min_of(SLOTS, (FILL_BUDGET - (SLOTS <= 10 ? 2 * SLOTS : SLOTS + 8)) / PLACE_REGISTERS));
 constexpr int PASSES = ceil_div(SLOTS, PASS_SLOTS);
 
 /// Many slots: where they go is computed anew, which takes fewer registers.
@@ -49,7 +49,7 @@ struct InputFill {
   /// The chunk is the `chunk_index`-th of this tile.
   __device__ __forceinline__ void aim(const Element* input, const Origin& origin, int group, int chunk_index, const Sizes& sizes) {
     next_channel = channel_bytes(sizes);
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     chunk = reinterpret_cast<const char*>(input) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
             (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     chunk_channel = chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
@@ -63,9 +63,9 @@ struct InputFill {
       int image, pixel;
       bool inside = exists(s);
       if constexpr (FLAT) {
-        const int cell = origin.image + w, in_batch = sizes.image_cells.quotient(cell);
+        const int cell = origin.image + w, in_batch = sizes.image_positions.quotient(cell);
         image = in_batch - first_image;
-        pixel = sizes.image_cells.remainder(cell, in_batch);
+        pixel = sizes.image_positions.remainder(cell, in_batch);
         inside = inside && in_batch < sizes.batch;
       } else {
         const int row = origin.row * CELL_INPUT_ROWS + MIN_SHIFT_H + h, col = origin.col + MIN_SHIFT_W - LEAD + w;
@@ -113,7 +113,7 @@ struct InputFill {
               pixels[p][word] = ptx::round_to_tf32(place[word * ROW_REGISTERS + p]);
             }
           }
-        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::pinned(thread())), s));
+        const u32 target = stage + (KEEP_TO ? to[s] : place_offset(static_cast<int>(ptx::keep_in_register(thread())), s));
         if constexpr (SWAP_PIXELS) {
           // Of 8 lanes, 2 planes of 4 places, the later ones store each two pixels in the other order: no bank twice.
           const bool swap = column(s) / (2 * COPY_PIXELS) % 2;

@@ -97,7 +97,7 @@ __device__ __forceinline__ int shared_place(unsigned v) {
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     forward_narrow_ffma(const Element* __restrict__ input, const Element* __restrict__ weight,
                    const __grid_constant__ Epilogue epilogue, Element* __restrict__ output,
-                   const __grid_constant__ CellWalkSizes sizes) {
+                   const __grid_constant__ NarrowFfmaSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles_x = reinterpret_cast<float*>(shared);
   float* const tiles_w = tiles_x + INPUT_BUFFERS * INPUT_TILE;
@@ -109,9 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group0 = block.next(TILES_GROUP) * BLOCK_GROUPS;
   const int walk_rest = sizes.across.quotient(block.rest);
   const int cell_w0 = sizes.across.remainder(block.rest, walk_rest) * (LANES_W * THREAD_COLUMNS);
-  const int block_phase_h = sizes.walks.quotient(walk_rest);
-  const int tile0 = sizes.walks.remainder(walk_rest, block_phase_h) * sizes.repeat;
-  const int tiles = sizes.repeat < sizes.all_tiles - tile0 ? sizes.repeat : sizes.all_tiles - tile0;
+  const int block_phase_h = sizes.segments.quotient(walk_rest);
+  const int tile0 = sizes.segments.remainder(walk_rest, block_phase_h) * sizes.segment_tiles;
+  const int tiles = sizes.segment_tiles < sizes.all_tiles - tile0 ? sizes.segment_tiles : sizes.all_tiles - tile0;
   const int batch = sizes.batch, height = sizes.height, width = sizes.width;
   const Phase block_taps_h = Vertical::phase(block_phase_h);
 
@@ -194,7 +194,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   Channel channels[THREAD_CHANNELS];
 #pragma unroll
   for (int c = 0; c < THREAD_CHANNELS; ++c)
-    channels[c] = channel_of(epilogue, group * CO_GROUP + co + c, group < GROUPS && co + c < CO_GROUP);
+    channels[c] = load_channel(epilogue, group * CO_GROUP + co + c, group < GROUPS && co + c < CO_GROUP);
 
   const int origin_w = SHIFT + (ALL_W ? 0 : thread_taps_w.origin - Horizontal::LOWEST);
   const int thread_x = image * IMAGE + group_local * CI_GROUP * CHANNEL + lane_h * THREAD_ROWS * ROW +
@@ -335,7 +335,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int i = 0; i < RUN; ++i) {
               const int column = (first + i / RUN_CHANNELS) / PHASES_W, phase_w = (first + i / RUN_CHANNELS) % PHASES_W;
               const int c = c0 + i % RUN_CHANNELS;
-              run[i] = finished(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
+              run[i] = apply_epilogue(sum[phase_h][row][column][phase_w][c], channels[c], epilogue);
             }
             store_run(to + c0 * (CHANNELS_LAST ? 1 : (Index)out_height * out_width), run, out_width - ow,
                       CO_GROUP - co - c0);

@@ -146,7 +146,7 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
     const Place place = place_of(m, USED_COLUMNS);
     const int channel = group * CO_GROUP + place.channel;
     at[e] = m < M ? staged_at(place.row, place.column, channel) + h * ROW_STEP + (w + 2 * t) * CELL_STEP : -1;
-    channels[e] = channel_of(epilogue, channel, m < M);
+    channels[e] = load_channel(epilogue, channel, m < M);
   }
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
@@ -154,8 +154,8 @@ __device__ __forceinline__ void stage_sums(const Sums& sums, Element* staged, co
     for (int col = 0; col < UNIT_COLS; ++col)
 #pragma unroll
       for (int cell = 0; cell < 2; ++cell) {
-        const float low = finished(sums.of[row][col][cell], channels[0], epilogue);
-        const float high = finished(sums.of[row][col][2 + cell], channels[1], epilogue);
+        const float low = apply_epilogue(sums.of[row][col][cell], channels[0], epilogue);
+        const float high = apply_epilogue(sums.of[row][col][2 + cell], channels[1], epilogue);
         const int step = row * ROW_STEP + (col * 8 + cell) * CELL_STEP;
         if constexpr (NEIGHBOURS) {
           if (at[0] < 0) continue;
@@ -176,7 +176,7 @@ __device__ __forceinline__ void store_sums(const Sums& sums, Element* output, co
                                            const OutputTile& tile, int m_tile, int h, int w) {
   const int m = m_of_row(m_tile, threadIdx.x % 32 / 4), first = w + threadIdx.x % 4 * 2;
   const DirectStore store(output, epilogue, sizes, tile, m);
-  const int rows = m < M ? sizes.cells_h - tile.cell_h : 0, columns = sizes.cells_w - tile.cell_w;
+  const int rows = m < M ? sizes.positions_h - tile.cell_h : 0, columns = sizes.positions_w - tile.cell_w;
 #pragma unroll
   for (int row = 0; row < UNIT_ROWS; ++row)
 #pragma unroll
@@ -193,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     forward_narrow_mma(const Element* __restrict__ input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
                   Element* __restrict__ output, const __grid_constant__ Sizes sizes, long long walks) {
   extern __shared__ __align__(16) u32 shared[];
-  const u32 input_tile = ptx::pinned(ptx::shared_address(shared));
+  const u32 input_tile = ptx::keep_in_register(ptx::shared_address(shared));
   u32* const weight_tile = shared + INPUT_WORDS;
   Element* const staged = reinterpret_cast<Element*>(weight_tile + WEIGHT_WORDS);
 

@@ -2,17 +2,7 @@
 // the image, and in channels that fill up a half.
 #pragma once
 
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-/// Largest power of two up to `most` that divides n.
-__device__ constexpr int power_dividing(int n, int most) {
-  int v = most;
-  while (n % v) v /= 2;
-  return v;
-}
-/// Smallest n >= from with n % modulus == rest.
-__device__ constexpr int aligned_to(int from, int modulus, int rest) {
-  return from + ((rest - from) % modulus + modulus) % modulus;
-}
+#include "common/integers.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int ITEM = sizeof(Element);
@@ -20,7 +10,7 @@ constexpr int CHANNELS_PER_WORD = 4 / ITEM;
 constexpr int HALF_WORDS = HALF_CHANNELS / CHANNELS_PER_WORD;
 
 /// Elements of one copy: neighbours in a row, whose length is a multiple of ROW_MULTIPLE, or channels of a pixel.
-constexpr int COPY = power_dividing(CHANNELS_LAST ? CI_GROUP : ROW_MULTIPLE, 16 / ITEM);
+constexpr int COPY = power_of_two_dividing(CHANNELS_LAST ? CI_GROUP : ROW_MULTIPLE, 16 / ITEM);
 constexpr int COPY_PIXELS = CHANNELS_LAST ? 1 : COPY;
 constexpr int LEAD = (Horizontal::LOWEST % COPY_PIXELS + COPY_PIXELS) % COPY_PIXELS;
 constexpr int HALO_H = TILE_H + (V - 1) * V_STEP;
@@ -28,8 +18,8 @@ constexpr int HALO_W = round_up(LEAD + TILE_W + Horizontal::SPAN, COPY_PIXELS);
 constexpr int GROUP_WORDS = GROUP_HALVES * HALF_WORDS;
 constexpr int WORDS = GROUPS * GROUP_WORDS;
 // Pitches at which the lanes that read a fragment meet different banks.
-constexpr int K_PITCH = aligned_to(HALO_H * HALO_W, 32, IS_16_BIT ? 8 : 4);
-constexpr int PIXEL_PITCH = IS_16_BIT ? aligned_to(WORDS, 8, 4) : aligned_to(WORDS, 16, 8);
+constexpr int K_PITCH = aligned_to(HALO_H * HALO_W, 1, 32, IS_16_BIT ? 8 : 4);
+constexpr int PIXEL_PITCH = IS_16_BIT ? aligned_to(WORDS, 1, 8, 4) : aligned_to(WORDS, 1, 16, 8);
 constexpr int INPUT_WORDS = CHANNELS_LAST ? HALO_H * HALO_W * PIXEL_PITCH : WORDS * K_PITCH;
 
 // Lines are brought by several threads each: a halo row of all channels (channels_last), or a word of k of the whole

@@ -20,13 +20,13 @@ constexpr int CELL_PAD = CHANNELS_LAST && CELL * ITEM % 64 == 0 ? MOST : 0;
 constexpr int CELL_PITCH = CELL + CELL_PAD;
 
 /// Elements of one store.
-constexpr int STORE = power_dividing(OUT_LINE_MULTIPLE, power_dividing(CELL_PAD ? CELL : LINE, MOST));
+constexpr int STORE = power_of_two_dividing(OUT_LINE_MULTIPLE, power_of_two_dividing(CELL_PAD ? CELL : LINE, MOST));
 constexpr int STORES = LINE / STORE;
 
 // Pitches of a line and of a channel; eight lanes write neighbouring channels.
 constexpr int LINE_PITCH = round_up(TILE_W * CELL_PITCH * ITEM, 16) / ITEM;
 constexpr int CHANNEL_PITCH =
-    CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 32, 4) * 4 / ITEM;
+    CHANNELS_LAST ? STAGE_ROWS * LINE_PITCH : aligned_to(STAGE_ROWS * LINE_PITCH * ITEM / 4, 1, 32, 4) * 4 / ITEM;
 constexpr int STAGE_BYTES = DIRECT ? 0 : CHANNEL_LINES * CHANNEL_PITCH * ITEM;
 
 __device__ constexpr int lanes_of_line() {
@@ -84,11 +84,11 @@ struct DirectStore {
     const Place place = place_of(m, USED_COLUMNS), next = place_of(m + 1, USED_COLUMNS);
     this->output += static_cast<long long>(tile.cell_h * STRIDE_H + tile.pass) * out_line(sizes) + tile.cell_w * CELL;
     at = CHANNELS_LAST ? m : place.channel * sizes.out_pixels() + place.column;
-    channels[0] = channel_of(epilogue, place.channel, m < M), channels[1] = channel_of(epilogue, next.channel, m < M);
+    channels[0] = load_channel(epilogue, place.channel, m < M), channels[1] = load_channel(epilogue, next.channel, m < M);
   }
   __device__ __forceinline__ void put(int cell_h, int cell_w, float low, float high) const {
     Element* const to = output + (at + cell_h * cell_row + cell_w * CELL);
-    low = finished(low, channels[0], epilogue), high = finished(high, channels[1], epilogue);
+    low = apply_epilogue(low, channels[0], epilogue), high = apply_epilogue(high, channels[1], epilogue);
     if constexpr (IS_16_BIT) {
       __stcs(reinterpret_cast<u32*>(to), ptx::pack_pair<PRECISION>(low, high));
     } else {
@@ -105,14 +105,14 @@ struct alignas(COUNT * sizeof(Element)) Run {
 /// The epilogue of no sum, everywhere: no tap overwrites it in pixels without any.
 __device__ __forceinline__ void stage_nothing(Element* staged, const Epilogue& epilogue) {
   constexpr bool OF_CHANNEL = HAS_BIAS || NORMALIZES;
-  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_dividing(OUT_CHANNELS, MOST);
+  constexpr int COUNT = !OF_CHANNEL || !CHANNELS_LAST ? MOST : power_of_two_dividing(OUT_CHANNELS, MOST);
   for (int i = threadIdx.x * COUNT; i < CHANNEL_LINES * CHANNEL_PITCH; i += THREADS * COUNT) {
     const int channel = CHANNELS_LAST ? i % LINE_PITCH % CELL_PITCH % OUT_CHANNELS : i / CHANNEL_PITCH;
     Run<COUNT> run;
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
       const int each = OF_CHANNEL && CHANNELS_LAST ? channel + k : channel;
-      run.of[k] = element_of(finished(0.f, channel_of(epilogue, each), epilogue));
+      run.of[k] = element_of(apply_epilogue(0.f, load_channel(epilogue, each), epilogue));
     }
     *reinterpret_cast<Run<COUNT>*>(staged + i) = run;
   }

@@ -24,7 +24,7 @@
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
 #include "common/stages.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "forward/stride1_weights.cuh"
 #include "common/sizes.cuh"
 
@@ -55,9 +55,9 @@ using Ring = StageRing<SLOTS, ROWS_AT, ROW_BYTES, BARRIERS>;
 struct Column {
   int image, strip, begin, rows;
 
-  __device__ __forceinline__ Column(const StripSizes& sizes, int number) {
-    const int segments = sizes.strips.quotient(number);
-    strip = sizes.strips.remainder(number, segments) * STRIP;
+  __device__ __forceinline__ Column(const Stride1Sizes& sizes, int number) {
+    const int segments = sizes.column_tiles.quotient(number);
+    strip = sizes.column_tiles.remainder(number, segments) * STRIP;
     image = sizes.segments.quotient(segments);
     begin = sizes.segments.remainder(segments, image) * sizes.segment;
     rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;
@@ -65,14 +65,14 @@ struct Column {
 };
 
 /// Pixels from where a row's box of a plane begins, at a multiple of 16 bytes, to what the first tap reads.
-__device__ __forceinline__ int lead(const StripSizes& sizes, int row, int plane) {
+__device__ __forceinline__ int lead(const Stride1Sizes& sizes, int row, int plane) {
   const int first = LINES ? row * (sizes.width & (ALIGNMENT - 1)) + plane * (sizes.pixels() & (ALIGNMENT - 1)) + FIRST_COL : FIRST_COL;
   // Never negative, of rows before the first neither.
   return first & (ALIGNMENT - 1);
 }
 
 /// One thread.
-__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const StripSizes& sizes,
+__device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const TensorMap& input, const u32* packed, const Stride1Sizes& sizes,
                                      int tile, int first, int step) {
   bool weights = false;
   for (int c = first; c < sizes.columns; c += step) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const Tensor
     for (int i = 0; i < column.rows + KERNEL_H - 1; ++i) {
       const int row = column.begin + FIRST_ROW + i;
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), ROW_COPIED);
+      ptx::arrive_expect_tx(ring.full(), ROW_COPIED);
 #pragma unroll
       for (int plane = 0; plane < PLANES; ++plane) {
         const int col = column.strip + FIRST_COL - lead(sizes, row, plane);
@@ -88,9 +88,9 @@ __device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const Tensor
           // Beside a plane's rows lie another's.
           const bool exists = row >= 0 && row < sizes.height;
           const int pixel = exists ? plane * sizes.pixels() + row * sizes.width + col : NOWHERE;
-          ptx::copy_box(ring.data() + plane * PLANE_BYTES, input, pixel, 0, column.image, ring.full());
+          ptx::tma_load(ring.data() + plane * PLANE_BYTES, input, pixel, 0, column.image, ring.full());
         } else {
-          ptx::copy_box(ring.data(), input, col, row, 0, column.image, ring.full());
+          ptx::tma_load(ring.data(), input, col, row, 0, column.image, ring.full());
         }
       }
       ring.advance();
@@ -98,10 +98,10 @@ __device__ __forceinline__ void fill(Ring ring, u32 weight_barrier, const Tensor
       // The first row is on its way while the launch that packs the weights ends.
       weights = true;
       ptx::wait_for_previous_launch();
-      ptx::arrive_expecting(weight_barrier, WEIGHT_BYTES);
+      ptx::arrive_expect_tx(weight_barrier, WEIGHT_BYTES);
 #pragma unroll 1
       for (int at = 0; at < WEIGHT_BYTES; at += PART_BYTES)
-        ptx::copy_bulk(ring.base + at, packed + (static_cast<long long>(tile) * WEIGHT_BYTES + at) / 4, PART_BYTES, weight_barrier);
+        ptx::bulk_copy(ring.base + at, packed + (static_cast<long long>(tile) * WEIGHT_BYTES + at) / 4, PART_BYTES, weight_barrier);
     }
   }
 }
@@ -140,17 +140,17 @@ __device__ __forceinline__ void load_rows(Rows& rows, const From& from, int step
 /// `weights`: of column b and the step's channels.
 template <int PHASE>
 __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, ptx::u64 weights) {
-  ptx::fence_sums();
+  ptx::fence_wgmma();
   if constexpr (STACKED) {
     constexpr int BEGIN = (KERNEL_H - PHASE) % KERNEL_H;
-    ptx::multiply_from_registers<KERNEL_H * TILE_CHANNELS, PRECISION>(&sums[0][0], rows, weights + BEGIN * CHANNEL_ROWS_BYTES / 16);
+    ptx::wgmma_from_registers<KERNEL_H * TILE_CHANNELS, PRECISION>(&sums[0][0], rows, weights + BEGIN * CHANNEL_ROWS_BYTES / 16);
   } else {
-    repeat<0, KERNEL_H>([&](auto slot) {
+    static_for<0, KERNEL_H>([&](auto slot) {
       constexpr int A = (PHASE - decltype(slot)::value + KERNEL_H) % KERNEL_H;
-      ptx::multiply_from_registers<TILE_CHANNELS, PRECISION>(sums[decltype(slot)::value], rows, weights + A * CHANNEL_ROWS_BYTES / 16);
+      ptx::wgmma_from_registers<TILE_CHANNELS, PRECISION>(sums[decltype(slot)::value], rows, weights + A * CHANNEL_ROWS_BYTES / 16);
     });
   }
-  ptx::commit_multiplies();
+  ptx::commit_wgmma();
 }
 
 /// A row of the input.
@@ -167,16 +167,16 @@ __device__ __forceinline__ void multiply_row(Sums& sums, From& from, u32 base) {
     for (int i = 0; i < STEPS; i += 2) {
       begin_multiplies<PHASE>(sums, even, weights_at(i));
       // Those before it, which read what is loaded next: of the column of taps before, too.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       load_rows(odd, from, i + 1);
       begin_multiplies<PHASE>(sums, odd, weights_at(i + 1));
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if (i + 2 < STEPS) load_rows(even, from, i + 2);
     }
 #pragma unroll
     for (u32& each : from) each += ITEM;
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 /// A warp that multiplies.
@@ -186,7 +186,7 @@ struct Multiplier {
   int lane, warp, first_channel;
   const Epilogue& epilogue;
   Element* output;
-  const StripSizes& sizes;
+  const Stride1Sizes& sizes;
 
   /// Row i of a column's input; its sums begin a new row of the output.
   template <int PHASE>
@@ -228,8 +228,8 @@ struct Multiplier {
       for (int r = 0; r < 2; ++r) {
         const int at = j * 8 + r;
         if (OUT_CHANNELS % TILE_CHANNELS != 0 && channel + at >= OUT_CHANNELS) continue;
-        const Channel each = channel_of(epilogue, channel + at);
-        const float first = finished(sums[j * 4 + r], each, epilogue), second = finished(sums[j * 4 + 2 + r], each, epilogue);
+        const Channel each = load_channel(epilogue, channel + at);
+        const float first = apply_epilogue(sums[j * 4 + r], each, epilogue), second = apply_epilogue(sums[j * 4 + 2 + r], each, epilogue);
         if (ITEM == 2 && out_width % 2 == 0) {
           if (col < out_width) __stcs(reinterpret_cast<u32*>(to + at * image), ptx::pack_pair<PRECISION>(first, second));
         } else {
@@ -249,7 +249,7 @@ struct Multiplier {
       Sums sums = {};
 #pragma unroll 1
       for (int i = 0; i < rows; i += KERNEL_H)
-        repeat<0, KERNEL_H>([&](auto phase) {
+        static_for<0, KERNEL_H>([&](auto phase) {
           constexpr int PHASE = decltype(phase)::value;
           if (PHASE == 0 || i + PHASE < rows) take<PHASE>(sums, column, i + PHASE);
         });
@@ -259,19 +259,19 @@ struct Multiplier {
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + FILL_THREADS, 1)
     forward_stride1(const __grid_constant__ TensorMap input, const u32* __restrict__ packed, const __grid_constant__ Epilogue epilogue,
-                   Element* __restrict__ output, const __grid_constant__ StripSizes sizes) {
+                   Element* __restrict__ output, const __grid_constant__ Stride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
-  const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
+  const u32 base = ptx::keep_in_register((ptx::shared_address(shared) + 1023) & ~1023u), weight_barrier = base + WEIGHT_BARRIER;
   const Ring ring(base);
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
+    ptx::prefetch_tensor_map(input);
     Ring each = ring;
     for (int s = 0; s < SLOTS; ++s, each.advance()) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), MULTIPLY_THREADS / 32);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), MULTIPLY_THREADS / 32);
     }
-    ptx::set_up_barrier(weight_barrier, 1);
-    ptx::publish_barriers();
+    ptx::init_barrier(weight_barrier, 1);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
   const int tile = blockIdx.x % CHANNEL_TILES, first = blockIdx.x / CHANNEL_TILES, step = gridDim.x / CHANNEL_TILES;

@@ -2,8 +2,7 @@
 // taps b and CHUNK_BYTES of input channels, [a][output channel][those], swizzled as a box of the copy engine would be.
 #pragma once
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
+#include "common/integers.cuh"
 
 constexpr int ITEM = static_cast<int>(sizeof(Element));
 /// Input channels of a part.

@@ -21,6 +21,7 @@
 // multiples; any kernel, stride, padding, dilation; several groups of whole rounds alone. FOLD_W: columns are two dimensions
 // of the map, so many and the rest, since a box has 256 of them at most. PARTIAL: grad_input is float32 [sizes.splits, ...],
 // each with its share of the rounds.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -30,9 +31,6 @@
 
 using ptx::u32;
 using ptx::u64;
-
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 // ---- the unfolded operand ----------------------------------------------------------------------------------------
 
@@ -116,18 +114,18 @@ struct Work {
 
 __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes) {
   InputRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     const int row = work.row * STEP_H - PADDING_H, col = work.col * STEP_W - PADDING_W - LEAD;
     int channel = work.group * K_GROUP + work.first_round * ROUND * STAGE_CHANNELS;
 #pragma unroll 1
     for (int stage = work.rounds * ROUND; stage > 0; --stage, channel += STAGE_CHANNELS) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), INPUT_BYTES);
+      ptx::arrive_expect_tx(ring.full(), INPUT_BYTES);
       if constexpr (FOLD_W > 1) {
-        ptx::copy_box(ring.data(), map, 0, col / FOLD_W, row, channel, work.image, ring.full());
+        ptx::tma_load(ring.data(), map, 0, col / FOLD_W, row, channel, work.image, ring.full());
       } else {
-        ptx::copy_box(ring.data(), map, col, row, channel, work.image, ring.full());
+        ptx::tma_load(ring.data(), map, col, row, channel, work.image, ring.full());
       }
       ring.advance();
     }
@@ -136,14 +134,14 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     int k = work.first_round * ROUND_BOXES * BOX_WORDS * WORD;
 #pragma unroll 1
     for (int box = work.rounds * ROUND_BOXES; box > 0; --box, k += BOX_WORDS * WORD) {
       ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-      ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-      ptx::copy_box(ring.data(), map, k, work.block * BLOCK_CHANNELS, work.group, ring.full());
+      ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
+      ptx::tma_load(ring.data(), map, k, work.block * BLOCK_CHANNELS, work.group, ring.full());
       ring.advance();
     }
   });
@@ -193,7 +191,7 @@ struct Places {
       for (int load = 0; load < LOADS; ++load) {
         const int four = STEP * 2 + i;
         // Pinned: else the compiler keeps the sum of every cell and every word in a register.
-        from[load] = REGULAR ? stage + (place_of(4 * four * WORD) + load * place_of(1)) * ITEM : ptx::pinned(stage + word[REGULAR ? 0 : four][load]);
+        from[load] = REGULAR ? stage + (place_of(4 * four * WORD) + load * place_of(1)) * ITEM : ptx::keep_in_register(stage + word[REGULAR ? 0 : four][load]);
       }
 #pragma unroll
       for (int m = 0; m < M_TILES; ++m)
@@ -264,16 +262,16 @@ struct Multiplier {
       places.template load<STEP % STEPS>(now, input.data());
       if constexpr (STEP % BOX_STEPS == 0) ptx::wait_for_phase(weights.full(), weights.parity);
       const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW) + STEP % BOX_STEPS * 2;
-      ptx::fence_sums();
+      ptx::fence_wgmma();
 #pragma unroll
-      for (int m = 0; m < M_TILES; ++m) ptx::multiply_from_registers<BLOCK_CHANNELS, PRECISION>(sums.of[m], now[m], b);
-      ptx::commit_multiplies();
+      for (int m = 0; m < M_TILES; ++m) ptx::wgmma_from_registers<BLOCK_CHANNELS, PRECISION>(sums.of[m], now[m], b);
+      ptx::commit_wgmma();
       if constexpr (STEP % STEPS == STEPS - 1) {
         // The words are in registers.
         release(input.empty());
         input.advance();
       }
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if constexpr (STEP % BOX_STEPS == 0) release(weights.empty_before(), STEP > 0 || !first);
       if constexpr (STEP % BOX_STEPS == BOX_STEPS - 1) weights.advance();
       steps<STEP + 1>(sums, first);
@@ -286,14 +284,14 @@ struct Multiplier {
 #pragma unroll
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
     // One at least, and nobody knows how many: else the compiler parts the loop.
-    u32 left = ptx::pinned(rounds);
+    u32 left = ptx::keep_in_register(rounds);
     bool first = true;
 #pragma unroll 1
     do {
       steps<0>(sums, first);
       first = false;
     } while (--left > 0);
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     // Else the compiler reads them as bits before.
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -307,19 +305,19 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     grad_input_im2col(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                         Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
     InputRing input(shared);
     for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
-      ptx::set_up_barrier(input.full(), 1);
-      ptx::set_up_barrier(input.empty(), MULTIPLYING / 32);
+      ptx::init_barrier(input.full(), 1);
+      ptx::init_barrier(input.empty(), MULTIPLYING / 32);
     }
     WeightRing weights(shared);
     for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
-      ptx::set_up_barrier(weights.full(), 1);
-      ptx::set_up_barrier(weights.empty(), MULTIPLYING / 32);
+      ptx::init_barrier(weights.full(), 1);
+      ptx::init_barrier(weights.empty(), MULTIPLYING / 32);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 
@@ -331,7 +329,7 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
   } else {
     ptx::grow_registers<MULTIPLY_REGISTERS>();
     Multiplier multiplier(shared);
-    each_work(Work::count(sizes), [&](int index) {
+    for_each_work_tile(Work::count(sizes), [&](int index) {
       const Work work(index, sizes);
       Sums sums;
       multiplier.multiply(sums, work.rounds);

@@ -110,9 +110,9 @@ constexpr bool THROUGH_REGISTERS = PLANES || (!INPUT_CHANNELS_LAST && IS_16_BIT)
 /// Elements of one copy: neighbouring channels of a pixel, or (NCHW) neighbouring pixels of a channel, which part into
 /// several pictures and so must go through registers. ROW_MULTIPLE divides the columns of grad_output, and with FLAT those
 /// that the cells of a row have.
-constexpr int COPY = INPUT_CHANNELS_LAST  ? power_dividing(CI_GROUP, 16 / ITEM)
+constexpr int COPY = INPUT_CHANNELS_LAST  ? power_of_two_dividing(CI_GROUP, 16 / ITEM)
                      : !THROUGH_REGISTERS ? 1
-                                          : power_dividing(ROW_MULTIPLE, power_dividing(TILE_W * STEP_W, 4));
+                                          : power_of_two_dividing(ROW_MULTIPLE, power_of_two_dividing(TILE_W * STEP_W, 4));
 constexpr int COPY_PIXELS = INPUT_CHANNELS_LAST ? 1 : COPY;
 
 // ---- what is copied: every row of a slice, and its columns (channels_last) or runs of all columns (NCHW) -----------
@@ -123,7 +123,7 @@ constexpr int LEAD = NARROW || FLAT ? 0 : ((-PADDING_W) % COPY_PIXELS + COPY_PIX
 /// What the first copied column is counted as, from the first cell's on.
 constexpr int FIRST_COL = NARROW ? PADDING_W : -LEAD;
 constexpr int COPIED_W = INPUT_CHANNELS_LAST ? TILE_W + MAX_SHIFT_W
-                         : NARROW            ? round_up(most(1, STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1 - PADDING_W), COPY_PIXELS)
+                         : NARROW            ? round_up(max_of(1, STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1 - PADDING_W), COPY_PIXELS)
                          : FLAT              ? TILE_W * STEP_W
                                   : round_up(LEAD + STEP_W * (TILE_W - 1) + SOURCE_COLS.offset(0) + 1, COPY_PIXELS);
 
@@ -146,11 +146,11 @@ constexpr int IMAGE_PITCH = NARROW           ? (MAX_SHIFT_W + 1) * SHIFTED_PITCH
 // Words of one chunk of k: [k][picture][pixel] in NCHW and [picture][pixel][k] in channels_last for mma.sync; for wgmma
 // PLANES of 4 words, [k / 4][picture][pixel][4]. Pitched so that neighbouring lanes of a copy differ in banks.
 constexpr int CHUNK_PLANES = CHUNK_WORDS / 4;
-constexpr int PLANE_LANES = 8 / least(8, CHUNK_PLANES);  // pixels that 8 neighbouring lanes copy
+constexpr int PLANE_LANES = 8 / min_of(8, CHUNK_PLANES);  // pixels that 8 neighbouring lanes copy
 constexpr int PICTURE_PITCH =
     PICTURES == 1 ? TILE_N * IMAGE_PITCH
-    : PLANES      ? aligned_to(TILE_N * IMAGE_PITCH, 1, 8, COPY_PIXELS == 1 ? most(1, PLANE_LANES / PICTURES) % 8 : 1)
-                  : aligned_to(TILE_N * IMAGE_PITCH, 1, 32, 32 / least(32, PICTURES) % 32);
+    : PLANES      ? aligned_to(TILE_N * IMAGE_PITCH, 1, 8, COPY_PIXELS == 1 ? max_of(1, PLANE_LANES / PICTURES) % 8 : 1)
+                  : aligned_to(TILE_N * IMAGE_PITCH, 1, 32, 32 / min_of(32, PICTURES) % 32);
 constexpr int PLANE_PITCH = aligned_to(PICTURES * PICTURE_PITCH, 1, 8, COPY_PIXELS >= 2 * STEP_W ? 1 : PLANE_LANES % 8);
 constexpr int K_PITCH = aligned_to(PICTURES * PICTURE_PITCH, 8, 32, 8);
 constexpr int PIXEL_PITCH = CHUNK_WORDS + 4;
@@ -204,11 +204,11 @@ __device__ __forceinline__ Place place_of(const Origin& origin, int n, int h, in
   Place place;
   bool inside;
   if constexpr (FLAT) {
-    const int cell = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_cells.quotient(cell);
-    const int in_image = sizes.image_cells.remainder(cell, image), row = sizes.row_cells.quotient(in_image);
-    place.image = image - sizes.image_cells.quotient(origin.image);
+    const int cell = origin.image + (INPUT_CHANNELS_LAST ? w : w / STEP_W), image = sizes.image_positions.quotient(cell);
+    const int in_image = sizes.image_positions.remainder(cell, image), row = sizes.row_positions.quotient(in_image);
+    place.image = image - sizes.image_positions.quotient(origin.image);
     place.row = row * STEP_H;
-    place.col = sizes.row_cells.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
+    place.col = sizes.row_positions.remainder(in_image, row) * STEP_W + (INPUT_CHANNELS_LAST ? 0 : w % STEP_W);
     inside = image < sizes.batch && place.col < sizes.width;
     place.slices = 0xffffffffu;
   } else {

@@ -17,7 +17,7 @@
 #include "grad_input/implicit_gemm_mma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "common/tile_fragment.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 static_assert(SHARED_BYTES == STAGES * STAGE_WORDS * 4, "the plan and the kernel must agree");
 
@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
   [[maybe_unused]] u32 b_low[WARP_IMAGES][PARTS == 2 ? REACH<SLICE> : 1][WARP_COLS][2];
 #pragma unroll
   for (int image = 0; image < WARP_IMAGES; ++image)
-    repeat<0, REACH<SLICE>>([&](auto reach) {
+    static_for<0, REACH<SLICE>>([&](auto reach) {
       constexpr int ROW = decltype(reach)::value;
       if constexpr (row_used(SLICE, ROW)) {
 #pragma unroll
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
         }
       }
     });
-  repeat<0, KERNEL_H>([&](auto index) {
+  static_for<0, KERNEL_H>([&](auto index) {
     constexpr int KH = decltype(index)::value;
     if constexpr (in_slice(SLICE, KH, KW)) {
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void multiply_column(Sums& sums, u32 weights, u32 inp
 /// All taps of the slice.
 template <int SLICE>
 __device__ __forceinline__ void multiply_step(Sums& sums, u32 weights, u32 input) {
-  repeat<0, KERNEL_W>([&](auto column) {
+  static_for<0, KERNEL_W>([&](auto column) {
     constexpr int KW = decltype(column)::value;
     if constexpr (column_used(SLICE, KW)) multiply_column<SLICE, KW>(sums, weights, input);
   });
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_input_implicit_gemm_mma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                     const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(16) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const auto input_stage = [&](int at) { return stages + at % STAGES * STAGE_WORDS * 4; };
   const auto weight_stage = [&](int at) { return input_stage(at) + round_up(INPUT_WORDS, 4) * 4; };
 
@@ -143,12 +143,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   if constexpr (THROUGH_REGISTERS) {
     fill.load<0>(first_chunk);
     fill.store(input_stage(0));
-    load_input(Number<1>{}, first_chunk);
+    load_input(IndexConstant<1>{}, first_chunk);
   } else {
-    repeat<0, STAGES - 1>([&](auto s) { copy_input(s, first_chunk, decltype(s)::value); });
+    static_for<0, STAGES - 1>([&](auto s) { copy_input(s, first_chunk, decltype(s)::value); });
   }
   ptx::wait_for_previous_launch();
-  repeat<0, STAGES - 1>([&](auto s) {
+  static_for<0, STAGES - 1>([&](auto s) {
     ask_for_weights(s, first_chunk, decltype(s)::value);
     ptx::commit_copies();
   });
@@ -172,17 +172,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
   int at = 0;
 #pragma unroll 1
   for (int chunk = first_chunk; chunk < end_chunk; ++chunk)
-    repeat<0, SLICES>([&](auto number) {
+    static_for<0, SLICES>([&](auto number) {
       constexpr int SLICE = decltype(number)::value;
       ptx::wait_copies<STAGES - 2>();
       __syncthreads();
       if constexpr (THROUGH_REGISTERS) {
         if (chunk + (SLICE + 1) / SLICES < end_chunk) fill.store(input_stage(at + 1));
-        load_input(Number<SLICE + 2>{}, chunk);
+        load_input(IndexConstant<SLICE + 2>{}, chunk);
       } else {
-        copy_input(Number<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
+        copy_input(IndexConstant<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
       }
-      ask_for_weights(Number<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
+      ask_for_weights(IndexConstant<SLICE + STAGES - 1>{}, chunk, at + STAGES - 1);
       ptx::commit_copies();
 #pragma unroll 1
       for (int step = 0; step < CHUNK_STEPS; ++step)

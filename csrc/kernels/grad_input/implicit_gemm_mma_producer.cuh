@@ -3,7 +3,7 @@
 #pragma once
 
 constexpr int COPIED_ROWS = COPIED_H, COPIED_COLS = COPIED_W;
-#include "common/tile_places.cuh"
+#include "common/tile_copies.cuh"
 
 struct InputFill {
   const char* input;       // the group's first channel of the tile's first image
@@ -13,14 +13,14 @@ struct InputFill {
   unsigned slices[SLOTS];  // Place::slices
   u32 to[SLOTS];           // bytes from the beginning of a stage
   int first_k;             // first word of k of this thread within a chunk (NCHW)
-  u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * HALVES : 1];
+  u32 staged[THROUGH_REGISTERS ? SLOTS * K_PER_SLOT * 2 * SLOT_WORDS : 1];
 
   __device__ __forceinline__ InputFill(const Element* grad_output, const Origin& origin, int group, const Sizes& sizes)
       : sizes(sizes), next_channel(channel_bytes(sizes)) {
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     input = reinterpret_cast<const char*>(grad_output) + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
             group * CI_GROUP * static_cast<long long>(next_channel);
-    first_k = SHARERS > 1 ? threadIdx.x / (THREADS / SHARERS) : 0;
+    first_k = SLOT_THREADS > 1 ? threadIdx.x / (THREADS / SLOT_THREADS) : 0;
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const int i = index(s), copy = i % COPIES_PER_PIXEL, n = i / COPIES_PER_ROW / COPIED_H, h = i / COPIES_PER_ROW % COPIED_H;
@@ -30,7 +30,7 @@ struct InputFill {
       slices[s] = place.slices;
       Column at{0, 0, true};
       if constexpr (!INPUT_CHANNELS_LAST && COPY_PIXELS == 1) at = column_at(FIRST_COL + column(s));
-      to[s] = i < PLACES && at.used
+      to[s] = i < COPIES && at.used
                   ? ((stored_row(n, h, column(s)) + at.picture * PICTURE_PITCH + at.cell) * PIXEL_STEP + first_k * K_STEP + copy * (COPY * ITEM / 4)) * 4
                   : NOWHERE;
     }
@@ -51,13 +51,13 @@ struct InputFill {
           ptx::copy_async_or_zero<BYTES>(stage + to[s], real ? first + from[s] : input, real);
         } else {
           // Pinned: else the compiler finds the address of every copy anew.
-          const char* source = ptx::pinned(inside ? first + from[s] : input);
+          const char* source = ptx::keep_in_register(inside ? first + from[s] : input);
           const u32 next = inside ? static_cast<u32>(next_channel) : 0;
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
-            const bool real = inside && (!RAGGED_K || k * SHARERS < words_left);
-            const char* word = source + static_cast<unsigned long long>(k * SHARERS) * next;
-            ptx::copy_async_or_zero<COPY * 4>(stage + to[s] + k * SHARERS * K_PITCH * 4, RAGGED_K && !real ? input : word, real);
+            const bool real = inside && (!RAGGED_K || k * SLOT_THREADS < words_left);
+            const char* word = source + static_cast<unsigned long long>(k * SLOT_THREADS) * next;
+            ptx::copy_async_or_zero<COPY * 4>(stage + to[s] + k * SLOT_THREADS * K_PITCH * 4, RAGGED_K && !real ? input : word, real);
           }
         }
       }
@@ -69,18 +69,18 @@ struct InputFill {
   __device__ __forceinline__ void load(int chunk) {
     const char* first = slice_of<SLICE>(chunk);
     const int left = CI_GROUP - (chunk * CHUNK_WORDS + first_k) * 2;
-    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
+    const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const bool inside = to[s] != NOWHERE && has_slice<SLICE>(slices[s]);
-      const char* row = ptx::pinned(first + from[s]);
+      const char* row = ptx::keep_in_register(first + from[s]);
 #pragma unroll
       for (int k = 0; k < K_PER_SLOT; ++k) {
-        u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
-        const int channel = k * SHARERS * 2;
+        u32* to_words = staged + (s * K_PER_SLOT + k) * 2 * SLOT_WORDS;
+        const int channel = k * SLOT_THREADS * 2;
         const unsigned long long distance = channel;
         load_halves(to_words, row + distance * next, inside && (!RAGGED_K || channel < left));
-        load_halves(to_words + HALVES, row + (distance + 1) * next, inside && (!RAGGED_K || channel + 1 < left));
+        load_halves(to_words + SLOT_WORDS, row + (distance + 1) * next, inside && (!RAGGED_K || channel + 1 < left));
       }
     }
   }
@@ -100,10 +100,10 @@ struct InputFill {
           }
 #pragma unroll
           for (int k = 0; k < K_PER_SLOT; ++k) {
-            const u32* halves = staged + (s * K_PER_SLOT + k) * 2 * HALVES;
-            const u32 even = halves[i / 2], odd = halves[HALVES + i / 2];
+            const u32* halves = staged + (s * K_PER_SLOT + k) * 2 * SLOT_WORDS;
+            const u32 even = halves[i / 2], odd = halves[SLOT_WORDS + i / 2];
             const u32 word = i % 2 ? ptx::high_halves(even, odd) : ptx::low_halves(even, odd);
-            ptx::store_shared<1>(stage + to[s] + (pixels + k * SHARERS * K_PITCH) * 4, &word);
+            ptx::store_shared<1>(stage + to[s] + (pixels + k * SLOT_THREADS * K_PITCH) * 4, &word);
           }
         }
       }
@@ -122,7 +122,7 @@ struct InputFill {
 
   /// The place of slot `s`.
   __device__ __forceinline__ static int index(int s) {
-    return threadIdx.x % (THREADS / SHARERS) + s * (THREADS / SHARERS);
+    return threadIdx.x % (THREADS / SLOT_THREADS) + s * (THREADS / SLOT_THREADS);
   }
   __device__ __forceinline__ static int column(int s) {
     return index(s) / COPIES_PER_PIXEL % (COPIED_W / COPY_PIXELS) * COPY_PIXELS;
@@ -131,7 +131,7 @@ struct InputFill {
   /// COPY 16-bit elements, or zeros.
   __device__ __forceinline__ static void load_halves(u32* words, const char* from, bool real) {
 #pragma unroll
-    for (int i = 0; i < HALVES; ++i) words[i] = 0;
+    for (int i = 0; i < SLOT_WORDS; ++i) words[i] = 0;
     if (real) ptx::load_global<COPY * 2>(words, from);
   }
 };

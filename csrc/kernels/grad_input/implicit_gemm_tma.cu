@@ -21,20 +21,17 @@
 // PARTIAL: grad_input is float32 [sizes.splits, ...], each with its share of the chunks. SLICES_FIRST: all chunks of a slice,
 // then the next slice; else all slices of a chunk. PHASED (whole strides of columns, one group): the map has the phases
 // of columns as a dimension of its own.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
 #include "common/tma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/stages.cuh"
 #include "common/sizes.cuh"
 
 using ptx::u32;
 using ptx::u64;
-
-__device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-__device__ constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-__device__ constexpr int least(int a, int b) { return a < b ? a : b; }
 
 // ---- slices and taps -------------------------------------------------------------------------------------------
 
@@ -118,8 +115,8 @@ struct Work {
     group = index % GROUPS;
     const int tile = index / GROUPS;
     if constexpr (DENSE) {
-      row = sizes.row_cells.quotient(tile * TILE_CELLS);
-      col = sizes.row_cells.remainder(tile * TILE_CELLS, row);
+      row = sizes.row_positions.quotient(tile * TILE_CELLS);
+      col = sizes.row_positions.remainder(tile * TILE_CELLS, row);
     } else {
       int lines = tile;
       if constexpr (!FLAT) {
@@ -144,7 +141,7 @@ struct Work {
 
 __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, const Sizes& sizes, int box_bytes) {
   InputRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     for (int outer = SLICES_FIRST ? 0 : work.first_chunk; outer < (SLICES_FIRST ? SLICES : work.end_chunk); ++outer)
 #pragma unroll 1
@@ -152,14 +149,14 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
         const int chunk = SLICES_FIRST ? inner : outer, slice = SLICES_FIRST ? outer : inner;
         const int row = work.row * STEP_H - PADDING_H + TABLE.row[slice], col = (DENSE ? 0 : work.col) * STEP_W - PADDING_W + TABLE.col[slice];
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-        ptx::arrive_expecting(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
+        ptx::arrive_expect_tx(ring.full(), DENSE ? box_bytes : INPUT_BYTES);
         if constexpr (PHASED) {
           const int whole = (col + PADDING_W * STEP_W) / STEP_W - PADDING_W;
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, col - whole * STEP_W, whole, row, work.image, ring.full());
         } else if constexpr (GROUPS == 1) {
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, col, row, work.image, ring.full());
         } else {
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, work.group, col, row, work.image, ring.full());
         }
         ring.advance();
       }
@@ -168,7 +165,7 @@ __device__ __forceinline__ void ask_for_input(u32 shared, const TensorMap& map, 
 
 __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map, const Sizes& sizes) {
   WeightRing ring(shared);
-  each_work(Work::count(sizes), [&](int index) {
+  for_each_work_tile(Work::count(sizes), [&](int index) {
     const Work work(index, sizes);
     // Slice by slice, or all of them at once: taps are in the order of their slices.
     constexpr int PARTS = SLICES_FIRST ? SLICES : 1;
@@ -179,8 +176,8 @@ __device__ __forceinline__ void ask_for_weights(u32 shared, const TensorMap& map
         for (int i = SLICES_FIRST ? TABLE.first[part] : 0; i < (SLICES_FIRST ? TABLE.first[part + 1] : TAPS); ++i) {
           const int tap = TABLE.tap[i];
           ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-          ptx::arrive_expecting(ring.full(), WEIGHT_BYTES);
-          ptx::copy_box(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
+          ptx::arrive_expect_tx(ring.full(), WEIGHT_BYTES);
+          ptx::tma_load(ring.data(), map, chunk * CHUNK, tap, work.block * BLOCK_CHANNELS, work.group, ring.full());
           ring.advance();
         }
   });
@@ -208,7 +205,7 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
     weights.skip<CHUNKS * TAPS>();
   };
   if (TEAMS > 1 && team > 0) skip_work();
-  Turns<TEAMS> turns(shared + TURN_BARRIERS, team);
+  ConsumerOrder<TEAMS> order(shared + TURN_BARRIERS, team);
   const auto compute = [&](int index) {
     const Work work(index, sizes);
     const int first_pixel = warpgroup_pixel + (DENSE ? work.col : 0);
@@ -219,8 +216,8 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
       for (int i = 0; i < BLOCK_CHANNELS / 2; ++i) sums.of[m][i] = 0.f;
     bool first = true;
     // One round at least, and nobody knows how many: else the compiler parts the loop, and waits after every multiply.
-    u32 rounds = ptx::pinned(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
-    turns.wait();
+    u32 rounds = ptx::keep_in_register(SLICES_FIRST ? SLICES : work.end_chunk - work.first_chunk);
+    order.wait();
 #pragma unroll 1
     do {
 #pragma unroll 1
@@ -233,15 +230,15 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
           const u64 a = ptx::swizzled_descriptor(input.data() + (first_pixel + TABLE.pixel[i]) * ROW, 16, GROUP_PIXELS * ROW);
           const u64 b = ptx::swizzled_descriptor(weights.data(), 16, 8 * ROW);
           ptx::wait_for_phase(weights.full(), weights.parity);
-          ptx::fence_sums();
+          ptx::fence_wgmma();
           // Steps of k of 32 bytes; descriptors count in 16.
 #pragma unroll
           for (int step = 0; step < 4; ++step)
 #pragma unroll
             for (int m = 0; m < M_TILES; ++m)
-              ptx::multiply<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
-          ptx::commit_multiplies();
-          ptx::wait_multiplies<1>();
+              ptx::wgmma<PRECISION, BLOCK_CHANNELS>(sums.of[m], a + m * (MULTIPLY_PIXELS * ROW / 16) + step * 2, b + step * 2);
+          ptx::commit_wgmma();
+          ptx::wait_wgmma<1>();
           release(weights.empty_before(), !first);
           release(input.empty_before(), !first && i == begin);
           first = false;
@@ -250,8 +247,8 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
         input.advance();
       }
     } while (--rounds > 0);
-    turns.pass();
-    ptx::wait_multiplies<0>();
+    order.signal_next();
+    ptx::wait_wgmma<0>();
     // Else the compiler reads them as bits before.
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -269,27 +266,27 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, Out* output, cons
       store_nchw(sums, to, work, sizes);
     }
   };
-  each_work(Work::count(sizes), compute, team, TEAMS);
+  for_each_work_tile(Work::count(sizes), compute, team, TEAMS);
 }
 
 extern "C" __global__ void __launch_bounds__(MULTIPLYING + ASKING, 1)
     grad_input_implicit_gemm_tma(const __grid_constant__ TensorMap grad_output, const __grid_constant__ TensorMap weight,
                      Out* __restrict__ grad_input, const __grid_constant__ Sizes sizes, long long box_bytes) {
   extern __shared__ __align__(1024) u32 memory[];
-  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   if (threadIdx.x == 0) {
     InputRing input(shared);
     for (int s = 0; s < INPUT_STAGES; ++s, input.advance()) {
-      ptx::set_up_barrier(input.full(), 1);
-      ptx::set_up_barrier(input.empty(), TEAM_WARPS);
+      ptx::init_barrier(input.full(), 1);
+      ptx::init_barrier(input.empty(), TEAM_WARPS);
     }
     WeightRing weights(shared);
     for (int s = 0; s < WEIGHT_STAGES; ++s, weights.advance()) {
-      ptx::set_up_barrier(weights.full(), 1);
-      ptx::set_up_barrier(weights.empty(), TEAM_WARPS);
+      ptx::init_barrier(weights.full(), 1);
+      ptx::init_barrier(weights.empty(), TEAM_WARPS);
     }
-    Turns<TEAMS>::set_up(shared + TURN_BARRIERS, TEAM_WARPS);
-    ptx::publish_barriers();
+    ConsumerOrder<TEAMS>::init_barriers(shared + TURN_BARRIERS, TEAM_WARPS);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

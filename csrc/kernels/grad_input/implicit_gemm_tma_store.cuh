@@ -21,15 +21,15 @@ __device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes
   const int place = m * MULTIPLY_PLACES + (warp * 2 + row / 8) * GROUP_PLACES + row % 8;
   if constexpr (DENSE) {
     const int cell = work.row * sizes.out_width + work.col + warpgroup * WARPGROUP_CELLS + place;
-    const int image = sizes.image_cells.quotient(cell);
-    return {image, image < sizes.batch ? sizes.image_cells.remainder(cell, image) : -1};
+    const int image = sizes.image_positions.quotient(cell);
+    return {image, image < sizes.batch ? sizes.image_positions.remainder(cell, image) : -1};
   } else {
     const int line = place / TILE_W, down = line % WARPGROUP_H, further = line / WARPGROUP_H;
     int at_row = work.row + warpgroup % WARPGROUPS_H * WARPGROUP_H + down;
     int image = work.image + warpgroup / WARPGROUPS_H * WARPGROUP_N + further;
     const int col = work.col + place % TILE_W;
     if constexpr (FLAT) {
-      image = further == 0 ? sizes.image_cells.quotient(at_row * sizes.out_width) : sizes.batch;
+      image = further == 0 ? sizes.image_positions.quotient(at_row * sizes.out_width) : sizes.batch;
       at_row -= image * sizes.out_height;
     }
     const bool inside = at_row < sizes.out_height && col < sizes.out_width && image < sizes.batch;
@@ -41,7 +41,7 @@ __device__ __forceinline__ Cell cell_of_row(const Work& work, const Sizes& sizes
 template <int FIRST>
 __device__ __forceinline__ void stage_channels(const float* sums, u32 staged) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  constexpr int LAST = least(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
+  constexpr int LAST = min_of(FIRST + STORED_CHANNELS, BLOCK_CHANNELS);
   if constexpr (sizeof(Out) == 2) {
 #pragma unroll
     for (int c = FIRST; c < LAST; c += 16) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
   const int lane = threadIdx.x % 32, piece = lane % 8;
   const int channel = work.block * BLOCK_CHANNELS + piece * (16 / static_cast<int>(sizeof(Out)));
   Out* first = output + work.group * CHANNELS_GROUP + channel;
-  repeat<0, M_TILES>([&](auto multiply) {
+  static_for<0, M_TILES>([&](auto multiply) {
     constexpr int M = decltype(multiply)::value;
     int pixel[4];
 #pragma unroll
@@ -75,7 +75,7 @@ __device__ __forceinline__ void store_channels_last(const Sums& sums, Out* outpu
       const Cell cell = cell_of_row(work, sizes, M, i * 4 + lane / 8);
       pixel[i] = cell.pixel < 0 ? -1 : cell.image * sizes.out_pixels() + cell.pixel;
     }
-    repeat<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
+    static_for<0, ceil_div(BLOCK_CHANNELS, STORED_CHANNELS)>([&](auto number) {
       constexpr int FIRST = decltype(number)::value * STORED_CHANNELS;
       __syncwarp();
       stage_channels<FIRST>(sums.of[M], staged);

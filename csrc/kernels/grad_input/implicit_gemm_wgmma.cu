@@ -25,7 +25,7 @@
 #include "grad_input/implicit_gemm_wgmma_producer.cuh"
 #include "forward/implicit_gemm_store.cuh"
 #include "forward/epilogue_warp.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 
 constexpr int MULTIPLYING = THREADS / M_PARTS, MULTIPLYING_WARPS = MULTIPLYING / 32;
 static_assert((FRAGMENT_W == 8 || NARROW) && WARPS_M % (4 * M_PARTS) == 0 && WARP_M_TILES == 1);
@@ -49,9 +49,9 @@ static_assert(SHARED_BYTES == BARRIERS + 2 * STAGES * 8, "the plan and the kerne
 
 /// Registers: what the hardware gives each thread at first, and what those that multiply have after the others gave
 /// some back. In eights.
-constexpr int FIRST_REGISTERS = least(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (MULTIPLYING + FILL_THREADS))) / 8 * 8;
+constexpr int FIRST_REGISTERS = min_of(255, 65536 / (BLOCKS_PER_MULTIPROCESSOR * (MULTIPLYING + FILL_THREADS))) / 8 * 8;
 constexpr int MULTIPLY_REGISTERS =
-    least(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / MULTIPLYING / 8 * 8);
+    min_of(240, FIRST_REGISTERS + (FIRST_REGISTERS - FILL_REGISTERS) * FILL_THREADS / MULTIPLYING / 8 * 8);
 constexpr bool MOVE_REGISTERS = FILL_REGISTERS < FIRST_REGISTERS;
 static_assert(MULTIPLYING % 128 == 0 && FILL_THREADS % 128 == 0, "registers move by whole warpgroups");
 
@@ -87,8 +87,8 @@ template <int SLICE>
 __device__ __forceinline__ void ask_for_weights(const Ring& ring, const u32* packed, const Work& work, int chunk) {
   constexpr int RUN = CHUNK_STEPS * slice_taps(SLICE) * TAP_WORDS;
   const long long before = static_cast<long long>(taps_before_slice(SLICE)) * GROUPS * M_BLOCKS * STEPS * TAP_WORDS;
-  ptx::arrive_expecting(ring.full(), RUN * 4);
-  ptx::copy_bulk(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN,
+  ptx::arrive_expect_tx(ring.full(), RUN * 4);
+  ptx::bulk_copy(ring.weights(), packed + before + ((static_cast<long long>(work.group) * M_BLOCKS + work.m_block) * CHUNKS + chunk) * RUN,
                  RUN * 4, ring.full());
 }
 
@@ -101,7 +101,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
   if (more) {
     const Work work(static_cast<int>(blockIdx.x), sizes);
     fill.aim(work.origin, work.group, work.first_chunk);
-    repeat<0, FILL_AHEAD>([&](auto slice) {
+    static_for<0, FILL_AHEAD>([&](auto slice) {
 #pragma unroll
       for (int s = 0; s < SLOTS; ++s) fill.load<decltype(slice)::value>(s);
     });
@@ -110,7 +110,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
     const Work work(index, sizes);
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      repeat<0, SLICES>([&](auto number) {
+      static_for<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value, NEXT = (SLICE + FILL_AHEAD) % SLICES;
         ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
         if (first_thread) {
@@ -135,7 +135,7 @@ __device__ __forceinline__ void fill_stages(u32 shared, const Element* input, co
           fill.store<SLICE>(s, ring.input());
           if (more) fill.load<NEXT>(s);
         }
-        ptx::publish_to_multiplies();
+        ptx::fence_proxy_async();
         __syncwarp();
         if (threadIdx.x % 32 == 0) ptx::arrive(ring.full());
         ring.advance();
@@ -160,7 +160,7 @@ __device__ __forceinline__ void multiply_tap(AllSums& all, ptx::u64 weights, ptx
     for (int image = 0; image < MULTIPLY_IMAGES; ++image)
 #pragma unroll
       for (int i = 0; i < MULTIPLIES; ++i)
-        ptx::multiply<PRECISION, MULTIPLY_CELLS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
+        ptx::wgmma<PRECISION, MULTIPLY_CELLS, ADD>(NARROW ? all.part[m].at(0, 0, 0, 0, i) : all.part[m].at(0, 0, image, i, 0),
                                                       weights + rank_in_slice(KH, KW) * (TAP_WORDS / 4) + m * (WARPS_M / M_PARTS) * 32,
                                                       input + tap_pixels(KH, KW) + image * IMAGE_PITCH + i * 8);
 }
@@ -171,7 +171,7 @@ template <int SLICE>
 __device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] AllSums& three, ptx::u64 weights, ptx::u64 input) {
 #pragma unroll
   for (int step = 0; step < CHUNK_STEPS; ++step)
-    repeat<0, TAPS>([&](auto index) {
+    static_for<0, TAPS>([&](auto index) {
       constexpr int KH = decltype(index)::value / KERNEL_W, KW = decltype(index)::value % KERNEL_W;
       if constexpr (in_slice(SLICE, KH, KW)) {
         const ptx::u64 a = weights + step * slice_taps(SLICE) * (TAP_WORDS / 4), b = input + step * (STEP_WORDS / 4) * PLANE_PITCH;
@@ -180,12 +180,12 @@ __device__ __forceinline__ void multiply_slice(AllSums& sums, [[maybe_unused]] A
         } else {
           // The multiplier truncates its sums; adding them here rounds to nearest, once for the three. Meanwhile the
           // other warpgroup multiplies.
-          ptx::fence_sums();
+          ptx::fence_wgmma();
           multiply_tap<false, KH, KW>(three, a, b + CHUNK_PLANES * PLANE_PITCH);
           multiply_tap<true, KH, KW>(three, a + BLOCK_M_TILES * (FRAGMENT_WORDS / 4), b);
           multiply_tap<true, KH, KW>(three, a, b);
-          ptx::commit_multiplies();
-          ptx::wait_multiplies<0>();
+          ptx::commit_wgmma();
+          ptx::wait_wgmma<0>();
 #pragma unroll
           for (int m = 0; m < M_PARTS; ++m) sums.part[m].add(three.part[m]);
         }
@@ -218,18 +218,18 @@ __device__ __forceinline__ void multiply_and_store(u32 shared, char* memory, Out
     // Unrolled, the compiler would wait between the first multiplies.
 #pragma unroll 1
     for (int chunk = work.first_chunk; chunk < work.end_chunk; ++chunk)
-      repeat<0, SLICES>([&](auto number) {
+      static_for<0, SLICES>([&](auto number) {
         constexpr int SLICE = decltype(number)::value;
         ptx::wait_for_phase(ring.full(), ring.parity);
-        ptx::fence_sums();
+        ptx::fence_wgmma();
         multiply_slice<SLICE>(sums, three, ptx::matrix_descriptor(ring.weights() + warp_m / 4 * 2048, WEIGHT_PLANE * 16, 128),
                               ptx::matrix_descriptor(ring.input() + first_pixel * 16, PLANE_PITCH * 16, GROUP_PITCH * 16));
-        ptx::commit_multiplies();
-        ptx::wait_multiplies<1>();
+        ptx::commit_wgmma();
+        ptx::wait_wgmma<1>();
         if (SLICE > 0 || chunk > work.first_chunk) release(ring.empty_before());
         ring.advance();
       });
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     release(ring.empty_before());
 
     Out* to = output;
@@ -247,21 +247,21 @@ extern "C" __global__ void __launch_bounds__(MULTIPLYING + FILL_THREADS, BLOCKS_
     grad_input_implicit_gemm_wgmma(const Element* __restrict__ grad_output, const u32* __restrict__ packed, Out* __restrict__ grad_input,
                      const __grid_constant__ Sizes sizes) {
   extern __shared__ __align__(128) u32 memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   if (threadIdx.x == 0) {
     Ring ring(shared);
     for (int s = 0; s < STAGES; ++s, ring.advance()) {
       // One arrival expects the weights.
-      ptx::set_up_barrier(ring.full(), 1 + FILL_WARPS);
-      ptx::set_up_barrier(ring.empty(), MULTIPLYING_WARPS);
+      ptx::init_barrier(ring.full(), 1 + FILL_WARPS);
+      ptx::init_barrier(ring.empty(), MULTIPLYING_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   if constexpr (NARROW && !INPUT_CHANNELS_LAST) {
     // Cells whose shifted column is outside the map stay zero: nothing writes them.
     const u32 zeros[4] = {0, 0, 0, 0};
     for (int i = threadIdx.x; i < STAGES * STAGE_WORDS / 4; i += MULTIPLYING + FILL_THREADS) ptx::store_shared<4>(shared + i * 16, zeros);
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
   }
   __syncthreads();
 

@@ -39,7 +39,7 @@ struct InputFill {
 
   /// To the first chunk of other work.
   __device__ __forceinline__ void aim(const Origin& origin, int group, int chunk_index) {
-    const int first_image = FLAT ? sizes.image_cells.quotient(origin.image) : origin.image;
+    const int first_image = FLAT ? sizes.image_positions.quotient(origin.image) : origin.image;
     const char* chunk = input + static_cast<long long>(first_image) * IN_CHANNELS * sizes.pixels() * ITEM +
                         (group * CI_GROUP + chunk_index * CHUNK_INPUT_CHANNELS) * static_cast<long long>(next_channel);
     left = CI_GROUP - chunk_index * CHUNK_WORDS * CHANNELS_PER_WORD;
@@ -71,8 +71,8 @@ struct InputFill {
     u32(&words)[PLACE_REGISTERS] = staged[SLICE % FILL_AHEAD][s];
     const bool inside = (bits[s] & 16u) != 0;
     // Pinned: else the compiler finds the address of every load anew.
-    const char* from = ptx::pinned(source[s] + slice_distance<SLICE>(sizes));
-    const u32 next = ptx::pinned(static_cast<u32>(next_channel));
+    const char* from = ptx::keep_in_register(source[s] + slice_distance<SLICE>(sizes));
+    const u32 next = ptx::keep_in_register(static_cast<u32>(next_channel));
     if constexpr (INPUT_CHANNELS_LAST) {
       load_words<16>(words, from, inside);
     } else {

@@ -71,7 +71,7 @@ __device__ __forceinline__ void store(Out* to, const float (&values)[N], int ins
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_input_narrow_mma(const Element* __restrict__ grad_output, const Element* __restrict__ weight,
-                      Out* __restrict__ grad_input, const __grid_constant__ WalkSizes sizes) {
+                      Out* __restrict__ grad_input, const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
   float* const weights = tiles + BUFFERS * GRAD_OUTPUT_TILE;
@@ -84,9 +84,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int iw0 = sizes.across.digit(block.rest) * TILE_W;
   const int split = block.next(SPLITS), chunk0 = split * CHUNKS_HERE;
   const int chunks = CHUNKS - chunk0 < CHUNKS_HERE ? CHUNKS - chunk0 : CHUNKS_HERE;
-  const int first = static_cast<int>(block.rest) * sizes.repeat;
+  const int first = static_cast<int>(block.rest) * sizes.segment_tiles;
   const int left = sizes.batch * static_cast<int>(sizes.down.value) - first;
-  const int steps = (sizes.repeat < left ? sizes.repeat : left) * chunks;
+  const int steps = (sizes.segment_tiles < left ? sizes.segment_tiles : left) * chunks;
   Position at = Position::of(sizes, first);
 
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -178,7 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int tap = 8 * k + 4 * i + t;
         exists[i] = 8 * k + 4 * i + 4 <= CHUNK_TAPS || (!TAPS_IN_FOURS && tap < CHUNK_TAPS);
         const int place = TAPS_IN_FOURS ? tap_place(8 * k + 4 * i) + 4 * t : exists[i] ? tap_places[tap] : 0;
-        patch[i] = ptx::pinned(pixel_address + place);
+        patch[i] = ptx::keep_in_register(pixel_address + place);
       }
       Rounded patches[N_TILES][2];
 #pragma unroll

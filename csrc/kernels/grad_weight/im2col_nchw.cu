@@ -37,19 +37,19 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
     for (int step = 0; step < STEPS; ++step) {
       Words& words = step % 2 ? odd : even;
       places.load(words, ring.data(), step);
-      ptx::fence_sums();
+      ptx::fence_wgmma();
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
-        ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
-      ptx::commit_multiplies();
+        ptx::wgmma_from_registers<TILE_COLS>(sums[b], words[b], cols + (step * 8 / BOX * BOX_BYTES + step * 8 % BOX * 4) / 16);
+      ptx::commit_wgmma();
       // The step before is multiplied: its words may go, and with the first step its stage.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
-    if constexpr (STEPS % 2 != 0) ptx::wait_multiplies<0>();
+    if constexpr (STEPS % 2 != 0) ptx::wait_wgmma<0>();
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 __device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2], const Place& place, int warp, int lane, bool in_weight_order,
@@ -75,25 +75,25 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][TILE_COLS / 2]
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     grad_weight_im2col_nchw(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ StageSizes sizes) {
+                       float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ Im2colNchwSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(grad_output);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(grad_output);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS + (place.counts() ? BIAS_WARPS : 0));
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), 4 * WARPGROUPS + (place.counts() ? BIAS_WARPS : 0));
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
   const long long all = (long long)ceil_div(sizes.batch, IMAGES) * sizes.down * sizes.across;
-  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
+  const int first_stage = static_cast<int>(all * place.slice / sizes.splits);
+  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.splits) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {

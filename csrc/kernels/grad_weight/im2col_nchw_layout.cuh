@@ -6,9 +6,9 @@
 // grad_output's columns from the first to the last, else from LEFT columns before the first pixel's.
 #pragma once
 
-using ptx::u32;
+#include "common/integers.cuh"
 
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+using ptx::u32;
 
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;
 constexpr int INPUT_TILES = ceil_div(CI_GROUP, TILE_COLS), CHUNKS = ceil_div(CO_GROUP, CHUNK), TILES = INPUT_TILES * CHUNKS * KERNEL_H;

@@ -3,17 +3,17 @@
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const StageSizes& sizes, int first_stage, int stages) {
+                                     const Im2colNchwSizes& sizes, int first_stage, int stages) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
   const int of_images = sizes.down * sizes.across;
   int image = first_stage / of_images * IMAGES;
   int down = first_stage % of_images / sizes.across, across = first_stage % sizes.across;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
+    ptx::arrive_expect_tx(ring.full(), INPUT_BYTES + OUTPUT_BYTES);
 #pragma unroll
     for (int block = 0; block < OUT_BLOCKS; ++block)
-      ptx::copy_box(ring.data() + INPUT_BYTES + block * BLOCK_BYTES, grad_output,
+      ptx::tma_load(ring.data() + INPUT_BYTES + block * BLOCK_BYTES, grad_output,
                     across * (COLS * STRIDE_W) - LEFT + block * OUT_BLOCK, output_channel,
                     down * (ROWS * STRIDE_H) + place.offset(), image, ring.full());
     // A row's boxes, or where rows lie one after another those of all.
@@ -21,7 +21,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
     const int pixel = down * (ROWS * sizes.line) + across * COLS;
 #pragma unroll
     for (int box = 0; box < IMAGES * BOXES_OF_IMAGE; ++box)
-      ptx::copy_box(ring.data() + box * BOX_BYTES, input, pixel + box % BOXES_OF_IMAGE * BOX + box % BOXES_OF_IMAGE * BOX / COLS * row_step, input_channel,
+      ptx::tma_load(ring.data() + box * BOX_BYTES, input, pixel + box % BOXES_OF_IMAGE * BOX + box % BOXES_OF_IMAGE * BOX / COLS * row_step, input_channel,
                     image + box / BOXES_OF_IMAGE, ring.full());
     ring.advance();
     if (++across == sizes.across) {

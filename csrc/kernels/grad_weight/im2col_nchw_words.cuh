@@ -47,7 +47,7 @@ struct Rows {
 /// Whether a step's pixels lie apart in the same way for every lane.
 constexpr bool EVEN_QUADS = COLS % 4 == 0;
 
-/// One step's words of grad_output, as multiply_from_registers takes them.
+/// One step's words of grad_output, as wgmma_from_registers takes them.
 using Words = u32[BLOCKS][4];
 
 /// What the swizzle flips in the number of a channel's 16 bytes.
@@ -92,7 +92,7 @@ struct WordPlaces {
       const bool leaves = WHOLE_ROWS && (!EVEN_QUADS || first < PADDING_W ||
                                          first + 3 * STRIDE_W + (KERNEL_W - 1) * DILATION_W - PADDING_W >= LEAST_OUT_WIDTH);
       // Pinned, or the compiler keeps what it makes of them for all steps, in memory.
-      const u32 packed = EVEN_QUADS ? 0 : ptx::pinned(pixels[step][quad]);
+      const u32 packed = EVEN_QUADS ? 0 : ptx::keep_in_register(pixels[step][quad]);
       const u32 row = stage + (EVEN_QUADS ? pixel / COLS * ROW_BYTES : packed & ~511u);
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b) {
@@ -111,7 +111,7 @@ struct WordPlaces {
 #pragma unroll
       for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
-        for (u32& word : words[b]) word = ptx::nearly_rounded(word);
+        for (u32& word : words[b]) word = ptx::add_half_ulp_of_tf32(word);
     }
   }
 };

@@ -22,7 +22,7 @@
 #include "grad_weight/im2col_nhwc_layout.cuh"
 #include "grad_weight/im2col_nhwc_producer.cuh"
 
-/// One step's words of grad_output, as multiply_from_registers takes them.
+/// One step's words of grad_output, as wgmma_from_registers takes them.
 using Words = u32[BLOCKS][4];
 
 /// What a warp's rows are: of channels lane / 4 * 4 on, one for each block and half of 8 rows.
@@ -93,7 +93,7 @@ struct Bias {
 #pragma unroll
     for (auto& block : words)
 #pragma unroll
-      for (u32& word : block) word = ptx::nearly_rounded(word);
+      for (u32& word : block) word = ptx::add_half_ulp_of_tf32(word);
   }
   __device__ __forceinline__ void end_stage() {
     if (!WITH_BIAS || !counts) return;
@@ -138,18 +138,18 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[BLOCKS][TI
       Words& words = step % 2 ? odd : even;
       places.load(words, ring.data(), step);
       bias.add(words);
-      ptx::fence_sums();
+      ptx::fence_wgmma();
 #pragma unroll
-      for (int b = 0; b < BLOCKS; ++b) ptx::multiply_from_registers<TILE_COLS>(sums[b], words[b], cols + step * 32 / 16);
-      ptx::commit_multiplies();
+      for (int b = 0; b < BLOCKS; ++b) ptx::wgmma_from_registers<TILE_COLS>(sums[b], words[b], cols + step * 32 / 16);
+      ptx::commit_wgmma();
       // The step before is multiplied: its words may go, and with the first step its stage.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       if (step == 0 && s > 0 && lane == 0) ptx::arrive(ring.empty_before());
     }
     bias.end_stage();
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 /// Half of the columns, of both blocks of a cluster: this one's half.
@@ -169,19 +169,19 @@ __device__ __forceinline__ void add_other_slice(const float (&sums)[BLOCKS][TILE
       }
       ptx::store_shared<4>(shared + ((b * QUADS + q) * MULTIPLYING_THREADS + thread) * 16, given);
     }
-  ptx::meet_cluster();
+  ptx::sync_cluster();
 #pragma unroll
   for (int b = 0; b < BLOCKS; ++b)
 #pragma unroll
     for (int q = 0; q < QUADS; ++q) {
-      const float4 other = ptx::load_of_cluster(shared + ((b * QUADS + q) * MULTIPLYING_THREADS + thread) * 16, 1 - rank);
+      const float4 other = ptx::load_cluster_shared(shared + ((b * QUADS + q) * MULTIPLYING_THREADS + thread) * 16, 1 - rank);
       half[b][q * 4] += other.x;
       half[b][q * 4 + 1] += other.y;
       half[b][q * 4 + 2] += other.z;
       half[b][q * 4 + 3] += other.w;
     }
   // What the other block reads stays until it has.
-  ptx::meet_cluster();
+  ptx::sync_cluster();
 }
 
 /// COLUMNS input channels from `first` on.
@@ -203,21 +203,21 @@ __device__ __forceinline__ void store(const float (&sums)[BLOCKS][COLUMNS / 2], 
 
 extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(THREADS, 1)
     grad_weight_im2col_nhwc(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ PixelSizes sizes) {
+                         float* __restrict__ gradient, float* __restrict__ bias_partial, const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(grad_output);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(grad_output);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), 4 * WARPGROUPS);
-      ptx::set_up_barrier(each.turned(), TURNING_WARPS);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), 4 * WARPGROUPS);
+      ptx::init_barrier(each.turned(), TURNING_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
   const int stages = sizes.tiles_of(place.slice);
@@ -239,7 +239,7 @@ extern "C" __global__ void __cluster_dims__(TOGETHER, 1, 1) __launch_bounds__(TH
       const int rank = static_cast<int>(ptx::cluster_rank());
       HalfSums half;
       // All stages are read, and sums may take their place.
-      ptx::meet<1, MULTIPLYING_THREADS>();
+      ptx::sync_named_barrier<1, MULTIPLYING_THREADS>();
       add_other_slice(sums, half, ring.base, threadIdx.x - 128, rank);
       store<TILE_COLS / 2>(half, place, place.ci + rank * (TILE_COLS / 2), unit, lane, gradient);
     }

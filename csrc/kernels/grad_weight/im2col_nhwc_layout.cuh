@@ -5,11 +5,10 @@
 // offsets differ by a multiple of the stride read one box of columns, shifted; FLAT: each tap has its own.
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/sizes.cuh"
 
 using ptx::u32;
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int BOX = 32, ROW_BYTES = BOX * 4;
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;

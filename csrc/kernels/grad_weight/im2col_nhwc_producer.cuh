@@ -3,16 +3,16 @@
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& grad_output, const Place& place,
-                                     const PixelSizes& sizes) {
+                                     const GradWeightTileSizes& sizes) {
   const int input_channel = place.group * CI_GROUP + place.ci, output_channel = place.group * CO_GROUP + place.co;
   const int first = sizes.first_tile(place.slice), stages = sizes.tiles_of(place.slice);
   for (int s = 0; s < stages; ++s) {
     const auto [image, row, col] = TilePlace<IMAGES, ROWS, COLS>::of(first + s, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), STAGE_COPIED);
+    ptx::arrive_expect_tx(ring.full(), STAGE_COPIED);
 #pragma unroll
     for (int box = 0; box < INPUT_BOXES; ++box)
-      ptx::copy_box(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, col, row, image, ring.full());
+      ptx::tma_load(ring.data() + box * INPUT_BOX_BYTES, input, input_channel + box * BOX, col, row, image, ring.full());
 #pragma unroll
     for (int i = 0; i < TAP_ROWS; ++i)
 #pragma unroll
@@ -20,7 +20,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
         if (first_alike(j) != j) continue;
 #pragma unroll
         for (int c = 0; c < CHUNKS; ++c)
-          ptx::copy_box(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX,
+          ptx::tma_load(ring.data() + tap_bytes(i, j) + c * OUTPUT_BOX_BYTES, grad_output, output_channel + c * BOX,
                         col * STRIDE_W + place.col_offset(j), row * STRIDE_H + place.row_offset(i), image, ring.full());
       }
     ring.advance();
@@ -59,7 +59,7 @@ __device__ __forceinline__ void turn(Ring ring, int warp, int lane, int stages) 
           ptx::store_shared<4>(at + to[c] + half * 16 * ROW_BYTES, four);
         }
     }
-    ptx::publish_to_multiplies();
+    ptx::fence_proxy_async();
     __syncwarp();
     if (lane == 0) ptx::arrive(ring.turned());
     ring.advance();

@@ -8,6 +8,7 @@
 // Positions are counted [image][row phase][row][column phase][column].
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/sizes.cuh"
 
 using ptx::u32;
@@ -17,10 +18,6 @@ constexpr int CI_GROUP = IN_CHANNELS / GROUPS;
 constexpr int CO_GROUP = OUT_CHANNELS / GROUPS;
 constexpr bool IS_16_BIT = PRECISION == ptx::FP16 || PRECISION == ptx::BF16;
 constexpr int ITEM = IS_16_BIT ? 2 : 4;
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
-constexpr int gcd(int a, int b) { return b == 0 ? a : gcd(b, a % b); }
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N * WARPS_T * WARPS_K;
 constexpr int BLOCK_M = WARPS_M * WARP_M;

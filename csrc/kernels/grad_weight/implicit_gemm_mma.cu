@@ -186,9 +186,9 @@ struct Accumulators {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_weight_implicit_gemm_mma(const Element* __restrict__ input, const Element* __restrict__ grad_output, Element* __restrict__ gradient,
                     float4* __restrict__ partial, float* __restrict__ bias_partial,
-                    const __grid_constant__ PixelSizes sizes) {
+                    const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
   Feed feed(input, grad_output, place, sizes, stages);
 

@@ -21,7 +21,7 @@ struct Source {
 /// `row`, `col`: where the block's first tap reads, of pixel 0.
 template <class Win>
 __device__ __forceinline__ Source tile_source(const Element* tensor, const Extent& extent, int tile, int group, int first_channel,
-                                              int row, int col, const PixelSizes& sizes) {
+                                              int row, int col, const GradWeightTileSizes& sizes) {
   const auto place = TilePlace<TILE_N, TILE_H, TILE_W>::of(tile, sizes);
   const int channel = group * Win::GROUP + first_channel;
   Source s;
@@ -189,7 +189,7 @@ struct Fill {
   __device__ __forceinline__ void load(u32 table, const Source& source, int lead) {
     const Inside inside(source, lead);
     // Pinned, and 32 bits: else the compiler finds the address of every load anew, from the tile's origin.
-    const u32 next_channel = ptx::pinned(static_cast<u32>(channel_items(source.extent)) * ITEM);
+    const u32 next_channel = ptx::keep_in_register(static_cast<u32>(channel_items(source.extent)) * ITEM);
 #pragma unroll
     for (int s = 0; s < SLOTS; ++s) {
       const unsigned unit = threadIdx.x + s * THREADS;
@@ -199,7 +199,7 @@ struct Fill {
       if (here) ptx::load_shared_bytes<8>(entry, table + piece_of(unit) * 16);
       here = here && inside(entry[1]);
       const int left = here ? inside.channels - static_cast<int>(channel) : 0;
-      const char* from = ptx::pinned(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
+      const char* from = ptx::keep_in_register(inside.origin + static_cast<unsigned long long>(entry[0]) * ITEM +
                                      static_cast<unsigned long long>(channel) * next_channel);
 #pragma unroll
       for (u32 c = 0; c < 8; ++c) {
@@ -263,13 +263,13 @@ static_assert(SHARED_BYTES == STAGES * STAGE_BYTES + Fill<InputWindow>::TABLE_BY
 struct Feed {
   const Element *input, *grad_output;
   const Place& place;
-  const PixelSizes& sizes;
+  const GradWeightTileSizes& sizes;
   int first_tile, count;
   u32 stages;
   Fill<InputWindow> input_fill;
   Fill<OutputWindow> output_fill;
 
-  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const PixelSizes& sizes_,
+  __device__ __forceinline__ Feed(const Element* input_, const Element* grad_output_, const Place& place_, const GradWeightTileSizes& sizes_,
                                   u32 stages_)
       : input(input_), grad_output(grad_output_), place(place_), sizes(sizes_), stages(stages_) {
     first_tile = sizes.first_tile(place.slice);

@@ -60,7 +60,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
                                                       int lane, float* shared, Element* gradient) {
 #pragma unroll
   for (int i = 0; i < M_FRAGMENTS; ++i) {
-    ptx::meet<1, THREADS>();
+    ptx::sync_named_barrier<1, THREADS>();
 #pragma unroll
     for (int f = 0; f < WARP_TAPS * N_FRAGMENTS; ++f) {
       const int tap = at.t * WARP_TAPS + f / N_FRAGMENTS;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_gradient_staged(const float (&sums)[FRAGME
         }
       }
     }
-    ptx::meet<1, THREADS>();
+    ptx::sync_named_barrier<1, THREADS>();
     for (unsigned e = threadIdx.x * PIECE; e < STAGED_ROWS * ROW_SUMS; e += THREADS * PIECE) {
       const unsigned m = e / ROW_SUMS, in_row = e % ROW_SUMS;
       const unsigned co = WEIGHT_CHANNELS_LAST ? in_row % BLOCK_N : in_row / BLOCK_TAPS;

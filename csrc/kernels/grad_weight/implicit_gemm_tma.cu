@@ -35,25 +35,25 @@ static_assert(SHARED_BYTES == BOX_ALIGNMENT + BARRIERS + 2 * STAGES * 8, "the pl
 static_assert(!STAGES_GRADIENT || STAGED_BYTES <= BARRIERS);
 
 /// One thread.
-__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const PixelSizes& sizes, const TensorMap& input,
+__device__ __forceinline__ void ask_for_boxes(Ring ring, const Place& place, const GradWeightTileSizes& sizes, const TensorMap& input,
                                               const TensorMap& grad_output) {
   const int input_channel = place.group * CI_GROUP + place.m0, output_channel = place.group * CO_GROUP + place.n0;
   const int base_row = TapsH::base(place.tap_block_h), base_col = TapsW::base(place.tap_block_w);
-  ptx::prefetch_map(input);
-  ptx::prefetch_map(grad_output);
+  ptx::prefetch_tensor_map(input);
+  ptx::prefetch_tensor_map(grad_output);
   const int first = sizes.first_tile(place.slice), count = sizes.tiles_of(place.slice);
 #pragma unroll 1
   for (int index = 0; index < count; ++index, ring.advance()) {
     const auto [image, row, col] = TilePlace<TILE_N, TILE_H, TILE_W>::of(first + index, sizes);
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), COPIED);
+    ptx::arrive_expect_tx(ring.full(), COPIED);
 #pragma unroll
     for (int m = 0; m < INPUT_BLOCKS; ++m)
-      ptx::copy_box(ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image, ring.full());
+      ptx::tma_load(ring.input() + m * INPUT_BYTES, input, input_channel + m * BOX_CHANNELS, col, row, image, ring.full());
 #pragma unroll
     for (int box = 0; box < Boxes::COUNT; ++box) {
       const int n = box % Boxes::CHANNEL_BLOCKS, phase = box / Boxes::CHANNEL_BLOCKS;
-      ptx::copy_box(ring.weights() + box * Boxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
+      ptx::tma_load(ring.weights() + box * Boxes::BYTES, grad_output, output_channel + n * BOX_CHANNELS,
                     col * STRIDE_W + base_col + Boxes::phase_col(phase % Boxes::PHASE_COLS),
                     row * STRIDE_H + base_row + TapsH::residue(phase / Boxes::PHASE_COLS), image, ring.full());
     }
@@ -127,13 +127,13 @@ __device__ __forceinline__ void multiply_taps(float (&sums)[FRAGMENTS][4], ptx::
   if constexpr (FIRST < WARP_TAPS) {
     constexpr int TAPS_JOINED = joined_taps(FIRST);
     constexpr ptx::u64 DISTANCE = static_cast<ptx::u64>(block_distance(FIRST, TAPS_JOINED) / 16) << 16;
-    ptx::multiply<PRECISION, TAPS_JOINED * WARP_N, true, true>(sums[FIRST * N_FRAGMENTS], a, b + tap_offset[FIRST] + DISTANCE);
+    ptx::wgmma<PRECISION, TAPS_JOINED * WARP_N, true, true>(sums[FIRST * N_FRAGMENTS], a, b + tap_offset[FIRST] + DISTANCE);
     multiply_taps<FIRST + TAPS_JOINED>(sums, a, b, tap_offset);
   }
 }
 
 /// THREADS threads.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const PixelSizes& sizes, char* shared,
+__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightTileSizes& sizes, char* shared,
                                                    float4* partial, Element* gradient) {
   const int lane = threadIdx.x % 32;
   // The same for all threads of a warpgroup, which the compiler should know.
@@ -157,19 +157,19 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
 #pragma unroll 1
     for (; index < end; ++index) {
       ptx::wait_for_phase(ring.full(), ring.parity);
-      ptx::fence_sums();
+      ptx::fence_wgmma();
       const ptx::u64 a = ptx::swizzled_descriptor(ring.input() + input_first, INPUT_BYTES, 8 * ROW_BYTES);
       const ptx::u64 b = ptx::swizzled_descriptor(ring.weights() + output_first, 0, OUT_GROUP * ROW_BYTES);
       // Rolled, the compiler would wait between the multiplies of several flushes.
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
         multiply_taps<0>(sums, a + step * (STEP * ROW_BYTES / 16), b + Boxes::position(step * STEP) * (ROW_BYTES / 16), tap_offset);
-      ptx::commit_multiplies();
-      ptx::wait_multiplies<1>();
+      ptx::commit_wgmma();
+      ptx::wait_wgmma<1>();
       if (index > first && lane == 0) ptx::arrive(ring.empty_before());
       ring.advance();
     }
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     if (lane == 0) ptx::arrive(ring.empty_before());
     if (end == count) ptx::let_next_launch_start();
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice, partial, first > 0);
@@ -183,19 +183,19 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
 extern "C" __global__ void __launch_bounds__(THREADS + ASKING_THREADS + BIAS_THREADS, 1)
     grad_weight_implicit_gemm_tma(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
                       Element* __restrict__ gradient, float4* __restrict__ partial, float* __restrict__ bias_partial,
-                      const __grid_constant__ PixelSizes sizes) {
+                      const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
   char* const shared = memory + (BOX_ALIGNMENT - ptx::shared_address(memory) % BOX_ALIGNMENT) % BOX_ALIGNMENT;
-  Ring ring(ptx::pinned(ptx::shared_address(shared)));
+  Ring ring(ptx::keep_in_register(ptx::shared_address(shared)));
   const Place place = Place::of(blockIdx.x);
   const bool adds_bias = WITH_BIAS && place.m0 == 0;
   if (threadIdx.x == 0) {
     Ring each = ring;
     for (int s = 0; s < STAGES; ++s, each.advance()) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), (THREADS + (adds_bias ? BIAS_THREADS : 0)) / 32);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), (THREADS + (adds_bias ? BIAS_THREADS : 0)) / 32);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
 

@@ -53,9 +53,9 @@ __device__ __forceinline__ void add_bias(float (&sum)[8], u32 window, u32 bias_t
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_weight_implicit_gemm_wgmma(const Element* __restrict__ input, const Element* __restrict__ grad_output, Element* __restrict__ gradient,
                       float4* __restrict__ partial, float* __restrict__ bias_partial,
-                      const __grid_constant__ PixelSizes sizes) {
+                      const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
   Feed feed(input, grad_output, place, sizes, stages);
 
@@ -89,11 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
       for (float& sum : fragment) sum = 0.f;
     for (; index < end; ++index) {
       ptx::wait_copies<STAGES - 3>();
-      ptx::publish_to_multiplies();
+      ptx::fence_proxy_async();
       // All of the tile before the last is multiplied, by every warpgroup: its stage may be filled.
-      ptx::wait_multiplies<1>();
+      ptx::wait_wgmma<1>();
       __syncthreads();
-      ptx::fence_sums();
+      ptx::fence_wgmma();
       const ptx::u64 a = ptx::matrix_descriptor(feed.input_stage(index) + input_first, 128, In::OCTET_BYTES);
       const ptx::u64 b = ptx::matrix_descriptor(feed.output_stage(index) + output_first, OUT_RUN, Out::OCTET_BYTES);
 #pragma unroll 1
@@ -101,16 +101,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         const int step = i * WARPS_K + warp_k;
 #pragma unroll
         for (int tap = 0; tap < WARP_TAPS; ++tap)
-          ptx::multiply<PRECISION, WARP_N, true, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
+          ptx::wgmma<PRECISION, WARP_N, true, true>(sums[tap * N_FRAGMENTS], a + In::position(step * STEP),
                                               b + Out::position(step * STEP) + tap_offset[tap]);
       }
-      ptx::commit_multiplies();
+      ptx::commit_wgmma();
       feed.copy(index + STAGES - 2);
       if (WITH_BIAS && bias_taps) add_bias(bias, feed.output_stage(index), bias_taps, place);
       feed.store(index + 1);
       feed.load(index + 2);
     }
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     if (end == feed.count) ptx::let_next_launch_start();
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, first > 0);
   } while (index < feed.count);

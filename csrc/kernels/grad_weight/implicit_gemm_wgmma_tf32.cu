@@ -53,19 +53,19 @@ __device__ __forceinline__ void load_rows(Rows& rows, u32 from, const int (&tap_
 
 /// Begin the multiplies of one step.
 __device__ __forceinline__ void multiply_rows(float (&sums)[FRAGMENTS][4], const Rows& rows, ptx::u64 input) {
-  ptx::fence_sums();
+  ptx::fence_wgmma();
 #pragma unroll
   for (int tap = 0; tap < WARP_TAPS; ++tap)
-    ptx::multiply_from_registers<WARP_M>(sums[tap * N_FRAGMENTS], rows[tap], input);
-  ptx::commit_multiplies();
+    ptx::wgmma_from_registers<WARP_M>(sums[tap * N_FRAGMENTS], rows[tap], input);
+  ptx::commit_wgmma();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     grad_weight_implicit_gemm_wgmma_tf32(const Element* __restrict__ input, const Element* __restrict__ grad_output, Element* __restrict__ gradient,
                            float4* __restrict__ partial, float* __restrict__ bias_partial,
-                           const __grid_constant__ PixelSizes sizes) {
+                           const __grid_constant__ GradWeightTileSizes sizes) {
   extern __shared__ __align__(128) u32 shared[];
-  const u32 stages = ptx::pinned(ptx::shared_address(shared));
+  const u32 stages = ptx::keep_in_register(ptx::shared_address(shared));
   const Place place = Place::of(blockIdx.x);
   Feed feed(input, grad_output, place, sizes, stages);
 
@@ -99,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
     Rows even, odd;
     for (; index < end; ++index) {
       ptx::wait_copies<STAGES - 3>();
-      ptx::publish_to_multiplies();
+      ptx::fence_proxy_async();
       // All of the tile before is multiplied, by every warpgroup: its stage may be filled.
-      ptx::wait_multiplies<0>();
+      ptx::wait_wgmma<0>();
       __syncthreads();
       const u32 from = feed.output_stage(index) + lane_bytes;
       const ptx::u64 b = ptx::matrix_descriptor(feed.input_stage(index), In::QUAD_BYTES, 128);
@@ -116,13 +116,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_MULTIPROCESSOR)
         load_rows(odd, rows_at(i + 1), tap_bytes, bias_masks, bias);
         multiply_rows(sums, odd, input_at(i + 1));
         if (i + 2 >= STEPS) break;
-        ptx::wait_multiplies<1>();
+        ptx::wait_wgmma<1>();
         load_rows(even, rows_at(i + 2), tap_bytes, bias_masks, bias);
         multiply_rows(sums, even, input_at(i + 2));
-        ptx::wait_multiplies<1>();
+        ptx::wait_wgmma<1>();
       }
     }
-    ptx::wait_multiplies<0>();
+    ptx::wait_wgmma<0>();
     if (end == feed.count) ptx::let_next_launch_start();
     if (sizes.through_workspace) store_partial(sums, place, warp, lane, place.slice * WARPS_K + warp_k, partial, first > 0);
   } while (index < feed.count);

@@ -34,7 +34,7 @@ using BiasSum = CompensatedSum<float, (sizeof(Element) > 2)>;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     grad_weight_narrow_mma(const Element* __restrict__ input, const Element* __restrict__ grad_output,
-                       void* __restrict__ result, void* __restrict__ bias_result, const __grid_constant__ WalkSizes sizes) {
+                       void* __restrict__ result, void* __restrict__ bias_result, const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float4 shared[];
   float* const tiles = reinterpret_cast<float*>(shared);
 
@@ -44,8 +44,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const int group0 = block.next(GROUPS / BLOCK_GROUPS) * BLOCK_GROUPS;
   const int tile_w = sizes.across.digit(block.rest), iw0 = tile_w * TILE_W;
   const int tiles_down = static_cast<int>(sizes.down.value), tiles_across = static_cast<int>(sizes.across.value);
-  const int first = static_cast<int>(block.rest) * sizes.repeat, left = sizes.batch * tiles_down - first;
-  const int steps = sizes.repeat < left ? sizes.repeat : left;
+  const int first = static_cast<int>(block.rest) * sizes.segment_tiles, left = sizes.batch * tiles_down - first;
+  const int steps = sizes.segment_tiles < left ? sizes.segment_tiles : left;
   const long long slice = (long long)block.rest * tiles_across + tile_w;
   const int co0 = chunk / KH_CHUNKS * CHUNK_CO, kh0 = chunk % KH_CHUNKS;
   const Position start = Position::of(sizes, first);
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       // Pinned: what follows is then a constant offset of each load.
       u32 patch[N_TILES];
 #pragma unroll
-      for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::pinned(unit_address + taps[n]);
+      for (int n = 0; n < N_TILES; ++n) patch[n] = ptx::keep_in_register(unit_address + taps[n]);
       const auto factor = [&](int m, int q) {
         return Factor(x[m][0][q], x[m][1][q], x[m][0][q + 1], x[m][1][q + 1]);
       };

@@ -4,13 +4,14 @@
 //
 // In TF32 the multiplier takes only what lies along k, and k are pixels. So both operands come as lines of pixels (NCHW's
 // own order, or what common/space_to_depth.cu made of it), by boxes of BOX pixels and many channels: [box][channel][BOX pixels].
-// grad_output lies parted in planes, one for each column of taps and phase of rows (UNFOLD_ROWS: each row of taps). A tap
+// grad_output lies parted in planes, one for each column of taps and phase of rows (IM2COL_ROWS: each row of taps). A tap
 // is a plane and a shift in whole rows, which is where its box begins. What lies outside is read as zeros. A stage is 32 pixels.
 //
 // Covers: float32 (TF32); any kernel, stride, padding, output padding, dilation, groups; rows of a multiple of 4 pixels, or
-// UNFOLD_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
+// IM2COL_ROWS, or no tap is shifted; what the maps say of layouts. Warpgroup 0 asks for boxes, the other two multiply, 64
 // rows each. SHARES: two blocks bring one operand together, each half of it for both. Pixels are split in `slices`; a
 // slice's sums are gradient[slice][ci][tap][co], which grad_weight/pixel_rows_reduce.cu adds up.
+#include "common/integers.cuh"
 #include "common/mma.cuh"
 #include "common/wgmma.cuh"
 #include "common/pipeline.cuh"
@@ -23,18 +24,16 @@ constexpr int FILL_REGISTERS = 40, MULTIPLY_REGISTERS = 232;
 /// A coordinate outside every tensor, with whatever shift.
 constexpr int NOWHERE = 1 << 28;
 
-constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -((b - 1 - a) / b); }
-
-/// The rows by which a tap is shifted, after LEAD rows.
-__device__ __forceinline__ int row_shift(int kh) { return UNFOLD_ROWS ? 0 : LEAD + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
+/// The rows by which a tap is shifted, after ZERO_ROWS rows.
+__device__ __forceinline__ int row_shift(int kh) { return IM2COL_ROWS ? 0 : ZERO_ROWS + floor_div(kh * DILATION_H - PADDING_H, STRIDE_H); }
 
 /// A part of an operand's box: to every block that shares it, or to this one alone.
 template <bool SHARED>
 __device__ __forceinline__ void bring(u32 to, const TensorMap& map, int pixel, int channel, int image, u32 barrier) {
   if constexpr (SHARED) {
-    ptx::copy_box_to_cluster(to, map, pixel, channel, image, barrier, (1 << CLUSTER) - 1);
+    ptx::tma_load_multicast(to, map, pixel, channel, image, barrier, (1 << CLUSTER) - 1);
   } else {
-    ptx::copy_box(to, map, pixel, channel, image, barrier);
+    ptx::tma_load(to, map, pixel, channel, image, barrier);
   }
 }
 
@@ -51,7 +50,7 @@ static_assert(CHUNK % OUTPUT_COPY == 0);
 
 /// One thread: fill stage after stage.
 __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const TensorMap& planes, const Place& place, u32 rank,
-                                     int first_stage, int stages, const LineSizes& sizes) {
+                                     int first_stage, int stages, const PixelRowsSizes& sizes) {
   constexpr bool SHARES_INPUT = SHARES == INPUT, SHARES_OUTPUT = SHARES == OUTPUT;
   int channel[OutputCopies::OWN], shift[OutputCopies::OWN], plane_images[OutputCopies::OWN];
   const int first_copy = SHARES_OUTPUT ? rank * OutputCopies::OWN : 0;
@@ -68,7 +67,7 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
   int pixel = first_box % boxes_of_line * BOX, image = first_box / boxes_of_line;
   for (int s = 0; s < stages; ++s) {
     ptx::wait_for_phase(ring.empty(), ring.parity ^ 1);
-    ptx::arrive_expecting(ring.full(), STAGE_BYTES);
+    ptx::arrive_expect_tx(ring.full(), STAGE_BYTES);
 #pragma unroll
     for (int box = 0; box < BOXES; ++box) {
       const int at = image < sizes.batch ? pixel : NOWHERE;
@@ -92,29 +91,29 @@ __device__ __forceinline__ void fill(Ring ring, const TensorMap& input, const Te
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384, 1)
     grad_weight_pixel_rows(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap planes, float* __restrict__ gradient,
-                     const __grid_constant__ LineSizes sizes) {
+                     const __grid_constant__ PixelRowsSizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
   const Ring ring((ptx::shared_address(shared) + 1023) & ~1023u);
   const Place place(blockIdx.x);
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(planes);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(planes);
     Ring each = ring;
     for (each.stage = 0; each.stage < STAGES; ++each.stage) {
-      ptx::set_up_barrier(each.full(), 1);
-      ptx::set_up_barrier(each.empty(), MULTIPLYING_WARPS * CLUSTER);
+      ptx::init_barrier(each.full(), 1);
+      ptx::init_barrier(each.empty(), MULTIPLYING_WARPS * CLUSTER);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   if constexpr (SHARES == NOBODY) {
     __syncthreads();
   } else {
-    ptx::meet_cluster();
+    ptx::sync_cluster();
   }
   const long long boxes = (long long)sizes.batch * ceil_div(sizes.pixels, BOX), all = (boxes + BOXES - 1) / BOXES;
-  const int first_stage = static_cast<int>(all * place.slice / sizes.slices);
-  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.slices) - first_stage;
+  const int first_stage = static_cast<int>(all * place.slice / sizes.splits);
+  const int stages = static_cast<int>(all * (place.slice + 1) / sizes.splits) - first_stage;
   ptx::wait_for_previous_launch();
   ptx::let_next_launch_start();
   if (warp < 4) {
@@ -130,6 +129,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(384
   // Nobody leaves while another may still reach its shared memory.
   if constexpr (SHARES != NOBODY) {
     __syncwarp();
-    ptx::meet_cluster();
+    ptx::sync_cluster();
   }
 }

@@ -3,11 +3,11 @@
 // One side of a tile are input channels of a group; the other are chunks of CHUNK output channels, each of one tap.
 #pragma once
 
+#include "common/integers.cuh"
+
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS;
 constexpr int CO_GROUP = OUT_CHANNELS / GROUPS;
 constexpr int TAPS = KERNEL_H * KERNEL_W;
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 constexpr int TILE_ROWS = 128;
 constexpr int INPUT_SIDE = SWAPPED ? TILE_COLS : TILE_ROWS;

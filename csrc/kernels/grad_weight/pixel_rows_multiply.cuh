@@ -43,15 +43,15 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[TILE_COLS 
     ptx::wait_for_phase(ring.full(), ring.parity);
     const ptx::u64 rows = ptx::swizzled_descriptor<BOX_ROW_BYTES>(ring.rows() + warpgroup * 64 * BOX_ROW_BYTES, 16, EIGHT_ROWS);
     const ptx::u64 cols = ptx::swizzled_descriptor<BOX_ROW_BYTES>(ring.cols(), 16, EIGHT_ROWS);
-    ptx::fence_sums();
+    ptx::fence_wgmma();
 #pragma unroll
     for (int box = 0; box < BOXES; ++box)
 #pragma unroll
       for (int k = 0; k < BOX / 8; ++k)
-        ptx::multiply<ptx::TF32, TILE_COLS>(sums, rows + (box * ROWS_BYTES + k * 32) / 16, cols + (box * COLS_BYTES + k * 32) / 16);
-    ptx::commit_multiplies();
+        ptx::wgmma<ptx::TF32, TILE_COLS>(sums, rows + (box * ROWS_BYTES + k * 32) / 16, cols + (box * COLS_BYTES + k * 32) / 16);
+    ptx::commit_wgmma();
     // All of the stage before is multiplied by this warp.
-    ptx::wait_multiplies<1>();
+    ptx::wait_wgmma<1>();
     if (s > 0) {
       if constexpr (SHARES == NOBODY) {
         if (lane == 0) ptx::arrive(ring.empty_before());
@@ -61,7 +61,7 @@ __device__ __forceinline__ void multiply_all(Ring ring, float (&sums)[TILE_COLS 
     }
     ring.advance();
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 /// Where an entry lies; -1 where a tile reaches beyond the gradient.

@@ -77,14 +77,14 @@ __device__ __forceinline__ u32 output_offset(int channel, int pixel) {
 using Sums = float[UNITS][N / 2];
 
 __device__ __forceinline__ void begin_multiplies(Sums& sums, const Rows& rows, ptx::u64 input) {
-  ptx::fence_sums();
+  ptx::fence_wgmma();
 #pragma unroll
-  for (int u = 0; u < UNITS; ++u) ptx::multiply_from_registers<N, PRECISION>(sums[u], rows[u], input);
-  ptx::commit_multiplies();
+  for (int u = 0; u < UNITS; ++u) ptx::wgmma_from_registers<N, PRECISION>(sums[u], rows[u], input);
+  ptx::commit_wgmma();
 }
 
 /// The multiplies of one row of grad_output.
-__device__ __forceinline__ void multiply_row(const GradWeightStripSizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[UNITS][2], int row) {
+__device__ __forceinline__ void multiply_row(const GradWeightStride1Sizes& sizes, Sums& sums, const Ring& ring, const u32 (&offsets)[UNITS][2], int row) {
   const Words words(ring.output() + lead(sizes, row, threadIdx.x % 32 / 4 % PLANES) * ITEM, offsets);
   const ptx::u64 input = ptx::swizzled_descriptor<BOX_ROW_BYTES>(ring.rows(), 16, 8 * BOX_ROW_BYTES);
   const auto input_at = [&](int i) { return input + (i * STEP / BOX * BOX_PITCH + i * STEP % BOX * ITEM) / 16; };
@@ -93,13 +93,13 @@ __device__ __forceinline__ void multiply_row(const GradWeightStripSizes& sizes, 
 #pragma unroll
   for (int i = 0; i < STEPS; i += 2) {
     begin_multiplies(sums, even, input_at(i));
-    if (i > 0) ptx::wait_multiplies<1>();
+    if (i > 0) ptx::wait_wgmma<1>();
     words.load(odd, i + 1);
     begin_multiplies(sums, odd, input_at(i + 1));
-    ptx::wait_multiplies<1>();
+    ptx::wait_wgmma<1>();
     if (i + 2 < STEPS) words.load(even, i + 2);
   }
-  ptx::wait_multiplies<0>();
+  ptx::wait_wgmma<0>();
 }
 
 /// Set a slice's sums, or add to them.
@@ -123,7 +123,7 @@ __device__ __forceinline__ void store(const Sums& sums, const Place& place, int 
 }
 
 /// A warp that multiplies.
-__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightStripSizes& sizes, int columns, float* gradient) {
+__device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place, const GradWeightStride1Sizes& sizes, int columns, float* gradient) {
   const int lane = threadIdx.x % 32;
   const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0), warpgroup = warp / 4;
   u32 offsets[UNITS][2];
@@ -145,7 +145,7 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
     for (auto& unit : sums)
 #pragma unroll
       for (float& sum : unit) sum = 0.f;
-    for (int flush = 0; flush < sizes.flush && c < columns; ++flush, c += sizes.slices) {
+    for (int flush = 0; flush < sizes.flush && c < columns; ++flush, c += sizes.splits) {
       const Column column(sizes, c);
 #pragma unroll 1
       for (int i = 0; i < column.rows + LAG; ++i, ++number) {
@@ -167,29 +167,29 @@ __device__ __forceinline__ void multiply_and_store(Ring ring, const Place& place
 
 extern "C" __global__ void __launch_bounds__(MULTIPLY_THREADS + 32 * FILL_WARPS, 1)
     grad_weight_stride1(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap grad_output,
-                       float* __restrict__ gradient, const __grid_constant__ GradWeightStripSizes sizes) {
+                       float* __restrict__ gradient, const __grid_constant__ GradWeightStride1Sizes sizes) {
   extern __shared__ __align__(1024) u32 shared[];
-  const u32 base = ptx::pinned((ptx::shared_address(shared) + 1023) & ~1023u);
+  const u32 base = ptx::keep_in_register((ptx::shared_address(shared) + 1023) & ~1023u);
   const Ring ring(base);
   const RawRing raw(base);
   const Place place(blockIdx.x);
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(input);
-    ptx::prefetch_map(grad_output);
+    ptx::prefetch_tensor_map(input);
+    ptx::prefetch_tensor_map(grad_output);
     Ring each = ring;
     for (int s = 0; s < SLOTS; ++s, each.advance()) {
-      ptx::set_up_barrier(each.full(), CHANNELS_LAST ? 1 + TURN_WARPS : 1);
-      ptx::set_up_barrier(each.empty(), MULTIPLY_THREADS / 32);
+      ptx::init_barrier(each.full(), CHANNELS_LAST ? 1 + TURN_WARPS : 1);
+      ptx::init_barrier(each.empty(), MULTIPLY_THREADS / 32);
     }
     RawRing each_raw = raw;
     for (int s = 0; s < RAW_SLOTS; ++s, each_raw.advance()) {
-      ptx::set_up_barrier(each_raw.full(), 1);
-      ptx::set_up_barrier(each_raw.empty(), TURN_WARPS);
+      ptx::init_barrier(each_raw.full(), 1);
+      ptx::init_barrier(each_raw.empty(), TURN_WARPS);
     }
-    ptx::publish_barriers();
+    ptx::fence_barrier_init();
   }
   __syncthreads();
-  const int columns = sizes.batch * static_cast<int>(sizes.segments.value * sizes.strips.value);
+  const int columns = sizes.batch * static_cast<int>(sizes.segments.value * sizes.column_tiles.value);
   if (threadIdx.x >= MULTIPLY_THREADS) {
     ptx::shrink_registers<FILL_REGISTERS>();
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0) - MULTIPLY_THREADS / 32, lane = threadIdx.x % 32;

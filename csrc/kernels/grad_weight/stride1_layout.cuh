@@ -5,13 +5,11 @@
 // in memory is a multiple of 16 bytes; channels_last [32 channels][pixel][channel], swizzled.
 #pragma once
 
+#include "common/integers.cuh"
 #include "common/stages.cuh"
 #include "common/sizes.cuh"
 
 using ptx::u32;
-
-constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
-constexpr int round_up(int a, int b) { return ceil_div(a, b) * b; }
 
 constexpr int CI_GROUP = IN_CHANNELS / GROUPS, CO_GROUP = OUT_CHANNELS / GROUPS, TAPS = KERNEL_H * KERNEL_W;
 constexpr int N = TILE_TAP_ROWS * TILE_CI;
@@ -76,9 +74,9 @@ struct Place {
 struct Column {
   int image, strip, begin, rows;
 
-  __device__ __forceinline__ Column(const GradWeightStripSizes& sizes, int number) {
+  __device__ __forceinline__ Column(const GradWeightStride1Sizes& sizes, int number) {
     unsigned rest = number;
-    strip = sizes.strips.digit(rest) * STRIP;
+    strip = sizes.column_tiles.digit(rest) * STRIP;
     begin = sizes.segments.digit(rest) * sizes.segment;
     image = static_cast<int>(rest);
     rows = begin + sizes.segment < sizes.out_height ? sizes.segment : sizes.out_height - begin;
@@ -87,7 +85,7 @@ struct Column {
 
 /// Pixels from where a row's box of a plane begins, in NCHW at a multiple of 16 bytes, to what the first column of taps
 /// reads.
-__device__ __forceinline__ int lead(const GradWeightStripSizes& sizes, int row, int plane) {
+__device__ __forceinline__ int lead(const GradWeightStride1Sizes& sizes, int row, int plane) {
   if constexpr (CHANNELS_LAST) return 0;
   if constexpr (!LINES) return (ALIGNMENT - PADDING_W % ALIGNMENT) % ALIGNMENT;
   return (row * (sizes.out_width % ALIGNMENT) + plane * (sizes.out_height * sizes.out_width % ALIGNMENT)) % ALIGNMENT;

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_depthwise(const Element* __restrict__ grad_output, const Element* __restrict__ input,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input,
                        void* __restrict__ grad_weight, void* __restrict__ grad_bias,
-                       const __grid_constant__ WalkSizes sizes) {
+                       const __grid_constant__ SegmentSizes sizes) {
   extern __shared__ float shared[];
 
   Digits thread{threadIdx.x};
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
   float sums[SUMS ? SUMS : 1] = {};
 #pragma unroll 1
-  for (int turn = 0; turn < sizes.repeat; ++turn) {
-    unsigned walk = (slice * sizes.repeat + turn) * WALKERS + walker;
+  for (int turn = 0; turn < sizes.segment_tiles; ++turn) {
+    unsigned walk = (slice * sizes.segment_tiles + turn) * WALKERS + walker;
     const int iw0 = sizes.across.digit(walk) * OWN_W, ih0 = sizes.down.digit(walk) * sizes.tile_rows;
     const long long image_index = walk;
     const int rows = sizes.height - ih0 < sizes.tile_rows ? sizes.height - ih0 : sizes.tile_rows;
@@ -125,7 +125,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       for (int r = 0; r < PHASE_ROWS; ++r)
         bring(coming[r], image + at_output(sizes, 0, channel, oh + r, first_column),
               [&](int column) { return is_row(oh + r) && (unsigned)(first_column + column) < (unsigned)sizes.out_width; });
-      if (WANTS_WEIGHT) coming_input.ask(from + step * row_stride, step < rows);
+      if (WANTS_WEIGHT) coming_input.load(from + step * row_stride, step < rows);
     };
     if (steps > 0) ask(0);
 

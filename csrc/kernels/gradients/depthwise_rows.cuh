@@ -31,11 +31,11 @@ template <class Inside>
 __device__ __forceinline__ void bring(GradOutputRow& to, const Element* from, const Inside& is_inside) {
   constexpr int APART = CHANNELS_LAST ? OUT_CHANNELS : 1;
 #pragma unroll
-  for (int i = 0; i < HEAD; ++i) to.head[i].ask(from + i * APART, is_inside(i));
+  for (int i = 0; i < HEAD; ++i) to.head[i].load(from + i * APART, is_inside(i));
 #pragma unroll
-  for (int i = 0; i < BODY; ++i) to.body[i].ask(from + (HEAD + i * LOAD) * APART, is_inside(HEAD + i * LOAD));
+  for (int i = 0; i < BODY; ++i) to.body[i].load(from + (HEAD + i * LOAD) * APART, is_inside(HEAD + i * LOAD));
 #pragma unroll
-  for (int i = COLUMNS - TAIL; i < COLUMNS; ++i) to.tail[i - (COLUMNS - TAIL)].ask(from + i * APART, is_inside(i));
+  for (int i = COLUMNS - TAIL; i < COLUMNS; ++i) to.tail[i - (COLUMNS - TAIL)].load(from + i * APART, is_inside(i));
 }
 
 // A walk's own columns of one row of the input.
@@ -44,9 +44,9 @@ struct InputRow {
   static constexpr int APART = CHANNELS_LAST ? IN_CHANNELS : N;
   Raw<N> raw[OWN_W / N];
 
-  __device__ __forceinline__ void ask(const Element* from, bool inside) {
+  __device__ __forceinline__ void load(const Element* from, bool inside) {
 #pragma unroll
-    for (int i = 0; i < OWN_W / N; ++i) raw[i].ask(from + i * APART, inside);
+    for (int i = 0; i < OWN_W / N; ++i) raw[i].load(from + i * APART, inside);
   }
   __device__ __forceinline__ void read(float (&to)[OWN_W]) const {
 #pragma unroll

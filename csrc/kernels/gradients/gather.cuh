@@ -54,11 +54,11 @@ static_assert(CHANNELS % LOAD_C == 0 && ROWS * ROW_STEP < 4096 && GRAD_OUTPUT_TI
 struct Position {
   long long image;
   int down;
-  __device__ __forceinline__ static Position of(const WalkSizes& sizes, int tile) {
+  __device__ __forceinline__ static Position of(const SegmentSizes& sizes, int tile) {
     const int image = sizes.down.quotient(tile);
     return {image, sizes.down.remainder(tile, image)};
   }
-  __device__ __forceinline__ void advance(const WalkSizes& sizes) {
+  __device__ __forceinline__ void advance(const SegmentSizes& sizes) {
     if (++down == static_cast<int>(sizes.down.value)) down = 0, ++image;
   }
 };
@@ -74,14 +74,14 @@ struct GradOutputLoader {
     Index from;  // in memory, from the tile's first element; NONE left and right of the output
     int to;      // word of the tile, and in the low 12 bits the output row
   };
-  const WalkSizes& sizes;
+  const SegmentSizes& sizes;
   const int first_column;
   Place places[PLACES_KEPT ? LOADS : 1];
   Raw<LOAD> ahead[AHEAD ? LOADS : 1];
   const Element* corner;
   int first_row;
 
-  __device__ __forceinline__ GradOutputLoader(const WalkSizes& sizes, int column)
+  __device__ __forceinline__ GradOutputLoader(const SegmentSizes& sizes, int column)
       : sizes(sizes), first_column(column - SHIFT) {
     if constexpr (PLACES_KEPT) {
 #pragma unroll
@@ -158,7 +158,7 @@ struct GradOutputLoader {
   __device__ __forceinline__ bool is_inside(Place at) const {
     return at.from != NONE && (unsigned)(first_row + (at.to & 4095)) < (unsigned)sizes.out_height;
   }
-  __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.ask(corner + at.from, is_inside(at)); }
+  __device__ __forceinline__ void load(Raw<LOAD>& to, Place at) const { to.load(corner + at.from, is_inside(at)); }
   __device__ __forceinline__ static void write(float* to, const Raw<LOAD>& raw) {
     if constexpr (CHANNELS_LAST || LOAD == 1) {
 #pragma unroll

@@ -12,6 +12,7 @@
 // Covers: float32 (TF32), float16, bfloat16; rows of j in multiples of 16 bytes, input channels in multiples of 4; groups ==
 // 1; output positions that are the taps. grad_output and the weight come by boxes, the input by small copies, for its
 // rows need not begin at multiples of 16 bytes. What lies outside a tensor is read as zeros. 128 images at a time.
+#include "common/integers.cuh"
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 #include "common/pipeline.cuh"
@@ -33,9 +34,8 @@ constexpr int BARRIER_AT = INPUT_AT + CI_BOXES * BOX_BYTES, SUMS_AT = BARRIER_AT
 constexpr int SUMS_PITCH = CHANNELS + 8;
 static_assert(SHARED_BYTES == 1024 + SUMS_AT + (WITH_INPUT ? IMAGES * SUMS_PITCH * 4 : 0), "the plan counts otherwise");
 static_assert(IMAGES == 128 && CHANNELS == 128, "a box has 128 rows");
-constexpr int common_factor(int a, int b) { return b == 0 ? a : common_factor(b, a % b); }
 /// Bytes of the input that come together.
-constexpr int VECTOR = common_factor(IN_CHANNELS * ITEM, 16), ROW_VECTORS = CHANNELS * ITEM / VECTOR;
+constexpr int VECTOR = gcd(IN_CHANNELS * ITEM, 16), ROW_VECTORS = CHANNELS * ITEM / VECTOR;
 constexpr int J_BLOCKS = (ALL_COLUMNS + COLUMNS - 1) / COLUMNS;
 static_assert(J_BLOCKS % CLUSTER == 0);
 
@@ -108,7 +108,7 @@ __device__ __forceinline__ void store_input(u32 shared, int first_image, int ima
     const int at = e * THREADS + static_cast<int>(threadIdx.x), row = first_row + at / FOURS, channel = at % FOURS * 4;
 #pragma unroll
     for (int block = 0; block < CLUSTER; ++block) {
-      const float4 part = ptx::load_of_cluster(shared + SUMS_AT + (row * SUMS_PITCH + channel) * 4, block);
+      const float4 part = ptx::load_cluster_shared(shared + SUMS_AT + (row * SUMS_PITCH + channel) * 4, block);
       sums[e].x += part.x, sums[e].y += part.y, sums[e].z += part.z, sums[e].w += part.w;
     }
   }
@@ -208,16 +208,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                     float* __restrict__ columns, long long batch) {
   extern __shared__ __align__(1024) char memory[];
   __shared__ ColumnSum quarters[WITH_BIAS ? 4 : 1][COLUMNS];
-  const u32 shared = ptx::pinned((ptx::shared_address(memory) + 1023) & ~1023u);
+  const u32 shared = ptx::keep_in_register((ptx::shared_address(memory) + 1023) & ~1023u);
   const u32 barrier = shared + BARRIER_AT;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first = static_cast<int>(blockIdx.x) % J_BLOCKS * COLUMNS, first_channel = static_cast<int>(blockIdx.x) / J_BLOCKS * CHANNELS;
   partial += static_cast<long long>(blockIdx.x % J_BLOCKS / CLUSTER) * batch * IN_CHANNELS;
   if (threadIdx.x == 0) {
-    ptx::prefetch_map(grad_output);
-    if (WITH_INPUT) ptx::prefetch_map(weight);
-    ptx::set_up_barrier(barrier, 1);
-    ptx::publish_barriers();
+    ptx::prefetch_tensor_map(grad_output);
+    if (WITH_INPUT) ptx::prefetch_tensor_map(weight);
+    ptx::init_barrier(barrier, 1);
+    ptx::fence_barrier_init();
   }
   __syncthreads();
   ptx::let_next_launch_start();
@@ -230,12 +230,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x == 0) {
       // The weight stays.
       const bool asks_for_weight = WITH_INPUT && image == 0;
-      ptx::arrive_expecting(barrier, (asks_for_weight ? 2 : 1) * J_BOXES * BOX_BYTES);
+      ptx::arrive_expect_tx(barrier, (asks_for_weight ? 2 : 1) * J_BOXES * BOX_BYTES);
 #pragma unroll
       for (int b = 0; b < J_BOXES; ++b) {
-        ptx::copy_box(shared + OUTPUT_AT + b * BOX_BYTES, grad_output, first + b * BOX_COLUMNS, image, barrier);
+        ptx::tma_load(shared + OUTPUT_AT + b * BOX_BYTES, grad_output, first + b * BOX_COLUMNS, image, barrier);
         if (asks_for_weight)
-          ptx::copy_box(shared + WEIGHT_AT + b * BOX_BYTES, weight, first + b * BOX_COLUMNS, first_channel, barrier);
+          ptx::tma_load(shared + WEIGHT_AT + b * BOX_BYTES, weight, first + b * BOX_COLUMNS, first_channel, barrier);
       }
     }
     if (WITH_WEIGHT) fill_input(shared, input, image, static_cast<int>(batch) - image, first_channel);

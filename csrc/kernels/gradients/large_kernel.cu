@@ -16,7 +16,7 @@
 // there is one split, else as float32, a slice a split. Every sum has a fixed order.
 #include "common/images.cuh"
 #include "common/mma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/split_tf32.cuh"
 #include "common/tile_index.cuh"
 
@@ -36,7 +36,7 @@ constexpr int ROW_TAPS = KERNEL_W * COLUMN, ROW_STRIDE = STRIDE_W * COLUMN, ROW_
 static_assert(ROW_TAPS % PIECE == 0 && ROW_STRIDE % PIECE == 0 && ROW_PADDING % PIECE == 0);  // as rows of grad_output are
 static_assert(GROUPS == 1 && CHANNELS_LAST == WEIGHT_CHANNELS_LAST && DILATION_H == 1 && DILATION_W == 1);
 // Whether pixels travel together, two of them.
-__device__ __forceinline__ bool in_pairs(const StepSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
+__device__ __forceinline__ bool in_pairs(const LargeKernelSizes& sizes) { return !CHANNELS_LAST && sizes.width % 2 == 0; }
 
 // Of a warp's patches: an odd number of 16 bytes for each pixel.
 constexpr int PITCH = WARP_TAPS * ITEM + 16, PATCH_PART = 16 * PITCH, PATCH_BYTES = PARTS * PATCH_PART;
@@ -55,7 +55,7 @@ static_assert(SHARED_BYTES == SUMS_AT + 2 * SUMS_BYTES, "the plan and the kernel
 struct Step {
   long long image;
   int row, column;
-  __device__ __forceinline__ Step(const StepSizes& sizes, int index) {
+  __device__ __forceinline__ Step(const LargeKernelSizes& sizes, int index) {
     unsigned rest = index;
     column = sizes.across.digit(rest) * 16, row = sizes.rows.digit(rest), image = rest;
   }
@@ -64,7 +64,7 @@ struct Step {
 // The input of a step as fragments: rows g and g + 8 of each m tile, of pixels 2t, 2t + 1 and 2t + 8, 2t + 9.
 struct Input {
   u32 words[M_TILES][2][2][ITEM / 2];
-  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* input, const Step& step, int g, int t) {
+  __device__ __forceinline__ void fetch(const LargeKernelSizes& sizes, const Element* input, const Step& step, int g, int t) {
     const bool pairs = in_pairs(sizes);
 #pragma unroll
     for (int m = 0; m < M_TILES; ++m)
@@ -98,7 +98,7 @@ struct Input {
 // A warp's patches on their way.
 struct Patches {
   u32 words[PIECES][4];
-  __device__ __forceinline__ void fetch(const StepSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
+  __device__ __forceinline__ void fetch(const LargeKernelSizes& sizes, const Element* grad_output, const Step& step, int first_tap, int lane) {
     const int out_row = sizes.out_width * COLUMN;
     const int tap = first_tap + lane % PIECES_ACROSS * PIECE;
     Digits digits{static_cast<unsigned>(tap)};
@@ -140,7 +140,7 @@ __device__ __forceinline__ void store_pair(Out* to, float first, float second) {
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     gradients_large_kernel(const Element* __restrict__ input, const Element* __restrict__ grad_output,
                     const Element* __restrict__ weight, float* __restrict__ input_partial, void* __restrict__ result,
-                    const __grid_constant__ StepSizes sizes) {
+                    const __grid_constant__ LargeKernelSizes sizes) {
   extern __shared__ float4 shared[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   Digits block{blockIdx.x};
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   const long long all_steps = (long long)sizes.batch * sizes.height * sizes.across.value;
   const int begin = static_cast<int>(split_index * all_steps / sizes.splits);
   const int end = static_cast<int>((split_index + 1) * all_steps / sizes.splits);
-  const u32 patches = ptx::pinned(ptx::shared_address(shared) + warp * PATCH_BYTES);
+  const u32 patches = ptx::keep_in_register(ptx::shared_address(shared) + warp * PATCH_BYTES);
   float* const sums = reinterpret_cast<float*>(reinterpret_cast<char*>(shared) + SUMS_AT);
 
   Patches ahead;
@@ -159,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     next_input.fetch(sizes, input, Step(sizes, begin), g, t);
   }
   // Rows g and g + 8 of k = t, then of k = t + 4, in words. A lane reads what it wrote.
-  const u32 weights = ptx::pinned(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
+  const u32 weights = ptx::keep_in_register(ptx::shared_address(shared) + WEIGHTS_AT + warp * WEIGHT_BYTES + lane * 16);
 #pragma unroll 2
   for (int k = 0; k < K_STEPS; ++k)
 #pragma unroll
@@ -181,8 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   // ldmatrix: lane 8m + r names row r of matrix m: 8 pixels and two pieces of k, then 8 more pixels; transposed 16 pixels,
   // then the second piece.
-  const u32 rows = ptx::pinned(patches + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16);
-  const u32 columns = ptx::pinned(IS_IEEE ? patches + 2 * t * PITCH + g * 4 : patches + lane % 16 * PITCH + lane / 16 * 16);
+  const u32 rows = ptx::keep_in_register(patches + (lane / 16 * 8 + lane % 8) * PITCH + lane / 8 % 2 * 16);
+  const u32 columns = ptx::keep_in_register(IS_IEEE ? patches + 2 * t * PITCH + g * 4 : patches + lane % 16 * PITCH + lane / 16 * 16);
 
   float sum[M_TILES][N_TILES][4] = {};
   int buffer = 0;
@@ -226,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
               taps[n][q / 2][part][q % 2] =
                   ptx::load_shared(columns + part * PATCH_PART + (q / 2 * 8 + q % 2) * PITCH + (n0 + n) * 32);
         float part_sum[TOGETHER][M_TILES][4];
-        repeat<0, 6>([&](auto round) {
+        static_for<0, 6>([&](auto round) {
           constexpr int EIGHT = decltype(round)::value / 3, ROUND = decltype(round)::value % 3;
 #pragma unroll
           for (int n = 0; n < TOGETHER; ++n)
@@ -273,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
           w[m][part] = ptx::load_shared_vector(weights + ((k * M_TILES + m) * PARTS + part) * 512);
       if constexpr (IS_IEEE) {
         float part_sum[M_TILES][2][4];
-        repeat<0, 3>([&](auto round) {
+        static_for<0, 3>([&](auto round) {
           constexpr int ROUND = decltype(round)::value;
 #pragma unroll
           for (int m = 0; m < M_TILES; ++m)

@@ -35,15 +35,15 @@ constexpr int BARRIERS_AT = PATCHES_AT + 2 * PATCH_BYTES;
 static_assert(SHARED_BYTES == BARRIERS_AT + 8 * (STAGES + 1), "the plan and the kernel must agree");
 
 /// Ask for the input of a tile. By one thread.
-__device__ __forceinline__ void bring(const TensorMap& input, const RunSizes& sizes, int tile, u32 stage, u32 full) {
+__device__ __forceinline__ void bring(const TensorMap& input, const PatchSizes& sizes, int tile, u32 stage, u32 full) {
   const Run run = Run::of(sizes, tile);
-  ptx::arrive_expecting(full, STAGE_BYTES);
+  ptx::arrive_expect_tx(full, STAGE_BYTES);
 #pragma unroll
   for (int box = 0; box < BOXES; ++box) {
     if constexpr (CHANNELS_LAST) {
-      ptx::copy_box(stage + box * BOX_BYTES, input, box * LINE, run.pixel, run.image, full);
+      ptx::tma_load(stage + box * BOX_BYTES, input, box * LINE, run.pixel, run.image, full);
     } else {
-      ptx::copy_box(stage + box * BOX_BYTES, input, run.pixel + box * LINE, 0, run.image, full);
+      ptx::tma_load(stage + box * BOX_BYTES, input, run.pixel + box * LINE, 0, run.image, full);
     }
   }
 }
@@ -58,9 +58,9 @@ static_assert(GATHER_WARPS == 0 || (GATHER_WARPS == 4 && INPUT_WARPS == 4 && WEI
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     gradients_narrow_joint(const __grid_constant__ TensorMap input, const Element* __restrict__ grad_output,
                        const Element* __restrict__ weight, Element* __restrict__ grad_input, float* __restrict__ partial,
-                       float* __restrict__ bias_partial, const __grid_constant__ RunSizes sizes) {
+                       float* __restrict__ bias_partial, const __grid_constant__ PatchSizes sizes) {
   extern __shared__ __align__(1024) char memory[];
-  const u32 shared = ptx::pinned(ptx::shared_address(memory));
+  const u32 shared = ptx::keep_in_register(ptx::shared_address(memory));
   const int warp = threadIdx.x / 32;
   const int tiles = sizes.all_tiles, first = blockIdx.x, stride = gridDim.x;
   const auto full = [&](int stage) { return shared + BARRIERS_AT + stage * 8; };
@@ -68,9 +68,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const auto patches = [&](int buffer) { return shared + PATCHES_AT + buffer * PATCH_BYTES; };
 
   if (threadIdx.x == 0) {
-    for (int stage = 0; stage < STAGES; ++stage) ptx::set_up_barrier(full(stage), 1);
-    ptx::set_up_barrier(done, THREADS);
-    ptx::publish_barriers();
+    for (int stage = 0; stage < STAGES; ++stage) ptx::init_barrier(full(stage), 1);
+    ptx::init_barrier(done, THREADS);
+    ptx::fence_barrier_init();
     for (int stage = 0; stage < STAGES; ++stage)
       if (first + stage * stride < tiles) bring(input, sizes, first + stage * stride, shared + stage * STAGE_BYTES, full(stage));
   }

@@ -34,7 +34,7 @@ struct InputRole {
 
   __device__ __forceinline__ InputRole(u32 shared, int warp)
       : lane(threadIdx.x % 32), warp_c(warp % INPUT_WARPS_C), first_pixel(warp / INPUT_WARPS_C * INPUT_P_TILES * 16) {
-    weights = ptx::pinned(shared + WEIGHTS_AT + (warp_c * INPUT_C_TILES * K_STEPS * PARTS * 32 + lane) * 16);
+    weights = ptx::keep_in_register(shared + WEIGHTS_AT + (warp_c * INPUT_C_TILES * K_STEPS * PARTS * 32 + lane) * 16);
     // Lane 8m + r names row r of matrix m: in NCHW 8 pixels, two pieces of k, then 8 more, permuted so that a lane's results
     // are neighbours; in channels_last 16 pixels, then the second piece of k.
     const int m = lane / 8, r = lane % 8;
@@ -51,7 +51,7 @@ struct InputRole {
   __device__ __forceinline__ static void multiply(Sums& sums, const u32 (&taps)[PARTS][4], const uint4 (&w)[INPUT_C_TILES][PARTS]) {
     const auto half_of = [](const uint4& v, int j) { return make_uint2(j ? v.y : v.x, j ? v.w : v.z); };
     const uint4 patch[2] = {as_vector(taps[0]), as_vector(taps[PARTS - 1])};
-    repeat<0, IS_IEEE ? 3 : 1>([&](auto round) {
+    static_for<0, IS_IEEE ? 3 : 1>([&](auto round) {
       constexpr int ROUND = decltype(round)::value;
 #pragma unroll
       for (int c = 0; c < INPUT_C_TILES; ++c)
@@ -71,9 +71,9 @@ struct InputRole {
     });
   }
 
-  __device__ __forceinline__ void work(u32 patches, const RunSizes& sizes, int tile, Element* grad_input) const {
+  __device__ __forceinline__ void work(u32 patches, const PatchSizes& sizes, int tile, Element* grad_input) const {
     Sums sum[INPUT_P_TILES] = {};
-    const u32 patch = ptx::pinned(patches + patch_at);
+    const u32 patch = ptx::keep_in_register(patches + patch_at);
 #pragma unroll(IS_IEEE ? 1 : 3)
     for (int step = 0; step < K_STEPS; ++step) {
       uint4 w[INPUT_C_TILES][PARTS];
@@ -103,7 +103,7 @@ struct InputRole {
 
   __device__ __forceinline__ static uint4 as_vector(const u32 (&m)[4]) { return make_uint4(m[0], m[1], m[2], m[3]); }
 
-  __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], const RunSizes& sizes, int tile,
+  __device__ __forceinline__ void store(const Sums (&sum)[INPUT_P_TILES], const PatchSizes& sizes, int tile,
                                         Element* grad_input) const {
     const Run run = Run::of(sizes, tile);
     const int pixel0 = run.pixel + first_pixel, g = lane / 4, t = lane % 4;

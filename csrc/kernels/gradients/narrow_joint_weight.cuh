@@ -95,7 +95,7 @@ struct WeightRole {
     }
     u32 at[4];
 #pragma unroll
-    for (int q = 0; q < 4; ++q) at[q] = ptx::pinned(patches + patch_place(first + pixel_of(q)) + g * 4);
+    for (int q = 0; q < 4; ++q) at[q] = ptx::keep_in_register(patches + patch_place(first + pixel_of(q)) + g * 4);
 #pragma unroll
     for (int n0 = 0; n0 < N_TILES; n0 += TOGETHER) {
       u32 taps[TOGETHER][2][PARTS][2];
@@ -107,7 +107,7 @@ struct WeightRole {
 #pragma unroll
           for (int part = 0; part < PARTS; ++part)
             if (n0 + n < N_TILES) taps[n][q / 2][part][q % 2] = ptx::load_shared(at[q] + part * PATCH_PART + (n0 + n) * 32);
-      repeat<0, 6>([&](auto round) {
+      static_for<0, 6>([&](auto round) {
         constexpr int STEP = decltype(round)::value / 3, ROUND = decltype(round)::value % 3;
 #pragma unroll
         for (int n = 0; n < TOGETHER; ++n)
@@ -138,12 +138,12 @@ struct WeightRole {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) place[i * 32] = (&sum[0][0][0])[i];
       }
-      ptx::meet<2, 32 * WEIGHT_WARPS>();
+      ptx::sync_named_barrier<2, 32 * WEIGHT_WARPS>();
       if (warp_k < half) {
 #pragma unroll
         for (int i = 0; i < SUMS; ++i) (&sum[0][0][0])[i] += place[i * 32];
       }
-      ptx::meet<2, 32 * WEIGHT_WARPS>();
+      ptx::sync_named_barrier<2, 32 * WEIGHT_WARPS>();
     }
     if (warp_k > 0) return;
     const int g = lane / 4, t = lane % 4;

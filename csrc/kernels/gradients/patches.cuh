@@ -10,7 +10,7 @@
 #include "common/compensated_sum.cuh"
 #include "common/images.cuh"
 #include "common/mma.cuh"
-#include "common/repeat.cuh"
+#include "common/static_for.cuh"
 #include "common/split_tf32.cuh"
 #include "common/tile_index.cuh"
 
@@ -34,7 +34,7 @@ constexpr int PATCH_BYTES = PARTS * PATCH_PART;
 // Where a tile begins.
 struct Run {
   int image, pixel;
-  __device__ __forceinline__ static Run of(const RunSizes& sizes, int tile) {
+  __device__ __forceinline__ static Run of(const PatchSizes& sizes, int tile) {
     const int image = sizes.tiles.quotient(tile);
     return {image, sizes.tiles.remainder(tile, image) * PIXELS};
   }
@@ -54,24 +54,24 @@ constexpr int READ = IN_FOURS ? 4 : 1;
 static_assert(!IN_FOURS || (STRIDE_W % 4 == 0 && DILATION_W == 1 && !CHANNELS_LAST));
 
 struct Gatherer {
-  const RunSizes& sizes;
+  const PatchSizes& sizes;
   Element values[SLOTS][CHUNK];
   bool last_row, last_column;
   BiasSum bias[WITH_BIAS ? OUT_CHANNELS : 1] = {};
 
-  __device__ __forceinline__ explicit Gatherer(const RunSizes& sizes) : sizes(sizes) {}
+  __device__ __forceinline__ explicit Gatherer(const PatchSizes& sizes) : sizes(sizes) {}
 
   // body(tap, slot, which of the slot's chunk), constants all, for each tap of this thread's.
   template <class Body>
   __device__ __forceinline__ static void for_taps(const Body& body) {
     const int gatherer = (threadIdx.x - FIRST_GATHERING) / PIXELS;
-    repeat<0, GATHERERS>([&](auto own) {
+    static_for<0, GATHERERS>([&](auto own) {
       if (gatherer != decltype(own)::value) return;
-      repeat<0, SLOTS>([&](auto slot) {
+      static_for<0, SLOTS>([&](auto slot) {
         constexpr int AT = (decltype(slot)::value * GATHERERS + decltype(own)::value) * CHUNK;
-        repeat<0, CHUNK>([&](auto i) {
+        static_for<0, CHUNK>([&](auto i) {
           if constexpr (AT + decltype(i)::value < CHUNKS * CHUNK)
-            body(Number<AT + decltype(i)::value>{}, slot, i);
+            body(IndexConstant<AT + decltype(i)::value>{}, slot, i);
         });
       });
     });
@@ -95,7 +95,7 @@ struct Gatherer {
       columns |= static_cast<u32>(static_cast<unsigned>(column + kw * DILATION_W) < static_cast<unsigned>(sizes.out_width)) << kw;
     const Element* const from = grad_output + run.image * output_elements(sizes) + at_output(sizes, 0, 0, row, column);
     // Pinned: kept, the places of all rows of taps would take too many registers.
-    const int out_height = ptx::pinned(sizes.out_height), out_width = ptx::pinned(sizes.out_width);
+    const int out_height = ptx::keep_in_register(sizes.out_height), out_width = ptx::keep_in_register(sizes.out_width);
     PackOf<Element, READ> pack{};
     for_taps([&](auto tap, auto slot, auto i) {
       constexpr int TAP = decltype(tap)::value, KW = TAP % KERNEL_W, KH = TAP / KERNEL_W % KERNEL_H, CO = TAP / TAPS;

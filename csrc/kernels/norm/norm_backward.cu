@@ -86,8 +86,8 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const long long at = tile.offset(s, i + u * tile.step);
-        given[u].x.ask(x + at, true), given[u].gradient.ask(grad_z + at, true);
-        if constexpr (ADDS) outputs[u].ask(z + at, true);
+        given[u].x.load(x + at, true), given[u].gradient.load(grad_z + at, true);
+        if constexpr (ADDS) outputs[u].load(z + at, true);
       }
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
@@ -103,10 +103,10 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
     for (; i < tile.end; i += tile.step, ++k) {
       Given given[1];
       const long long at = tile.offset(s, i);
-      given[0].x.ask(x + at, true), given[0].gradient.ask(grad_z + at, true);
+      given[0].x.load(x + at, true), given[0].gradient.load(grad_z + at, true);
       Item output, second = given[0].gradient;
       if constexpr (ADDS) {
-        output.ask(z + at, true);
+        output.load(z + at, true);
         second = settled(given[0].gradient, output);
         second.write(grad_added + at);
       }
@@ -160,13 +160,13 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
           if (one < tile.end) recall(2 * (k + u), given[u].x), recall(2 * (k + u) + 1, given[u].gradient);
         } else {
           const long long at = one < tile.end ? tile.offset(s, one) : 0;
-          given[u].x.ask(x + at, one < tile.end);
+          given[u].x.load(x + at, one < tile.end);
           if (is_settled)
-            given[u].gradient.ask(grad_added + at, one < tile.end);
+            given[u].gradient.load(grad_added + at, one < tile.end);
           else
-            given[u].gradient.ask(grad_z + at, one < tile.end);
+            given[u].gradient.load(grad_z + at, one < tile.end);
           if constexpr (ADDS)
-            if (!is_settled) outputs[u].ask(z + at, one < tile.end);
+            if (!is_settled) outputs[u].load(z + at, one < tile.end);
         }
       }
 #pragma unroll

@@ -54,7 +54,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
     for (; i + (UNROLL - 1) * tile.step < tile.end; i += UNROLL * tile.step, k += UNROLL) {
       Item items[UNROLL];
 #pragma unroll
-      for (int u = 0; u < UNROLL; ++u) items[u].ask(x + tile.offset(s, i + u * tile.step), true);
+      for (int u = 0; u < UNROLL; ++u) items[u].load(x + tile.offset(s, i + u * tile.step), true);
       if constexpr (STAGE == TOGETHER)
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
@@ -64,7 +64,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
     }
     for (; i < tile.end; i += tile.step, ++k) {
       Item items[1];
-      items[0].ask(x + tile.offset(s, i), true);
+      items[0].load(x + tile.offset(s, i), true);
       if (STAGE == TOGETHER && k < s.cached) keep(k, items[0]);
       take(items, mine, n);
       n += OF_ITEM;
@@ -116,11 +116,11 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
 #pragma unroll
       for (int u = 0; u < UNROLL; ++u) {
         const int one = i + u * tile.step;
-        if constexpr (ADDS) others[u].ask(added + (one < tile.end ? tile.offset(s, one) : 0), one < tile.end);
+        if constexpr (ADDS) others[u].load(added + (one < tile.end ? tile.offset(s, one) : 0), one < tile.end);
         if (STAGE == TOGETHER && k + u < s.cached) {
           if (one < tile.end) recall(k + u, items[u]);
         } else {
-          items[u].ask(x + (one < tile.end ? tile.offset(s, one) : 0), one < tile.end);
+          items[u].load(x + (one < tile.end ? tile.offset(s, one) : 0), one < tile.end);
         }
       }
 #pragma unroll
@@ -133,7 +133,7 @@ extern "C" __global__ void IN_CLUSTERS __launch_bounds__(THREADS, 1)
           const int j = CHANNELS_LAST ? v : 0;
           float before = (items[u][v] - mean[j]) * scale[j] + shift[j];
           if constexpr (ADDS) before += others[u][v];
-          values[v] = activated(before, s.slope);
+          values[v] = activate(before, s.slope);
         }
         Item::store(z + tile.offset(s, one), values);
       }

@@ -1,4 +1,5 @@
-"""Plans of csrc/kernels/common/cast.cu: what an autocast casts of one layer, by one launch. Pure functions of data."""
+"""Plans of csrc/kernels/common/cast.cu, which casts the tensors of one layer for an autocast by one launch. Pure
+functions of data."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Kernel, Launch, Output, Plan, input_, output, struct
 
-MOST_TENSORS = 3
+MAX_TENSORS = 3
 _THREADS = 256
 #: Mirrors ELEMENTS of common/cast.cu.
 _ELEMENTS = 8
@@ -18,16 +19,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def plan_cast(copies: Sequence[Output], source: torch.dtype) -> Plan | None:
-    """Casts the k-th of up to three inputs, which lies as the k-th of the copies does, from ``source``.
+    """Returns the plan that casts the k-th of up to three inputs from ``source`` to the k-th copy; both lie alike in
+    memory.
 
     Returns:
-        None where the kernel does not take them.
+        None if the kernel does not support them.
     """
     (target,) = {copy.dtype for copy in copies}
     counts = [math.prod(copy.shape) for copy in copies]
     if source not in DTYPES or target not in DTYPES or not any(counts) or max(counts) >= INT32_LIMIT:
         return None
-    absent = MOST_TENSORS - len(copies)
+    absent = MAX_TENSORS - len(copies)
     blocks = [ceil_div(count, _THREADS * _ELEMENTS) for count in counts]
     ends = [sum(blocks[: place + 1]) for place in range(len(blocks))]
     places = [*range(len(copies)), *[0] * absent]

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.nchw_to_nhwc import activation, arrange
+from tconv_swap.kernels.common.nchw_to_nhwc import activation, transpose
 from tconv_swap.kernels.common.sizes import divisor, tile_sizes
 from tconv_swap.kernels.forward.implicit_gemm_choice import (
     BOX_REGISTERS,
@@ -276,7 +276,7 @@ def plan_with_tile(problem: TileProblem, tile: Tile, device: Device) -> Plan:
     if problem.arranged:
         given = activation(geometry.input_shape, problem.dtype)
         source, used = workspace(used), used + round_up(given.bytes, 16)
-        arranging = arrange(given, input_(0), source, device)
+        arranging = transpose(given, input_(0), source, device)
         launches.append(replace(arranging, overlaps_previous=bool(launches)))
     outputs = geometry.batch * geometry.out_channels * geometry.out_height * geometry.out_width
     maps: tuple[TensorMap, ...] = (_input_map(problem, tile, source),) if tile.boxes else ()

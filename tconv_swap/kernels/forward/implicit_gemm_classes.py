@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, zip_longest
 
-from tconv_swap.kernels.common.forward_shares import share_of_tile
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.forward_schedules import max_implicit_gemm_schedules
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward import implicit_gemm_nchw as forward_nchw
 from tconv_swap.kernels.forward.implicit_gemm_choice import candidates, power_above
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, can_be_aligned
@@ -63,7 +63,7 @@ class Schedule:
         """Whether the kernel is right for this size."""
         geometry, posed, tile = problem.geometry, self.problem, self.tile
         image = geometry.in_channels * geometry.height * geometry.width * problem.item
-        if posed.arranged and geometry.batch * image > MOST_ARRANGED_BYTES:
+        if posed.arranged and geometry.batch * image > MAX_COPY_BYTES:
             return False
         if posed.aligned and not can_be_aligned(self.posed(problem)):
             return False
@@ -142,7 +142,11 @@ def schedules(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
         one = _best(layer, _sized(layer, 4096, 1, 1), device)
         return (one,) if one is not None else ()
     found: dict[tuple[TileProblem, Tile], Ranked] = {}
-    most = share_of_stride_one(layer, device) if layer.of_grad_input else share_of_tile(layer, device)
+    most = (
+        share_of_stride_one(layer, device)
+        if layer.of_grad_input
+        else max_implicit_gemm_schedules(layer, device)
+    )
     for make in _classes(layer):
         if len(found) == most:
             break
@@ -259,7 +263,7 @@ def _in_whole_rows(problem: TileProblem, tile: Tile) -> bool:
 
 @lru_cache(maxsize=256)
 def _of_huge_inputs(layer: TileProblem, device: Device) -> tuple[Ranked, ...]:
-    """Of layers whose kernels all read a copy of the input, where that would be too large (``MOST_ARRANGED_BYTES``)."""
+    """Of layers whose kernels all read a copy of the input, where that would be too large (``MAX_COPY_BYTES``)."""
     sized = _sized(layer, 8, 256, 256)
     tiles = list(islice(candidates(sized, device), 1))
     return tuple((Schedule(problem, tile), ()) for problem, tile in tiles)

@@ -23,7 +23,7 @@ STAGGER_BYTES = 8
 FILL_GROUPS = 2
 
 
-def power_dividing(n: int, most: int) -> int:
+def power_of_two_dividing(n: int, most: int) -> int:
     """The largest power of two up to ``most``, itself one, that divides ``n``."""
     return mathematics.gcd(n, most)
 
@@ -44,8 +44,8 @@ def _copy_elements(problem: TileProblem, tile: Tile) -> int:
     if tile.wgmma and not problem.input_channels_last:
         most = 4
     if problem.input_channels_last:
-        return power_dividing(problem.geometry.in_channels_per_group, most)
-    return power_dividing(problem.row_multiple, power_dividing(tile.cols, most))
+        return power_of_two_dividing(problem.geometry.in_channels_per_group, most)
+    return power_of_two_dividing(problem.row_multiple, power_of_two_dividing(tile.cols, most))
 
 
 def shared_bytes(problem: TileProblem, tile: Tile) -> int:
@@ -169,8 +169,10 @@ def staged_bytes(problem: TileProblem, tile: Tile) -> int:
     phases = problem.phases
     most = tile.part_bytes // (tile.part_channels * 8 * phases[0] * phases[1] * item)
     fragments = 1 << max(1, most).bit_length() - 1
-    cols = tile.warp_cols if tile.warp_cols <= fragments else power_dividing(tile.warp_cols, fragments)
-    lines = power_dividing(tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1)
+    cols = tile.warp_cols if tile.warp_cols <= fragments else power_of_two_dividing(tile.warp_cols, fragments)
+    lines = power_of_two_dividing(
+        tile.warp_images * tile.warp_rows, 1 << (fragments // cols).bit_length() - 1
+    )
     pixels = cols * lines * 8 * phases[0] * phases[1]
     run_words = min(4, 2 * phases[1] // per_word)
     return tile.part_channels * aligned_to(ceil_div(pixels, per_word), 4, 32, 4 * run_words % 32) * 4

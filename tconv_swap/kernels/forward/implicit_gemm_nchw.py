@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.forward.implicit_gemm_choice import box_tiles
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem
 from tconv_swap.kernels.problem import Device
@@ -31,7 +31,7 @@ def candidates(problem: TileProblem, device: Device) -> Iterator[tuple[TileProbl
     geometry = problem.geometry
     if (
         geometry.batch * geometry.in_channels * geometry.height * geometry.width * problem.item
-        > MOST_ARRANGED_BYTES
+        > MAX_COPY_BYTES
     ):
         return
     arranged = replace(problem, input_channels_last=True, arranged=True, aligned=False)

@@ -9,7 +9,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.forward_shares import share_of_narrow
+from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.layer_sizes import of_any_size
 from tconv_swap.kernels.common.sizes import Words, divisor
 from tconv_swap.kernels.forward.narrow_ffma_choice import choose, terms
@@ -74,7 +74,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     if not claims(geometry, dtype):
         return []
     plans = []
-    for tile in choose(problem, device, share_of_narrow(problem, device), count):
+    for tile in choose(problem, device, max_narrow_schedules(problem, device), count):
         if columns_of_tiles(geometry, tile) * row_tiles(geometry, tile) >= INT32_LIMIT // 2:
             continue
         time, repeat = microseconds(geometry, tile, channels_last, dtype.itemsize, device.multiprocessors)
@@ -85,7 +85,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
 
 
 def _sizes(geometry: Geometry, tile: Tile, repeat: int) -> Words:
-    """``CellWalkSizes`` of csrc/kernels/common/sizes.cuh."""
+    """``NarrowFfmaSizes`` of csrc/kernels/common/sizes.cuh."""
     vertical, horizontal = axes(geometry)
     down = ceil_div(vertical.cells, tile.lanes_h * tile.thread_rows)
     all_tiles = row_tiles(geometry, tile)

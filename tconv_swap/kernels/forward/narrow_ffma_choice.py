@@ -12,7 +12,7 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
-from tconv_swap.kernels.common.schedules import covering
+from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.forward.narrow_ffma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_ffma_tile import (
     MAX_SUMS,
@@ -119,7 +119,7 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
     sizes = [sized for sized in sizes if min(sized.geometry.out_height, sized.geometry.out_width) > 0]
     tiles = dict.fromkeys(tile for sized in sizes for tile in rank(sized, device, multiples)[:TAKEN])
     times = {tile: [_expected(sized, tile, device) for sized in sizes] for tile in tiles}
-    return covering(times, [FIRST_WEIGHT, *[1.0] * (len(sizes) - 1)], (), most)
+    return select_covering(times, [FIRST_WEIGHT, *[1.0] * (len(sizes) - 1)], (), most)
 
 
 def rank(problem: Problem, device: Device, multiples: tuple[int, int]) -> list[Tile]:

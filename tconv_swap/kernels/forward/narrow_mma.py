@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tconv_swap.kernels.common.epilogue import bias_alone
-from tconv_swap.kernels.common.forward_shares import share_of_narrow
+from tconv_swap.kernels.common.forward_schedules import max_narrow_schedules
 from tconv_swap.kernels.common.sizes import map_sizes
 from tconv_swap.kernels.forward import narrow_ffma as forward_narrow_ffma
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
@@ -74,7 +74,7 @@ def plan_candidates(problem: Problem, has_bias: bool, device: Device, count: int
     """The ``count`` plans that are expected to be the fastest for a narrow problem, the best first."""
     if not claims(problem, device) or not forward_narrow_ffma.claims(problem.geometry, problem.dtype):
         return []
-    tiles = choose(problem, device, share_of_narrow(problem, device), count)
+    tiles = choose(problem, device, max_narrow_schedules(problem, device), count)
     return [plan_with_tile(problem, has_bias, tile, device) for tile in tiles]
 
 

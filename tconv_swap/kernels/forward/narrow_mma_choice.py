@@ -11,8 +11,8 @@ from heapq import nsmallest
 import torch
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple, standing_sizes
-from tconv_swap.kernels.common.schedules import covering
+from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple, representative_sizes
+from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.kernels.forward.narrow_mma_cost import microseconds
 from tconv_swap.kernels.forward.narrow_mma_tile import (
@@ -94,7 +94,7 @@ def row_multiples(layer: Problem) -> tuple[tuple[int, int], ...]:
 
 def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: int) -> tuple[Tile, ...]:
     """Those that are best for the sizes that stand for all with such rows."""
-    standing, weights = standing_sizes(layer.geometry)
+    standing, weights = representative_sizes(layer.geometry)
     sizes = [
         (replace(layer, geometry=size), weight)
         for size, weight in zip(standing, weights, strict=True)
@@ -109,7 +109,7 @@ def _covering(layer: Problem, device: Device, multiples: tuple[int, int], most: 
     for of_size in zip(*times.values(), strict=True):
         expected = dict(zip(times, of_size, strict=True))
         finalists.update(nsmallest(FINALISTS, expected, key=expected.__getitem__))
-    return covering(
+    return select_covering(
         {tile: times[tile] for tile in times if tile in finalists}, [weight for _, weight in sizes], (), most
     )
 

@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass, fields
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry, phase_taps
-from tconv_swap.kernels.common.layer_sizes import of_any_size, power_dividing
+from tconv_swap.kernels.common.layer_sizes import of_any_size, power_of_two_dividing
 from tconv_swap.kernels.forward.narrow_ffma_tile import axes
 from tconv_swap.runtime.integers import ceil_div, round_up
 from tconv_swap.runtime.program import Constant
@@ -111,7 +111,9 @@ def _aligned_to(least: int, modulus: int, rest: int) -> int:
 
 def copy_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Elements of the input that travel together."""
-    return power_dividing(geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item)
+    return power_of_two_dividing(
+        geometry.in_channels_per_group if channels_last else tile.row_multiple, 16 // item
+    )
 
 
 def halo(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> tuple[int, int, int]:
@@ -156,8 +158,10 @@ def _cell(geometry: Geometry, item: int, channels_last: bool) -> tuple[int, bool
 def store_elements(geometry: Geometry, tile: Tile, item: int, channels_last: bool) -> int:
     """Elements that one store writes."""
     cell, padded = _cell(geometry, item, channels_last)
-    most = power_dividing(cell if padded else tile.tile_w * cell, 16 // item)
-    return power_dividing(tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most)
+    most = power_of_two_dividing(cell if padded else tile.tile_w * cell, 16 // item)
+    return power_of_two_dividing(
+        tile.out_row_multiple * (geometry.out_channels if channels_last else 1), most
+    )
 
 
 def stores_directly(geometry: Geometry, item: int, channels_last: bool, columns_fastest: bool) -> bool:

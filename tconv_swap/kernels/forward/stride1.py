@@ -300,7 +300,7 @@ def expected_clocks(problem: TileProblem, tile: Tile, device: Device) -> float:
 
 
 def _sizes(problem: TileProblem, tile: Tile) -> Words:
-    """``StripSizes`` of csrc/kernels/common/sizes.cuh."""
+    """``Stride1Sizes`` of csrc/kernels/common/sizes.cuh."""
     g = problem.geometry
     strips = ceil_div(g.out_width, tile.warpgroups * _PIXELS)
     segments = ceil_div(g.out_height, tile.segment)

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import cell_sizes, divisor
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WORKSPACE_ALIGNMENT
+from tconv_swap.kernels.common.sizes import divisor, tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import im2col_choice as grad_input_im2col_choice
 from tconv_swap.kernels.grad_input import im2col_tile as grad_input_im2col_tile
@@ -54,7 +54,7 @@ def claims(problem: StridedProblem, device: Device) -> bool:
     weights = geometry.in_channels_per_group * geometry.taps
     if weights * problem.item % grad_input_im2col_tile.ALIGNMENT:
         return False
-    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MOST_ARRANGED_BYTES):
+    if not aligned(problem) and (problem.item < 4 or _padded_bytes(problem) > MAX_COPY_BYTES):
         return False
     pixels = geometry.batch * max(geometry.height * geometry.width, problem.cells[0] * problem.cells[1])
     return pixels < INT32_LIMIT and geometry.batch * geometry.in_channels < INT32_LIMIT
@@ -102,7 +102,7 @@ def part_with_tile(problem: StridedProblem, tile: UnfoldedTile, multiprocessors:
         ),
         shared_bytes=shared,
         tensor_maps=(_grad_output_map(problem, tile, grad_output), _weight_map(problem, tile)),
-        structs=(cell_sizes(problem, grad_input_im2col_tile.tile_counts(problem, tile), tile.splits),),
+        structs=(tile_count_sizes(problem, grad_input_im2col_tile.tile_counts(problem, tile), tile.splits),),
     )
     launches = [main]
     if not aligned(problem):

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.common.schedules import PATCHES, covering
+from tconv_swap.kernels.common.schedules import PATCHES, select_covering
 from tconv_swap.kernels.grad_input.im2col_tile import (
     MULTIPLY_MACS,
     UnfoldedTile,
@@ -108,7 +108,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[Schedule, ...]:
         timed = [(conflicts(layer, one), one) for one in variants(layer, tile, device)]
         passes, best = min(timed, key=lambda entry: clocks(layer, entry[1], device.multiprocessors, entry[0]))
         found[best, passes] = times(best, passes)
-    return covering(found, weights, (), share_of_unfolded(layer, device))
+    return select_covering(found, weights, (), share_of_unfolded(layer, device))
 
 
 def _least(tile: UnfoldedTile, passes: float, problem: StridedProblem, device: Device) -> float:

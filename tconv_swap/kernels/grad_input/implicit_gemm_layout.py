@@ -20,7 +20,7 @@ from tconv_swap.kernels.forward.implicit_gemm_memory import (
     STEP_WORDS,
     TAP_TILE_BYTES,
     aligned_to,
-    power_dividing,
+    power_of_two_dividing,
     staged_bytes,
 )
 from tconv_swap.kernels.problem import Problem
@@ -54,7 +54,7 @@ class StridedProblem(TileProblem):
         """Columns of grad_output of which aligned rows are multiples: what divides those that most layers have. Where
         these are odd, layers have an output_padding, and any power of two may divide them."""
         columns = (ALIGNED_CELLS - 1) * self.step[1] + self.reach[1] + 1 - 2 * self.geometry.padding[1]
-        return ALIGNED_COLUMNS if columns % 2 else power_dividing(columns, ALIGNED_COLUMNS)
+        return ALIGNED_COLUMNS if columns % 2 else power_of_two_dividing(columns, ALIGNED_COLUMNS)
 
     @property
     def out_row_multiple(self) -> int:
@@ -193,10 +193,12 @@ def through_registers(problem: StridedProblem, tile: Tile) -> bool:
 def _copy_elements(problem: StridedProblem, tile: Tile) -> int:
     """Elements of one copy to shared memory."""
     if problem.input_channels_last:
-        return power_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
+        return power_of_two_dividing(problem.geometry.in_channels_per_group, 16 // problem.item)
     if not through_registers(problem, tile):
         return 1
-    return power_dividing(problem.row_multiple, power_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS))
+    return power_of_two_dividing(
+        problem.row_multiple, power_of_two_dividing(tile.cols * problem.step[1], ALIGNED_COLUMNS)
+    )
 
 
 def slice_taps(problem: StridedProblem) -> list[int]:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.sizes import cell_sizes
+from tconv_swap.kernels.common.sizes import tile_count_sizes
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma_tile as grad_input_tma_tile
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, layer_constants, of_any_size
@@ -111,7 +111,7 @@ def part_with_tile(
             _grad_output_map(problem, tile, grad_output),
             _weight_map(problem, tile, weight),
         ),
-        structs=(cell_sizes(problem, grad_input_tma_tile.tile_counts(problem, tile), tile.splits),),
+        structs=(tile_count_sizes(problem, grad_input_tma_tile.tile_counts(problem, tile), tile.splits),),
     )
     launches = [main]
     if split:

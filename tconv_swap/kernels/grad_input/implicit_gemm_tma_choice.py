@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.common.schedules import covering
+from tconv_swap.kernels.common.schedules import select_covering
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import StridedProblem, of_any_size, representatives
 from tconv_swap.kernels.grad_input.implicit_gemm_shares import share_of_boxes
 from tconv_swap.kernels.grad_input.implicit_gemm_tma_tile import (
@@ -107,7 +107,7 @@ def schedules(layer: StridedProblem, device: Device) -> tuple[BoxTile, ...]:
     always = [
         tile for tile in times if not (tile.flat or tile.phased) and (tile.splits == 1 or layer.one_pixel)
     ]
-    return covering(times, weights, always, share_of_boxes(layer, device))
+    return select_covering(times, weights, always, share_of_boxes(layer, device))
 
 
 def _least(tile: BoxTile, problem: StridedProblem, device: Device) -> float:

@@ -11,8 +11,8 @@ import torch
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
-from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import walk_sizes
+from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.gather_tile import (
@@ -117,7 +117,7 @@ def computes(problem: Problem, tile: GradInputTile) -> bool:
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device) -> tuple[GradInputTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
-    return few_of(
+    return select_schedules(
         layer,
         most_schedules(layer, device),
         lambda problem: grad_input_tiles(problem, device),
@@ -147,7 +147,7 @@ def build_grad_input(problem: Problem, tile: GradInputTile, device: Device) -> P
             workspace(0) if split else output(0),
             struct(0),
         ),
-        structs=(walk_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, split),),
+        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, split),),
         shared_bytes=tile.shared_bytes,
     )
     if not split:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, Room
-from tconv_swap.kernels.common.sizes import stage_sizes
-from tconv_swap.kernels.common.space_to_depth import Planes, bias_rows_of, planes_of, space_to_depth, unparted
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
+from tconv_swap.kernels.common.sizes import im2col_nchw_sizes
+from tconv_swap.kernels.common.space_to_depth import (
+    Planes,
+    bias_partial_rows,
+    identity_constants,
+    planes_of,
+    space_to_depth,
+)
 from tconv_swap.kernels.grad_weight.im2col_nchw_classes import choose
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     Pixels,
@@ -41,7 +47,7 @@ from tconv_swap.runtime.program import (
 
 _FAMILY = "im2col_nchw"
 #: Kernels of a layer, whatever its sizes.
-MOST_SCHEDULES = 2
+MAX_SCHEDULES = 2
 
 
 def part_candidates(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
@@ -51,7 +57,7 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
     the bias. Empty for what this family does not claim.
 
     Workspace: a copy of the input where its rows are not boxes already, and of grad_output where its rows are no
-    multiple of 16 bytes, together at most ``MOST_ARRANGED_BYTES``; at most 64 MiB of partial sums, or one copy of the
+    multiple of 16 bytes, together at most ``MAX_COPY_BYTES``; at most 64 MiB of partial sums, or one copy of the
     gradient if that is more; and for the bias 8 bytes for each slice, row of a stride and output channel, or segment
     of a copied image.
     """
@@ -60,8 +66,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         return []
     tiles = [
         tile
-        for tile in choose(problem, device, MOST_SCHEDULES)
-        if _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES
+        for tile in choose(problem, device, MAX_SCHEDULES)
+        if _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES
     ]
     if len(tiles) < count and count > 1:
         others = sorted(
@@ -77,7 +83,7 @@ def tiles_for(problem: Problem, device: Device, with_bias: bool) -> list[Tile]:
     if not claims(problem, device) or (with_bias and not _adds_all_of_grad_output(g)):
         return []
     cut = (in_slices(g, tile, device) for tile in candidates(g, device))
-    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MOST_ARRANGED_BYTES]
+    return [tile for tile in cut if tile is not None and _copied_bytes(g, tile.pixels) <= MAX_COPY_BYTES]
 
 
 def _copied_bytes(geometry: Geometry, pixels: Pixels) -> int:
@@ -121,24 +127,26 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
     """The plan that computes the problem with this tile."""
     g, pixels = problem.geometry, tile.pixels
     columns = columns_of(g, pixels)
-    room = Room()
+    memory = WorkspaceLayout()
     launches = []
     into = _input_planes(g, pixels)
     in_base = input_(1)
     if not lies_as_lines(g, pixels):
-        in_at = room.take(into.bytes(g.batch))
+        in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
-            space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+            space_to_depth(
+                g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
+            )
         )
     # Copied, grad_output is added up on the way.
     out = _output_planes(g)
     out_base, bias_rows = input_(0), 2 * tile.slices * g.stride[0]
     copies_output = out_line(g) != g.out_width
     if copies_output:
-        out_at = room.take(out.bytes(g.batch))
-        out_base, bias_rows = workspace(out_at), bias_rows_of(g.batch, out)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+        out_at = memory.reserve(out.bytes(g.batch))
+        out_base, bias_rows = workspace(out_at), bias_partial_rows(g.batch, out)
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     if copies_output:
         size = (g.out_height, g.out_width)
         launches.append(
@@ -149,13 +157,13 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 out,
                 size,
                 g.out_height,
-                unparted(),
+                identity_constants(),
                 bias_at if with_bias else None,
             )
         )
     adds_bias = with_bias and not copies_output
     direct = tile.slices == 1
-    partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.slices * weight_bytes(g))
     ring = tile.ring(g, device)
     launches.append(
         Launch(
@@ -194,7 +202,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                 struct(0),
             ),
             structs=(
-                stage_sizes(
+                im2col_nchw_sizes(
                     g,
                     pixels.line,
                     (pixels.rows, pixels.cols),
@@ -216,7 +224,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         launches.append(
             split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
         )
-    return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), room.bytes)
+    return Part(_FAMILY, f"wgmma, {tile.describe(g)}", tuple(launches), memory.bytes)
 
 
 def _grad_output_map(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.schedules import few_of
+from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.grad_weight.im2col_nchw_tile import (
     Columns,
     Pixels,
@@ -62,7 +62,7 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
         assert cut is not None
         return expected_clocks(problem.geometry, cut, device)
 
-    return few_of(
+    return select_schedules(
         layer,
         most,
         of_size,

@@ -7,9 +7,9 @@ from math import prod
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import Room
-from tconv_swap.kernels.common.sizes import Words, pixel_sizes
-from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MOST_SCHEDULES, choose
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.sizes import Words, grad_weight_tile_sizes
+from tconv_swap.kernels.grad_weight.im2col_nhwc_classes import MAX_SCHEDULES, choose
 from tconv_swap.kernels.grad_weight.im2col_nhwc_tile import (
     BOX,
     STEP_LIMIT,
@@ -37,7 +37,7 @@ from tconv_swap.runtime.program import (
 )
 
 __all__ = [
-    "MOST_SCHEDULES",
+    "MAX_SCHEDULES",
     "claims",
     "part_candidates",
     "plan_with_tile",
@@ -103,11 +103,11 @@ def reads_all_of_grad_output(geometry: Geometry) -> bool:
 def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part:
     """The plan that computes the problem with this tile."""
     g = problem.geometry
-    room = Room()
+    memory = WorkspaceLayout()
     direct = tile.copies == 1 and problem.weight_channels_last
-    partial_at = 0 if direct else room.take(tile.copies * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.copies * weight_bytes(g))
     bias_rows = 2 * tile.slices * prod(g.stride)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     ring = tile.ring(g, device)
     launches = [
         Launch(
@@ -152,7 +152,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
         launches.append(
             split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1, overlaps_previous=True)
         )
-    return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), room.bytes)
+    return Part(_FAMILY, f"wgmma, {tile}, turned in place", tuple(launches), memory.bytes)
 
 
 def _sizes(geometry: Geometry, tile: Tile) -> Words:
@@ -160,7 +160,7 @@ def _sizes(geometry: Geometry, tile: Tile) -> Words:
     g, p = geometry, tile.pixels
     if rows_follow(g):
         g = replace(g, batch=1, height=g.batch * g.height)
-    return pixel_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
+    return grad_weight_tile_sizes(g, (p.images, p.rows, p.cols), tile.slices, 0, tile.copies > 1)
 
 
 def _tensor_maps(geometry: Geometry, tile: Tile, adds_bias: bool) -> tuple[TensorMap, TensorMap]:

@@ -32,7 +32,7 @@ from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
 from tconv_swap.kernels.problem import Device, Problem
 
 #: Kernels of a layer; of a size that is asked for others, the best so many of each size that stands for a class.
-MOST_SCHEDULES, MOST_OF_SIZE = 3, 6
+MAX_SCHEDULES, MOST_OF_SIZE = 3, 6
 #: What a size counts for that the kernels of grad_weight/implicit_gemm.py compute instead: the logarithm of 2.8, as
 #: measured.
 UNCOVERED = 1.03
@@ -98,7 +98,7 @@ def schedules(layer: Problem, device: Device) -> tuple[Schedule, ...]:
     found = pool(layer, device)
     clocks = [[(one.best(geometry, device) or (math.inf,))[0] for geometry in maps] for one in found]
     weights = [weight_of(layer, geometry) for geometry in maps]
-    most = share_of(layer, MOST_SCHEDULES - goes_down_strips(layer.geometry))
+    most = share_of(layer, MAX_SCHEDULES - goes_down_strips(layer.geometry))
     return tuple(found[index] for index in select(clocks, weights, most, UNCOVERED))
 
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
-from tconv_swap.kernels.common.sizes import pixel_sizes
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
+from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import im2col_nhwc as grad_weight_im2col_nhwc
 from tconv_swap.kernels.grad_weight import implicit_gemm_tma as grad_weight_tma
@@ -116,7 +116,7 @@ def _down_strips(problem: Problem, device: Device, with_bias: bool, count: int) 
 
 def across_pixels(problem: Problem, device: Device, with_bias: bool, count: int) -> list[Part]:
     """Those in whose tiles a pixel's channels lie together; over all sizes of a layer the first is one of
-    ``MOST_SCHEDULES``."""
+    ``MAX_SCHEDULES``."""
     if not claims(problem, device) or (with_bias and not reads_all_of_grad_output(problem)):
         return []
     boxes = grad_weight_tma.part_candidates(problem, device, with_bias, (count + 1) // 2)
@@ -132,12 +132,12 @@ def most_schedules(problem: Problem, device: Device) -> int:
     if g.taps >= MANY_TAPS:
         return 1  # of what plan_narrow_grad_weight leaves over
     if grad_weight_tma.claims(problem, device) or gradients_nchw_to_nhwc_pays.at_some_size(problem, device):
-        return MOST_SCHEDULES - grad_weight_tma.most_schedules(problem, by_itself=False)
+        return MAX_SCHEDULES - grad_weight_tma.most_schedules(problem, by_itself=False)
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     if problem.channels_last and problem.is_tf32 and channels >= STRIPS_CHANNELS and g.taps > 1:
-        return MOST_SCHEDULES - grad_weight_im2col_nhwc.MOST_SCHEDULES
+        return MAX_SCHEDULES - grad_weight_im2col_nhwc.MAX_SCHEDULES
     others = max(sum(_along_pixels_schedules(problem, device)), _strips_schedules(problem, device))
-    return MOST_SCHEDULES - others
+    return MAX_SCHEDULES - others
 
 
 def _along_pixels_schedules(problem: Problem, device: Device) -> tuple[int, int]:
@@ -146,10 +146,10 @@ def _along_pixels_schedules(problem: Problem, device: Device) -> tuple[int, int]
     in_tf32 = device.architecture == "sm_90a" and problem.is_tf32 and not problem.channels_last
     if not in_tf32 or max(g.stride) == 1:
         return 0, 0
-    of_direct = grad_weight_im2col_nchw.MOST_SCHEDULES if _may_lie(problem) else 0
+    of_direct = grad_weight_im2col_nchw.MAX_SCHEDULES if _may_lie(problem) else 0
     if not _has_many_channels(problem):
         return of_direct, 0
-    return of_direct, 1 if of_direct else grad_weight_pixel_rows.MOST_SCHEDULES
+    return of_direct, 1 if of_direct else grad_weight_pixel_rows.MAX_SCHEDULES
 
 
 def _strips_schedules(problem: Problem, device: Device) -> int:
@@ -158,7 +158,7 @@ def _strips_schedules(problem: Problem, device: Device) -> int:
     channels = min(g.in_channels_per_group, g.out_channels_per_group)
     if channels < STRIPS_CHANNELS or g.taps == 1 or not grad_weight_stride1.claims_some(problem, device):
         return 0
-    return grad_weight_stride1.MOST_SCHEDULES
+    return grad_weight_stride1.MAX_SCHEDULES
 
 
 def _along_pixels(problem: Problem) -> bool:
@@ -303,7 +303,7 @@ def plan_with_schedule(problem: Problem, schedule: Schedule, device: Device, wit
             struct(0),
         ),
         shared_bytes=shared_bytes(schedule.problem, tile),
-        structs=(pixel_sizes(g, tile.shape, slices, flush, through_workspace),),
+        structs=(grad_weight_tile_sizes(g, tile.shape, slices, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm",

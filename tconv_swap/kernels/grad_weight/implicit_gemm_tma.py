@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
-from tconv_swap.kernels.common.sizes import pixel_sizes
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
+from tconv_swap.kernels.common.sizes import grad_weight_tile_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size, pixel_tiles
 from tconv_swap.kernels.grad_weight.implicit_gemm_tile import tap_blocks, tile_constants
 from tconv_swap.kernels.grad_weight.implicit_gemm_tma_classes import Schedule, choose
@@ -78,7 +78,7 @@ def plan_arranged(problem: Problem, device: Device, reduced_channels_last: bool)
 def most_schedules(problem: Problem, by_itself: bool) -> int:
     """Kernels of this file that a layer has over all sizes: all of them but one, for sizes that others compute, where
     there are such. ``by_itself``: of tensors that lie in channels_last."""
-    return MOST_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
+    return MAX_SCHEDULES - (not by_itself or leaves_sizes(of_any_size(problem)))
 
 
 def claims(problem: Problem, device: Device) -> bool:
@@ -198,7 +198,7 @@ def plan_with_boxes(
         ),
         shared_bytes=shared_bytes(problem, boxes),
         tensor_maps=_maps(problem, boxes),
-        structs=(pixel_sizes(g, tile.shape, slices, flush, through_workspace),),
+        structs=(grad_weight_tile_sizes(g, tile.shape, slices, flush, through_workspace),),
     )
     return Part(
         "implicit_gemm_tma",

@@ -13,8 +13,8 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import walk_sizes
+from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.forward.narrow_ffma_schedules import loads_every_size, most_schedules
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.gradients.gather_tile import (
@@ -128,7 +128,7 @@ def computes(problem: Problem, tile: GradWeightTile, with_bias: bool) -> bool:
 def schedules(layer: Problem, device: Device, with_bias: bool) -> tuple[GradWeightTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
     unpadded = replace(layer.geometry, output_padding=(0, 0))
-    return few_of(
+    return select_schedules(
         layer,
         most_schedules(layer, device),
         lambda problem: grad_weight_tiles(problem, device),
@@ -205,7 +205,7 @@ def build_grad_weight(
             workspace(bias_at if with_bias else 0) if slices > 1 else bias,
             struct(0),
         ),
-        structs=(walk_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, slices > 1),),
+        structs=(segment_sizes(geometry, (tile.gather.tile_h, tile.gather.tile_w), repeat, slices > 1),),
         shared_bytes=shared,
     )
     if slices == 1:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import split_k_reduce
-from tconv_swap.kernels.common.limits import Room
-from tconv_swap.kernels.common.sizes import line_sizes
-from tconv_swap.kernels.common.space_to_depth import bias_rows_of, space_to_depth, unparted
+from tconv_swap.kernels.common.limits import WorkspaceLayout
+from tconv_swap.kernels.common.sizes import pixel_rows_sizes
+from tconv_swap.kernels.common.space_to_depth import bias_partial_rows, identity_constants, space_to_depth
 from tconv_swap.kernels.grad_weight.pixel_rows_classes import (
     choose,
     lies_as_lines,
@@ -35,11 +35,11 @@ _FAMILY = "pixel_rows"
 _THREADS = 384
 _MOST_STAGES_IN_RING = 6
 #: Kernels of a layer, whatever its sizes.
-MOST_SCHEDULES = 2
+MAX_SCHEDULES = 2
 
 
 def part_candidates(
-    problem: Problem, device: Device, with_bias: bool, count: int, most: int = MOST_SCHEDULES
+    problem: Problem, device: Device, with_bias: bool, count: int, most: int = MAX_SCHEDULES
 ) -> list[Part]:
     """The ``count`` parts that are expected to be the fastest, the best first; of ``most`` kernels of the layer.
 
@@ -47,7 +47,7 @@ def part_candidates(
     the bias. Empty for what this family does not claim.
 
     Workspace: a copy of grad_output for every column of taps in a stride (and row, where rows are unfolded) and one of
-    the input where it does not lie as lines of pixels already, together at most ``MOST_ARRANGED_BYTES``, what
+    the input where it does not lie as lines of pixels already, together at most ``MAX_COPY_BYTES``, what
     sums have to be short for included; and at most 64 MiB of partial sums, or one copy of the gradient if that is more.
     """
     if not claims(problem, device):
@@ -90,17 +90,19 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
     g = problem.geometry
     phases = phases_of(g, lines)
     out, into = planes_of_lines(g, lines)
-    room = Room()
-    out_at = room.take(out.bytes(g.batch))
-    bias_rows = bias_rows_of(g.batch, out)
-    bias_at = room.take(4 * bias_rows * g.out_channels) if with_bias else 0
+    memory = WorkspaceLayout()
+    out_at = memory.reserve(out.bytes(g.batch))
+    bias_rows = bias_partial_rows(g.batch, out)
+    bias_at = memory.reserve(4 * bias_rows * g.out_channels) if with_bias else 0
     launches = []
     in_base = input_(1)
     if not lies_as_lines(g):
-        in_at = room.take(into.bytes(g.batch))
+        in_at = memory.reserve(into.bytes(g.batch))
         in_base = workspace(in_at)
         launches.append(
-            space_to_depth(g.batch, input_(1), in_at, into, (g.height, g.width), g.height, unparted())
+            space_to_depth(
+                g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
+            )
         )
     parting = (
         ("KERNEL_H", g.kernel[0]),
@@ -112,8 +114,8 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         ("PADDING_W", g.padding[1]),
         ("DILATION_H", g.dilation[0]),
         ("DILATION_W", g.dilation[1]),
-        ("UNFOLD_ROWS", lines.unfold_rows),
-        ("LEAD", lines.lead),
+        ("IM2COL_ROWS", lines.unfold_rows),
+        ("ZERO_ROWS", lines.lead),
     )
     out_size = (g.out_height, g.out_width)
     launches.append(
@@ -122,13 +124,13 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         )
     )
     direct = tile.slices == 1 and problem.weight_channels_last
-    partial_at = 0 if direct else room.take(tile.slices * weight_bytes(g))
+    partial_at = 0 if direct else memory.reserve(tile.slices * weight_bytes(g))
     target = output(0) if direct else workspace(partial_at)
     ring = min(_MOST_STAGES_IN_RING, (device.shared_memory_per_block - EXTRA_BYTES) // tile.stage_bytes)
     tile_constants: tuple[tuple[str, Constant], ...] = (
         *g.layer_constants,
-        ("UNFOLD_ROWS", lines.unfold_rows),
-        ("LEAD", lines.lead),
+        ("IM2COL_ROWS", lines.unfold_rows),
+        ("ZERO_ROWS", lines.lead),
         ("BOX", lines.box),
         ("ROW_PHASES", phases[0]),
         ("TILE_COLS", tile.cols),
@@ -151,7 +153,7 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
             grid=blocks_of(g, tile),
             block=_THREADS,
             arguments=(tensor_map(0), tensor_map(1), target, struct(0)),
-            structs=(line_sizes(g, tile.slices),),
+            structs=(pixel_rows_sizes(g, tile.slices),),
             shared_bytes=ring * tile.stage_bytes + EXTRA_BYTES,
             overlaps_previous=True,
             tensor_maps=(
@@ -164,4 +166,4 @@ def plan_with_tile(problem: Problem, lines: Lines, tile: Tile, device: Device, w
         launches.append(reduce(problem, tile.slices, partial_at))
     if with_bias:
         launches.append(split_k_reduce(problem.dtype, g.out_channels, bias_rows, bias_at, 1))
-    return Part(_FAMILY, f"wgmma, {tile}, boxes of {lines.box} pixels", tuple(launches), room.bytes)
+    return Part(_FAMILY, f"wgmma, {tile}, boxes of {lines.box} pixels", tuple(launches), memory.bytes)

@@ -8,8 +8,8 @@ from functools import lru_cache
 from math import gcd
 
 from tconv_swap.geometry import Geometry, Pair
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.common.schedules import few_of
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
+from tconv_swap.kernels.common.schedules import select_schedules
 from tconv_swap.kernels.common.space_to_depth import Planes, planes_of
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import (
@@ -67,7 +67,7 @@ def schedules(layer: Problem, device: Device, most: int) -> tuple[Schedule, ...]
         assert cut is not None
         return _clocks(problem, cut[0], cut[1], device)
 
-    return few_of(
+    return select_schedules(
         layer,
         most,
         of_size,
@@ -107,7 +107,7 @@ def _cut(problem: Problem, one: Schedule, device: Device) -> tuple[Lines, Tile] 
     lines = lines_with(g, one.unfold_rows, one.box)
     out, into = planes_of_lines(g, lines)
     bytes_ = out.bytes(g.batch) + (0 if lies_as_lines(g) else into.bytes(g.batch))
-    if out.planes > _MOST_PLANES or bytes_ > MOST_ARRANGED_BYTES:
+    if out.planes > _MOST_PLANES or bytes_ > MAX_COPY_BYTES:
         return None
     tile = in_slices(g, lines.stages(g.batch), one.tile, device, bytes_)
     return None if tile is None else (lines, tile)

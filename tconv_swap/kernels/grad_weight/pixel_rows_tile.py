@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 
 from tconv_swap.geometry import Geometry
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.problem import Device
 from tconv_swap.runtime.integers import ceil_div, round_up
 
@@ -154,7 +154,7 @@ def in_slices(geometry: Geometry, stages: int, tile: Tile, device: Device, copie
     ``stages``: of all pixels; ``copied``: bytes of tensors that lie in the workspace beside the sums."""
     most_slices = max(1, min(PARTIAL_LIMIT_BYTES // weight_bytes(geometry), stages // 4))
     least_slices = ceil_div(stages, MOST_STAGES)
-    most_bytes = max(PARTIAL_LIMIT_BYTES, MOST_ARRANGED_BYTES - copied)
+    most_bytes = max(PARTIAL_LIMIT_BYTES, MAX_COPY_BYTES - copied)
     if least_slices > 1 and least_slices * weight_bytes(geometry) > most_bytes:
         return None
     blocks = blocks_of(geometry, tile)

@@ -10,8 +10,8 @@ from itertools import accumulate
 
 import torch
 
-from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import grad_weight_strip_sizes
+from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.sizes import grad_weight_stride1_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import goes_down_strips, of_any_size
 from tconv_swap.kernels.grad_weight.pixel_rows_reduction import reduce
 from tconv_swap.kernels.grad_weight.pixel_rows_tile import weight_bytes
@@ -50,7 +50,7 @@ from tconv_swap.runtime.program import (
 
 _FAMILY = "stride1"
 #: Kernels of a layer, whatever its sizes.
-MOST_SCHEDULES = 1
+MAX_SCHEDULES = 1
 #: Images, rows and columns of the large problems that were measured.
 LARGE = (8, 512, 512)
 #: Threads that ask for rows: as many as share registers.
@@ -90,9 +90,9 @@ def choose(problem: Problem, device: Device) -> list[StripTile]:
 @lru_cache(maxsize=1024)
 def schedules(layer: Problem, device: Device) -> tuple[StripTile, ...]:
     """The tiles that a layer has, whatever its sizes."""
-    return few_of(
+    return select_schedules(
         layer,
-        MOST_SCHEDULES,
+        MAX_SCHEDULES,
         lambda problem: candidates(problem, device) if claims(problem, device) else (),
         lambda problem, tile: claims(problem, device) and tile.rows.serve(output_rows(problem)),
         lambda problem, tile: expected_clocks(problem, in_slices(problem, tile, device), device),
@@ -221,7 +221,7 @@ def plan_with_tile(problem: Problem, tile: StripTile) -> Part:
             output(0) if direct else workspace(0),
             struct(0),
         ),
-        structs=(grad_weight_strip_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
+        structs=(grad_weight_stride1_sizes(g, tile.strip, tile.segment, tile.flush, tile.slices),),
         shared_bytes=shared,
         tensor_maps=_maps(problem, tile),
     )

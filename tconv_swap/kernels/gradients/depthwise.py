@@ -12,8 +12,8 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.schedules import few_of
-from tconv_swap.kernels.common.sizes import walk_sizes
+from tconv_swap.kernels.common.schedules import select_schedules
+from tconv_swap.kernels.common.sizes import segment_sizes
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import of_any_size
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
@@ -51,7 +51,7 @@ THREAD_REGISTERS, REGISTERS = 128, 65536
 #: Rows of a walk at most, and what beginning and ending one takes, in steps.
 MOST_ROWS, WALK_OVERHEAD = 64, 3
 #: Kernels of a layer in NCHW, whatever its sizes, which differ in how wide walks and loads are.
-MOST_SCHEDULES = 4
+MAX_SCHEDULES = 4
 #: Partial sums of grad_weight, in bytes for each byte of grad_output and input: more, and they take their time.
 MOST_PARTIAL = 1 / 4
 SHARED_BYTES = 96 << 10
@@ -144,9 +144,9 @@ def schedules(layer: Problem, output_mask: tuple[bool, ...], device: Device) -> 
     if not phases:
         return ()
     shapes = phases[min(phases)]
-    return few_of(
+    return select_schedules(
         layer,
-        MOST_SCHEDULES,
+        MAX_SCHEDULES,
         lambda problem: shapes,
         computes,
         loads_of_a_pixel,
@@ -266,7 +266,7 @@ def plan_with_walk(problem: Problem, walk: Walk, output_mask: tuple[bool, ...], 
                 place(wants_bias, bias_index, bias_at),
                 struct(0),
             ),
-            structs=(walk_sizes(g, (walk.rows, walk.own_w), repeat, split),),
+            structs=(segment_sizes(g, (walk.rows, walk.own_w), repeat, split),),
             shared_bytes=walk.shared_bytes(problem, output_mask),
         )
     ]

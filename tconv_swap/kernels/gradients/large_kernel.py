@@ -8,7 +8,7 @@ import torch
 
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import step_sizes
+from tconv_swap.kernels.common.sizes import large_kernel_sizes
 from tconv_swap.kernels.gradients.narrow_mma import IEEE, MANY_TAPS, overlapping
 from tconv_swap.kernels.problem import Device, Problem
 from tconv_swap.runtime.integers import INT32_LIMIT, ceil_div, round_up
@@ -185,7 +185,7 @@ def build(problem: Problem, shape: Shape, device: Device) -> Part:
             struct(0),
         ),
         shared_bytes=shared,
-        structs=(step_sizes(g, STEP_PIXELS, shape.splits),),
+        structs=(large_kernel_sizes(g, STEP_PIXELS, shape.splits),),
     )
     launches = [launch, split_k_reduce(problem.dtype, inputs, shape.chunks, 0, 0)]
     if split:

@@ -11,7 +11,7 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES, split_k_reduce
 from tconv_swap.kernels.common.limits import WORKSPACE_ALIGNMENT
-from tconv_swap.kernels.common.sizes import run_sizes
+from tconv_swap.kernels.common.sizes import patch_sizes
 from tconv_swap.kernels.gradients.narrow_mma import (
     BIAS_CHANNELS,
     IEEE,
@@ -306,7 +306,7 @@ def build(problem: Problem, tile: Tile, device: Device, with_bias: bool) -> Part
             struct(0),
         ),
         shared_bytes=shared,
-        structs=(run_sizes(geometry, tile.pixels),),
+        structs=(patch_sizes(geometry, tile.pixels),),
         tensor_maps=(boxes,),
     )
     launches = [launch, split_k_reduce(problem.dtype, count, slices, 0, 1)]

@@ -6,8 +6,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES, Room
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, activation, add_up_sums, arrange, sums_bytes
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES, WorkspaceLayout
+from tconv_swap.kernels.common.nchw_to_nhwc import (
+    Matrices,
+    activation,
+    reduce_row_sums,
+    row_sums_bytes,
+    transpose,
+)
 from tconv_swap.kernels.grad_input import implicit_gemm as grad_input_implicit_gemm
 from tconv_swap.kernels.grad_input import implicit_gemm_tma as grad_input_tma
 from tconv_swap.kernels.grad_input.implicit_gemm_layout import as_convolution
@@ -49,7 +55,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...], device: Devic
     """The gradients the mask asks for, out of arranged tensors, or None where that is not known to be the faster way.
 
     Inputs: grad_output, input, weight (16-byte aligned). Workspace: the arranged tensors, at most
-    ``MOST_ARRANGED_BYTES``, and beside them what the parts share.
+    ``MAX_COPY_BYTES``, and beside them what the parts share.
     """
     if not pays(problem, output_mask, device):
         return None
@@ -74,7 +80,7 @@ def pays(problem: Problem, output_mask: tuple[bool, ...], device: Device) -> boo
     tensors = tensors_of(problem)
     return (
         all(tensor.rows % tensor.piece == 0 for tensor in tensors)
-        and sum(tensor.bytes for tensor in tensors) <= MOST_ARRANGED_BYTES
+        and sum(tensor.bytes for tensor in tensors) <= MAX_COPY_BYTES
     )
 
 
@@ -125,35 +131,35 @@ def arranged_grad_weight(problem: Problem, device: Device) -> Piece | None:
 def assembled(problem: Problem, pieces: Sequence[Piece], wants_bias: bool, device: Device) -> Plan:
     """What the pieces read is arranged once, the bias's gradient comes with grad_output's arranging."""
     tensors = tensors_of(problem)
-    room = Room()
-    sums = room.take(sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
+    memory = WorkspaceLayout()
+    sums = memory.reserve(row_sums_bytes(tensors[GRAD_OUTPUT], device)) if wants_bias else None
     launches: list[Launch] = []
     places: dict[Argument, Argument] = {}
     for index in sorted({index for piece in pieces for index in piece.arranged}):
-        places[input_(index)] = place = workspace(room.take(tensors[index].bytes))
+        places[input_(index)] = place = workspace(memory.reserve(tensors[index].bytes))
         with_sums = sums if index == GRAD_OUTPUT else None
-        launches.append(arrange(tensors[index], input_(index), place, device, with_sums))
+        launches.append(transpose(tensors[index], input_(index), place, device, with_sums))
     launches[0] = replace(launches[0], overlaps_previous=False)
     outputs = [piece.output for piece in pieces]
     if sums is not None:
-        launches.append(add_up_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
+        launches.append(reduce_row_sums(tensors[GRAD_OUTPUT], sums, len(outputs), device))
         outputs.append(Output((problem.geometry.out_channels,)))
     results = [
-        workspace(room.take(piece.turned.bytes)) if piece.turned else output(i)
+        workspace(memory.reserve(piece.turned.bytes)) if piece.turned else output(i)
         for i, piece in enumerate(pieces)
     ]
     for index, (piece, result) in enumerate(zip(pieces, results, strict=True)):
         arranged = {input_(i): places[input_(i)] for i in piece.arranged}
-        launches += _placed(piece.part, arranged, result, room.bytes)
+        launches += _placed(piece.part, arranged, result, memory.bytes)
         if piece.turned is not None:
-            back = arrange(piece.turned, result, output(index), device)
+            back = transpose(piece.turned, result, output(index), device)
             launches.append(replace(back, overlaps_previous=False))
     return Plan(
         ", ".join(("nchw_to_nhwc", *dict.fromkeys(piece.part.family for piece in pieces))),
         "; ".join(("by way of channels_last", *(piece.part.why for piece in pieces))),
         tuple(outputs),
         tuple(launches),
-        room.bytes + max(piece.part.workspace_bytes for piece in pieces),
+        memory.bytes + max(piece.part.workspace_bytes for piece in pieces),
     )
 
 

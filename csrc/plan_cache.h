@@ -1,6 +1,6 @@
-// What is known of calls that were made before: for each kind of call the steps that compute it. Found by everything
-// that a choice depends on: stage, backend, geometry, the state of PyTorch's precision switch, and of each tensor device,
-// dtype, sizes, strides and alignment.
+// The cache of call plans: for each kind of call that was made before, the steps that compute it. The key holds everything
+// that the choice depends on: stage, backend, geometry, the state of PyTorch's precision switch, and device, dtype, sizes,
+// strides and alignment of each tensor.
 #pragma once
 
 #include "launch.h"
@@ -22,7 +22,7 @@
 
 namespace tconv_swap {
 
-/// Which of the gradients of input, weight and bias.
+/// Which of the gradients of input, weight and bias a call computes.
 using Mask = std::array<bool, 3>;
 
 constexpr int64_t PYTORCH = -1;  // in place of a program: PyTorch's operator
@@ -31,22 +31,23 @@ struct Step {
   int64_t handle;
   std::shared_ptr<const Program> program;  // null for PyTorch's operator
   Mask mask;
-  std::array<std::optional<at::MemoryFormat>, 3> formats;  // of the first tensors: what one is copied into; none: it is
-                                                           // read as it lies, as all others are
+  // The format that each of the first three tensors is copied into. A tensor without one is read as it lies in memory, and
+  // so are all further tensors.
+  std::array<std::optional<at::MemoryFormat>, 3> formats;
 };
-struct Answer {
+struct CallPlan {
   std::vector<Step> steps;
   at::MemoryFormat format;  // of the result
-  bool is_pytorchs;         // of a forward pass: PyTorch's operator computes it and every gradient
+  bool is_pytorchs;         // whether PyTorch's operator computes this forward pass and every gradient
 };
 
 using Key = c10::SmallVector<int64_t, 64>;
 
-constexpr int64_t FORWARD_STAGE = 8;  // gradients: their mask, 1 to 7; norm.h's stages are 16 to 21, block.h's is 24
-constexpr int64_t CAST_STAGE = 32;     // with the dtype above it
+constexpr int64_t FORWARD_STAGE = 8;  // gradients have their mask, 1 to 7; norm.h has 16 to 21, block.h has 24
+constexpr int64_t CAST_STAGE = 32;    // with the dtype in the bits above
 inline int64_t stage_of(const Mask& mask) { return mask[0] + 2 * mask[1] + 4 * mask[2]; }
 
-constexpr uintptr_t ALIGNMENT = 16;  // call.ALIGNMENT
+constexpr uintptr_t ALIGNMENT = 16;  // bytes, as ALIGNMENT of cuda/call.py
 
 inline Key key_of(int64_t stage, std::initializer_list<const at::Tensor*> tensors, at::IntArrayRef geometry,
                   std::string_view backend) {
@@ -72,16 +73,17 @@ inline Key key_of(int64_t stage, std::initializer_list<const at::Tensor*> tensor
   return key;
 }
 
-/// Bounded: of a program that meets ever new sizes, those used least recently go first, half of them at a time.
-class Answers {
+/// The cache is bounded. Where sizes change all the time, it drops those that were used least recently, half of them at a
+/// time.
+class PlanCache {
  public:
-  static Answers& instance() {
+  static PlanCache& instance() {
     // Never destroyed: threads may still call while the process ends.
-    static auto* answers = new Answers;
-    return *answers;
+    static auto* cache = new PlanCache;
+    return *cache;
   }
 
-  std::shared_ptr<const Answer> find(const Key& key) {
+  std::shared_ptr<const CallPlan> find(const Key& key) {
     {
       std::shared_lock<std::shared_mutex> lock(mutex_);
       if (const auto found = recent_.find(key); found != recent_.end()) return found->second;
@@ -90,22 +92,22 @@ class Answers {
     std::unique_lock<std::shared_mutex> lock(mutex_);
     const auto found = older_.find(key);
     if (found == older_.end()) return nullptr;
-    std::shared_ptr<const Answer> answer = std::move(found->second);
+    std::shared_ptr<const CallPlan> plan = std::move(found->second);
     older_.erase(found);
-    insert(key, answer);
-    return answer;
+    insert(key, plan);
+    return plan;
   }
 
-  /// How often everything has been forgotten.
+  /// How often the cache was emptied.
   uint64_t epoch() {
     std::shared_lock<std::shared_mutex> lock(mutex_);
     return epoch_;
   }
 
-  /// Not where everything was forgotten since `epoch`: what is chosen anew must be asked for.
-  void keep(const Key& key, std::shared_ptr<const Answer> answer, uint64_t epoch) {
+  /// Keeps nothing if the cache was emptied since `epoch`: the choice may have changed meanwhile.
+  void keep(const Key& key, std::shared_ptr<const CallPlan> plan, uint64_t epoch) {
     std::unique_lock<std::shared_mutex> lock(mutex_);
-    if (epoch == epoch_) insert(key, std::move(answer));
+    if (epoch == epoch_) insert(key, std::move(plan));
   }
 
   void forget() {
@@ -121,7 +123,7 @@ class Answers {
   }
 
  private:
-  static constexpr size_t MOST_RECENT = 2048;
+  static constexpr size_t MAX_RECENT = 2048;
 
   struct Hash {
     size_t operator()(const Key& key) const {
@@ -131,14 +133,14 @@ class Answers {
       return hash ^ hash >> 32;
     }
   };
-  using Map = std::unordered_map<Key, std::shared_ptr<const Answer>, Hash>;
+  using Map = std::unordered_map<Key, std::shared_ptr<const CallPlan>, Hash>;
 
-  void insert(const Key& key, std::shared_ptr<const Answer> answer) {
-    if (recent_.size() >= MOST_RECENT) {
+  void insert(const Key& key, std::shared_ptr<const CallPlan> plan) {
+    if (recent_.size() >= MAX_RECENT) {
       older_ = std::move(recent_);
       recent_ = Map();
     }
-    recent_.insert_or_assign(key, std::move(answer));
+    recent_.insert_or_assign(key, std::move(plan));
   }
 
   std::shared_mutex mutex_;

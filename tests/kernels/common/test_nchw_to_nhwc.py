@@ -13,7 +13,13 @@ from tconv_swap.checks import check_forward
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, add_up_sums, arrange, block_for, sums_bytes
+from tconv_swap.kernels.common.nchw_to_nhwc import (
+    Matrices,
+    block_for,
+    reduce_row_sums,
+    row_sums_bytes,
+    transpose,
+)
 from tconv_swap.kernels.gradients import nchw_to_nhwc as gradients_nchw_to_nhwc
 from tconv_swap.runtime.program import (
     Argument,
@@ -70,8 +76,10 @@ def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = 
     return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
 
 
-def arranging(made: Plan, source: ArgumentKind) -> list[Launch]:
-    return [one for one in made.launches if one.kernel.entry == "arrange" and one.arguments[0].kind == source]
+def conversions(made: Plan, source: ArgumentKind) -> list[Launch]:
+    return [
+        one for one in made.launches if one.kernel.entry == "nchw_to_nhwc" and one.arguments[0].kind == source
+    ]
 
 
 def workspace_places(made: Plan) -> list[int]:
@@ -91,7 +99,7 @@ def test_each_tensor_is_arranged_once_and_each_gradient_written(
     assert not any(o.channels_last for o in made.outputs)
     written = {a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.OUTPUT}
     assert written == set(range(len(made.outputs)))
-    brought = [one.arguments[0].value for one in arranging(made, ArgumentKind.INPUT)]
+    brought = [one.arguments[0].value for one in conversions(made, ArgumentKind.INPUT)]
     assert brought == ([0, 1, 2] if mask[0] and arranges_grad_input else [0, 1])
     assert not made.launches[0].overlaps_previous
     # What computes reads what several launches wrote: it waits for them all. So does what brings a gradient back.
@@ -104,12 +112,12 @@ def test_arranged_tensors_and_the_parts_workspace_lie_apart() -> None:
     places = workspace_places(made)
     assert all(place % 256 == 0 for place in places)
     sizes = [2 * math.prod(shape) for shape in (WIDE.output_shape, WIDE.input_shape, WIDE.weight_shape)]
-    arranged = arranging(made, ArgumentKind.INPUT)
-    for one, size in zip(arranged, sizes, strict=True):
+    converted = conversions(made, ArgumentKind.INPUT)
+    for one, size in zip(converted, sizes, strict=True):
         begin = one.arguments[1].value
         assert not any(begin < place < begin + size for place in places)
         assert begin + size <= made.workspace_bytes
-    back = arranging(made, ArgumentKind.WORKSPACE)
+    back = conversions(made, ArgumentKind.WORKSPACE)
     assert all(one.arguments[1].kind == ArgumentKind.OUTPUT and not one.overlaps_previous for one in back)
     most = sum(sizes) + sizes[2] * len(back) + general.WORKSPACE_LIMIT_BYTES + (1 << 20)
     assert max(places) <= made.workspace_bytes <= most
@@ -146,17 +154,17 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "arranged"),
+    ("geometry", "converted"),
     [
         (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
-        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for what is arranged
+        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for each converted element
     ],
     ids=str,
 )
-def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, arranged: bool) -> None:
+def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
     made = plan.plan_backward(problem(geometry), (True, False, False), H200)
-    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == arranged
-    assert ("nchw_to_nhwc" in made.family) == arranged
+    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == converted
+    assert ("nchw_to_nhwc" in made.family) == converted
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -200,9 +208,9 @@ def test_matrices_are_transposed_and_their_rows_added_up(
 
     of = Matrices(batch, rows, columns, dtype)
     with_sums = rows % of.piece == 0
-    launches = [arrange(of, input_(0), workspace(0), H200, 256 if with_sums else None)]
+    launches = [transpose(of, input_(0), workspace(0), H200, 256 if with_sums else None)]
     if with_sums:
-        launches.append(add_up_sums(of, 256, 1, H200))
+        launches.append(reduce_row_sums(of, 256, 1, H200))
     launches[0] = replace(launches[0], overlaps_previous=False)
 
     def placed(argument: Argument) -> Argument:
@@ -213,7 +221,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
         "",
         (Output((batch, columns, rows)), Output((rows,))),
         tuple(with_operands(one, placed) for one in launches),
-        256 + (sums_bytes(of, H200) if with_sums else 0),
+        256 + (row_sums_bytes(of, H200) if with_sums else 0),
     )
     torch.manual_seed(0)
     x = torch.randn(batch, rows, columns, device="cuda").to(dtype)

@@ -10,7 +10,7 @@ import torch
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common.general import WORKSPACE_LIMIT_BYTES
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.grad_weight import im2col_nchw as grad_weight_im2col_nchw
 from tconv_swap.kernels.grad_weight import pixel_rows as grad_weight_pixel_rows
 
@@ -40,7 +40,7 @@ LARGE = {
 
 def limit(geometry: Geometry) -> int:
     """Copies, partial sums, and what one copy of the weight takes in float32 or in two parts."""
-    return MOST_ARRANGED_BYTES + WORKSPACE_LIMIT_BYTES + 8 * math.prod(geometry.weight_shape)
+    return MAX_COPY_BYTES + WORKSPACE_LIMIT_BYTES + 8 * math.prod(geometry.weight_shape)
 
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])

@@ -176,8 +176,8 @@ def test_offsets_past_32_bits_are_counted_in_64() -> None:
     assert index(HUGE.with_batch(1)) == "long long"
     assert index(Geometry(1, 2, 1024, 1024, 2, (2, 2), (2, 2))) == "int"
     # A tile's last cells may lie beyond the last one of the map.
-    most = 2**31 - 1 - general.MOST_TILE_PIXELS
-    assert max(made.m for made in map(general._tile, (1, 8, 64))) <= general.MOST_TILE_PIXELS
+    most = 2**31 - 1 - general.MAX_TILE_PIXELS
+    assert max(made.m for made in map(general._tile, (1, 8, 64))) <= general.MAX_TILE_PIXELS
     just_below = Geometry(1, 1, 1, most - 1, 1, (1, 2))
     assert math.prod(just_below.output_shape) == most
     assert index(just_below) == "int"

@@ -1,12 +1,13 @@
-"""How many of a layer's kernels each family of the forward pass may have, over all sizes: at most ``MOST_SCHEDULES``
-in all, beside those that pack, arrange and add up. Pure functions of data."""
+"""How many kernels each family of the forward pass may have for one layer, over all sizes. A layer has at most
+``MAX_SCHEDULES`` in all, not counting those that pack weights, convert layouts and add up splits. Pure functions of
+data."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from tconv_swap.kernels.common.layer_sizes import of_any_size
-from tconv_swap.kernels.common.schedules import MOST_SCHEDULES
+from tconv_swap.kernels.common.schedules import MAX_SCHEDULES
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
 from tconv_swap.kernels.forward import stride1 as forward_stride1
@@ -14,19 +15,20 @@ from tconv_swap.kernels.forward.implicit_gemm_layout import TileProblem, has_str
 from tconv_swap.kernels.problem import Device, Problem
 
 
-def share_of_narrow(problem: Problem, device: Device) -> int:
-    """Those of the family that computes what forward/col2im.py leaves over of a narrow layer."""
+def max_narrow_schedules(problem: Problem, device: Device) -> int:
+    """Returns how many schedules the family has that computes what forward/col2im.py does not compute of a narrow
+    layer."""
     if not forward_col2im.computes_some_size(problem, device):
-        return MOST_SCHEDULES
+        return MAX_SCHEDULES
     layer = replace(problem, geometry=of_any_size(problem.geometry))
-    return MOST_SCHEDULES - len(forward_col2im.schedules(layer, device))
+    return MAX_SCHEDULES - len(forward_col2im.schedules(layer, device))
 
 
-def share_of_tile(layer: TileProblem, device: Device) -> int:
-    """Those of the halo tile, maps of one pixel apart, which have another one where the layer has another stride for
-    them; forward/gemm.py and forward/stride1.py have one each."""
+def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
+    """Returns how many schedules the implicit GEMM has. Maps of one pixel have one of their own if the layer has
+    another stride for them; forward/gemm.py and forward/stride1.py have one each."""
     if layer.of_grad_input:
-        return MOST_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
+        return MAX_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
     pixels = Problem(
         layer.geometry,
         layer.dtype,
@@ -35,7 +37,7 @@ def share_of_tile(layer: TileProblem, device: Device) -> int:
         layer.weight_channels_last,
     )
     return (
-        MOST_SCHEDULES
+        MAX_SCHEDULES
         - has_stride_of_one_pixel(layer.geometry)
         - forward_gemm.computes_some_size(pixels, device)
         - forward_stride1.computes_some_size(layer, device)

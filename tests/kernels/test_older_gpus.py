@@ -6,7 +6,7 @@ import pytest
 import torch
 from cuda_cases import TF32_TOLERANCE, TOLERANCE
 from harness import assert_kernel_matches
-from test_kernels_compile import planned
+from planned_kernels import planned
 
 from tconv_swap.cuda.choice import FORWARD, Mask
 from tconv_swap.geometry import Geometry

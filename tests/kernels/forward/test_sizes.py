@@ -11,14 +11,14 @@ from dataclasses import replace
 import pytest
 import torch
 from harness import assert_kernel_matches
-from test_sizes import AMPERE, H200, MODES, quotient, random_sizes
+from size_cases import AMPERE, H200, MODES, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import general
 from tconv_swap.kernels.common.layer_sizes import of_any_size, out_row_multiple
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
+from tconv_swap.kernels.common.limits import MAX_COPY_BYTES
 from tconv_swap.kernels.common.sizes import Words
 from tconv_swap.kernels.forward import col2im as forward_col2im
 from tconv_swap.kernels.forward import gemm as forward_gemm
@@ -37,13 +37,13 @@ AUXILIARY = (
     "forward_implicit_gemm_pack",
     "forward_narrow_mma_pack",
     "forward_stride1_pack",
-    "arrange",
+    "nchw_to_nhwc",
     "forward_implicit_gemm_split_k",
 )
-#: Which is told the layer, too: one for each dtype, whatever layers there are.
+#: The kernel that gets the layer at its launch too: there is one for each dtype.
 OF_NO_LAYER = "forward_tiny"
 #: Of an image, in float32.
-MOST_IMAGE_BYTES = 256 << 20
+MAX_IMAGE_BYTES = 256 << 20
 #: Constants that follow from the sizes of images.
 SIZE_NAMES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SEGMENT", "SPLITS", "COLUMNS"}
 TOLERANCE = {
@@ -55,8 +55,8 @@ TOLERANCE = {
 
 
 def sizes_of(layer: Geometry) -> Iterator[Geometry]:
-    """200 of them or so: random ones, maps of one pixel, and images so large that strips compute them. Inputs of at
-    most 1 GiB of float32, of larger ones no copy is made; images so small that offsets in them are of 32 bits."""
+    """Yields about 200 sizes: random ones, maps of one pixel, and images so large that stride1 computes them. Inputs
+    take at most 1 GiB of float32, since larger ones are not copied; offsets in an image have 32 bits."""
     rng = random.Random(str(layer))
     for batch in (1, 7, 64, 200, 256, 300):
         yield replace(layer, batch=batch, height=1, width=1)
@@ -64,14 +64,14 @@ def sizes_of(layer: Geometry) -> Iterator[Geometry]:
         for batch, height, width in ((8, 512, 1024), (16, 512, 512), (2, 1024, 1024), (5, 700, 1000)):
             found = replace(layer, batch=batch, height=height, width=width)
             images = [4 * math.prod(shape[1:]) for shape in (found.input_shape, found.output_shape)]
-            if batch * images[0] <= MOST_ARRANGED_BYTES and max(images) <= MOST_IMAGE_BYTES:
+            if batch * images[0] <= MAX_COPY_BYTES and max(images) <= MAX_IMAGE_BYTES:
                 yield found
     for _ in range(190):
         yield random_sizes(rng, layer)
 
 
 def computing(made: Plan) -> Kernel:
-    """The kernel that computes the output."""
+    """Returns the kernel that computes the output."""
     (found,) = (one.kernel for one in made.launches if one.kernel.entry not in AUXILIARY)
     return found
 
@@ -97,7 +97,7 @@ def test_the_forward_stage_has_four_kernels_at_most_for_inputs_of_a_gibibyte(
                     entry = one.kernel.entry if one.kernel.entry in AUXILIARY else "computes"
                     kernels.setdefault(entry, set()).add(one.kernel)
             assert all(len(found) <= 4 for found in kernels.values()), kernels
-            assert len(kernels.get("arrange", ())) <= 2  # rows that begin between two pieces, and others
+            assert len(kernels.get("nchw_to_nhwc", ())) <= 2  # rows that begin between two pieces, and others
             assert len(kernels.get("forward_implicit_gemm_split_k", ())) <= 1
             assert len(kernels.get("forward_stride1_pack", ())) <= 1
 
@@ -117,7 +117,8 @@ def test_float64_has_one_kernel(channels_last: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_divides_the_rows_of_some_sizes(seed: int) -> None:
-    """``out_row_multiple`` divides the output's rows wherever the input's are of that multiple."""
+    """``out_row_multiple`` divides the rows of the output at every size at which the multiple divides those of the
+    input."""
     rng = random.Random(seed)
     layer = of_any_size(random_layer(rng))
     for multiple in (1, 2, 4, 8):
@@ -166,7 +167,7 @@ def narrow_layer(seed: int, channels_last: bool) -> Iterator[tuple[plan.Problem,
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("seed", range(20))
-def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_last: bool) -> None:
+def test_blocks_of_narrow_ffma_own_every_position_once(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(seed, channels_last):
         for made, tile in zip(
             forward_narrow_ffma.plan_candidates(problem, False, H200, 1),
@@ -202,7 +203,7 @@ def test_blocks_of_the_narrow_kernel_own_every_cell_once(seed: int, channels_las
 
 @pytest.mark.parametrize("channels_last", [False, True], ids=["nchw", "channels_last"])
 @pytest.mark.parametrize("seed", range(20))
-def test_tiles_of_cells_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
+def test_tiles_of_narrow_mma_fit_the_rows_of_their_size(seed: int, channels_last: bool) -> None:
     for problem, geometry in narrow_layer(100 + seed, channels_last):
         for tile in forward_narrow_mma_choice.choose(problem, H200, 4, 1):
             assert channels_last or geometry.width % tile.row_multiple == 0
@@ -211,11 +212,11 @@ def test_tiles_of_cells_fit_the_rows_of_their_size(seed: int, channels_last: boo
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_strips_of_a_fold_are_the_images(seed: int) -> None:
-    """Every row of cells is in one strip, and every group of outputs in one tile of columns, of any size."""
+def test_row_tiles_of_col2im_are_the_images(seed: int) -> None:
+    """Every row of positions is in one row tile, and every group of outputs in one column tile, at any size."""
     rng = random.Random(seed)
     channels_last = rng.random() < 0.5
-    problem = fold_problem(rng, channels_last)
+    problem = col2im_problem(rng, channels_last)
     geometry = problem.geometry
     (made,) = forward_col2im.plan_candidates(problem, False, H200, 1)
     constants, (words,) = dict(made.launches[0].kernel.constants), made.launches[0].structs
@@ -243,7 +244,7 @@ def test_strips_of_a_fold_are_the_images(seed: int) -> None:
     assert max(seen)[0] == geometry.batch - 1
 
 
-def fold_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
+def col2im_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
     while True:
         kernel, stride = rng.randint(2, 7), rng.randint(1, 4)
         geometry = Geometry(
@@ -265,7 +266,7 @@ def fold_problem(rng: random.Random, channels_last: bool) -> plan.Problem:
             return problem
 
 
-def test_strips_are_told_where_rows_lie() -> None:
+def test_stride1_gets_the_sizes_of_its_tiles() -> None:
     layer = Geometry(8, 64, 512, 512, 64, (3, 3))
     for size in ((8, 512, 512), (3, 700, 1000), (1, 1024, 2048)):
         geometry = replace(layer, batch=size[0], height=size[1], width=size[2])
@@ -313,27 +314,27 @@ Found = list[tuple[plan.Problem, Plan]]
 Candidates = Callable[[plan.Problem, bool, plan.Device, int], list[Plan]]
 #: Plans of one kernel, layers that it computes, sizes of them.
 FAMILIES: dict[str, tuple[Candidates, Callable[[random.Random], Geometry], Callable[..., Geometry]]] = {
-    "cells": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
-    "fold": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
+    "narrow_mma": (forward_narrow_mma.plan_candidates, random_layer, small_sizes),
+    "col2im": (forward_col2im.plan_candidates, rgb_layer, small_sizes),
     "general": (
         lambda problem, bias, *_: [general.plan_forward(problem, bias)],
         random_layer,
         small_sizes,
     ),
     "narrow_ffma": (forward_narrow_ffma.plan_candidates, random_layer, small_sizes),
-    "pixel": (forward_gemm.plan_candidates, generator_layer, of_pixels),
+    "gemm": (forward_gemm.plan_candidates, generator_layer, of_pixels),
     "stride1": (forward_stride1.plan_candidates, stride_1_layer, small_sizes),
 }
 
 
 def sizes_of_one_kernel(family: str, rng: random.Random, device: plan.Device) -> tuple[bool, Found]:
-    """Whether it has a bias, and three sizes of a layer that one kernel computes."""
+    """Returns whether the layer has a bias, and three of its sizes that one kernel computes."""
     candidates, layer_of, size_of = FAMILIES[family]
     while True:
         layer = layer_of(rng)
         dtype, precision = rng.choice(list(TOLERANCE))
         channels_last, weight_last = family != "stride1" and rng.random() < 0.5, rng.random() < 0.5
-        if family == "pixel":
+        if family == "gemm":
             weight_last = channels_last
         bias = rng.random() < 0.5
         by_kernel: dict[Kernel, Found] = {}
@@ -369,7 +370,7 @@ def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
     for problem, made in (*found, found[0]):
         layouts = (problem.channels_last, problem.weight_channels_last)
         dtype = problem.dtype
-        # Of these kernels, only strips, pixel products and cells round as TF32 does.
-        precision = problem.precision if family in ("stride1", "pixel", "cells") else "ieee"
+        # Of these kernels, only stride1, gemm and narrow_mma round to TF32.
+        precision = problem.precision if family in ("stride1", "gemm", "narrow_mma") else "ieee"
         tolerance = TOLERANCE[dtype, precision]
         assert_kernel_matches(made, problem.geometry, dtype, layouts, tolerance, with_bias=bias)

@@ -1,5 +1,5 @@
-"""Kernels of the halo tile, which are told sizes at their launch: what they compute with the sizes, and one kernel at
-several of them. test_sizes_forward.py counts those of the whole stage."""
+"""Sizes that kernels of the implicit GEMM get at their launch: what they compute with the sizes, and one kernel at
+several of them. test_sizes.py counts those of the whole stage."""
 
 from __future__ import annotations
 
@@ -12,51 +12,27 @@ from itertools import pairwise
 import pytest
 import torch
 from harness import assert_kernel_matches
+from size_cases import H200, LAYERS, MODES, TOLERANCE, quotient, random_sizes
 
 from tconv_swap.cuda import call
 from tconv_swap.geometry import Geometry
 from tconv_swap.kernels import plan
 from tconv_swap.kernels.common import sizes
-from tconv_swap.kernels.common.limits import MOST_ARRANGED_BYTES
-from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, arrange
+from tconv_swap.kernels.common.nchw_to_nhwc import Matrices, transpose
 from tconv_swap.kernels.forward import implicit_gemm as forward_implicit_gemm
 from tconv_swap.kernels.forward import implicit_gemm_classes as forward_classes
 from tconv_swap.kernels.forward.implicit_gemm_layout import Tile, TileProblem, block_count, make_problem
-from tconv_swap.measurement.suite import load_suite
 from tconv_swap.runtime import jit
 from tconv_swap.runtime.program import Kernel, Plan, input_, output
 
-H200 = plan.Device("sm_90a", 132, 227 << 10)
-AMPERE = plan.Device("sm_80", 108, 163 << 10)
-MODES = ((torch.float32, "tf32"), (torch.float16, "ieee"), (torch.float32, "ieee"))
-LAYERS = [layer for layer in load_suite().layers if layer.geometry.out_channels_per_group >= 8]
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 1e-3, torch.bfloat16: 8e-3}
-
-
-def random_sizes(rng: random.Random, layer: Geometry, most: int = 200) -> Geometry:
-    """Any batch, height and width, small and large; one row where the layer has one dimension."""
-    while True:
-        height, width = (
-            rng.choice((rng.randint(1, 9), rng.randint(1, 40), rng.randint(1, most))) for _ in "hw"
-        )
-        one_row = layer.height == layer.kernel[0] == 1
-        found = replace(
-            layer,
-            batch=rng.choice((1, 2, 8, rng.randint(1, 256))),
-            height=1 if one_row else height,
-            width=width,
-        )
-        image = found.in_channels * found.height * found.width
-        if min(found.out_height, found.out_width) > 0 and found.batch * image * 4 <= MOST_ARRANGED_BYTES:
-            return found
-
 
 def computing(made: Plan) -> Kernel:
-    """The kernel that multiplies."""
+    """Returns the kernel that multiplies."""
     (found,) = (
         one.kernel
         for one in made.launches
-        if one.kernel.entry not in ("forward_implicit_gemm_pack", "arrange", "forward_implicit_gemm_split_k")
+        if one.kernel.entry
+        not in ("forward_implicit_gemm_pack", "nchw_to_nhwc", "forward_implicit_gemm_split_k")
     )
     return found
 
@@ -78,8 +54,8 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
     for name in names if request.config.getoption("all_architectures") else names[:1]:
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
-            posed = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
-            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200):
+            problem = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
+            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200):
                 made = forward_implicit_gemm.plan_with_tile(schedule.problem, schedule.tile, H200)
                 _, log = jit.compile_with_log(computing(made), "sm_90a")
                 spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
@@ -90,12 +66,6 @@ def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> N
 
 
 # ---- the arithmetic, emulated --------------------------------------------------------------------------------
-
-
-def quotient(words: sizes.Words, n: int) -> int:
-    """``Divisor::quotient`` of common/sizes.cuh, in 32 bits."""
-    _, magic, shift = words
-    return ((n << 1 & 0xFFFFFFFF) * (magic & 0xFFFFFFFF) >> 32) >> shift
 
 
 def test_division_by_numbers_known_at_the_launch() -> None:
@@ -115,40 +85,46 @@ def test_division_by_numbers_known_at_the_launch() -> None:
                 assert quotient(words, n) == n // value, (n, value)
 
 
-class Told:
+class PassedSizes:
     """``Sizes`` of common/sizes.cuh, by name."""
 
     def __init__(self, words: sizes.Words) -> None:
         self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
-        self.cells_h, self.cells_w, self.tiles = words[5:8]
+        self.positions_h, self.positions_w, self.tiles = words[5:8]
         rest = words[8:]
         assert len(rest) == 15
         parts = [rest[i : i + 3] for i in range(0, 15, 3)]
-        self.image_tiles, self.row_tiles, self.image_cells, self.row_cells, self.splits = parts
+        self.image_tiles, self.row_tiles, self.image_positions, self.row_positions, self.splits = parts
 
 
-def cells_of(told: Told, posed: TileProblem, tile: Tile, index: int) -> Iterator[tuple[int, int, int]]:
-    """Image, row and column of the cells that a tile has, as tile_origin and cell_at of common/tile_shape.cuh find
-    them."""
-    if posed.flat:
+def positions_of(
+    passed: PassedSizes, problem: TileProblem, tile: Tile, index: int
+) -> Iterator[tuple[int, int, int]]:
+    """Yields image, row and column of the positions of a tile, as tile_origin and position_at of common/tile_shape.cuh
+    compute them."""
+    if problem.flat:
         for w in range(tile.cols):
-            cell = index * tile.cols + w
-            image = quotient(told.image_cells, cell)
-            pixel = cell - image * told.image_cells[0]
-            row = quotient(told.row_cells, pixel)
-            if image < told.batch:
-                yield image, row, pixel - row * told.row_cells[0]
+            position = index * tile.cols + w
+            image = quotient(passed.image_positions, position)
+            pixel = position - image * passed.image_positions[0]
+            row = quotient(passed.row_positions, pixel)
+            if image < passed.batch:
+                yield image, row, pixel - row * passed.row_positions[0]
         return
-    images = quotient(told.image_tiles, index)
-    in_image = index - images * told.image_tiles[0]
-    down = quotient(told.row_tiles, in_image)
-    across = in_image - down * told.row_tiles[0]
+    images = quotient(passed.image_tiles, index)
+    in_image = index - images * passed.image_tiles[0]
+    down = quotient(passed.row_tiles, in_image)
+    across = in_image - down * passed.row_tiles[0]
     for n in range(tile.images):
         for h in range(tile.rows):
             for w in range(tile.cols):
-                cell_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
-                if cell_at[0] < told.batch and cell_at[1] < told.cells_h and cell_at[2] < told.cells_w:
-                    yield cell_at
+                position_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
+                if (
+                    position_at[0] < passed.batch
+                    and position_at[1] < passed.positions_h
+                    and position_at[2] < passed.positions_w
+                ):
+                    yield position_at
 
 
 def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
@@ -156,50 +132,56 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
     geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, batch))
     dtype, precision = rng.choice(MODES)
     channels_last = rng.random() < 0.5
-    posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
-    if not forward_implicit_gemm.claims(posed, H200):
+    problem = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
+    if not forward_implicit_gemm.claims(problem, H200):
         return chosen(rng, most, batch)
-    (found,) = forward_classes.choose(posed, H200)
+    (found,) = forward_classes.choose(problem, H200)
     return found
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_output_is_in_one_tile(seed: int) -> None:
-    """Each pixel of the output is of one cell of one tile: no more, no fewer, whatever the size."""
-    posed, tile = chosen(random.Random(seed))
-    geometry = posed.geometry
-    told = Told(sizes.tile_sizes(posed, tile))
-    assert (told.batch, told.height, told.width) == (geometry.batch, geometry.height, geometry.width)
-    assert (told.out_height, told.out_width) == (geometry.out_height, geometry.out_width)
-    of_a_tile = block_count(posed, replace(tile, splits=1)) // told.tiles
-    assert of_a_tile * told.tiles == block_count(posed, replace(tile, splits=1))
-    found = [cell for index in range(told.tiles) for cell in cells_of(told, posed, tile, index)]
-    assert len(found) == len(set(found)) == geometry.batch * told.cells_h * told.cells_w
-    rows = posed.stack if posed.stack > 1 else geometry.stride[0]
-    assert (told.cells_h - 1) * rows < geometry.out_height <= told.cells_h * rows
-    assert (told.cells_w - 1) * geometry.stride[1] < geometry.out_width <= told.cells_w * geometry.stride[1]
+    """Each pixel of the output is of one position of one tile: no more, no fewer, whatever the size."""
+    problem, tile = chosen(random.Random(seed))
+    geometry = problem.geometry
+    passed = PassedSizes(sizes.tile_sizes(problem, tile))
+    assert (passed.batch, passed.height, passed.width) == (geometry.batch, geometry.height, geometry.width)
+    assert (passed.out_height, passed.out_width) == (geometry.out_height, geometry.out_width)
+    of_a_tile = block_count(problem, replace(tile, splits=1)) // passed.tiles
+    assert of_a_tile * passed.tiles == block_count(problem, replace(tile, splits=1))
+    found = [
+        position for index in range(passed.tiles) for position in positions_of(passed, problem, tile, index)
+    ]
+    assert len(found) == len(set(found)) == geometry.batch * passed.positions_h * passed.positions_w
+    rows = problem.stack if problem.stack > 1 else geometry.stride[0]
+    assert (passed.positions_h - 1) * rows < geometry.out_height <= passed.positions_h * rows
+    assert (
+        (passed.positions_w - 1) * geometry.stride[1]
+        < geometry.out_width
+        <= passed.positions_w * geometry.stride[1]
+    )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
-    """What a kernel takes for granted holds of the size: multiples of rows, maps as narrow as the tile, splits."""
+    """The assumptions of a kernel hold for the size: multiples of rows, maps as narrow as the tile, splits."""
     rng = random.Random(1000 + seed)
-    posed, tile = chosen(rng, 200, 32)
-    geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
-    row = pixels if posed.flat else geometry.width
-    assert row % posed.row_multiple == 0 or posed.input_channels_last
-    assert geometry.out_width % posed.out_row_multiple == 0
-    if posed.flat:
-        assert posed.cells == (geometry.height, geometry.width)
-        assert not posed.even_columns or geometry.width % 2 == 0
+    problem, tile = chosen(rng, 200, 32)
+    geometry, pixels = problem.geometry, problem.geometry.height * problem.geometry.width
+    row = pixels if problem.flat else geometry.width
+    assert row % problem.row_multiple == 0 or problem.input_channels_last
+    assert geometry.out_width % problem.out_row_multiple == 0
+    if problem.flat:
+        assert problem.cells == (geometry.height, geometry.width)
+        assert not problem.even_columns or geometry.width % 2 == 0
         if tile.pixel_boxes or tile.raw_stages:
             assert pixels % tile.cols == 0
         if tile.by_rows:
             assert tile.warp_cols * 8 % geometry.width == 0
             assert geometry.width % 2 == 0
     elif tile.wgmma and tile.cols < 8:
-        assert posed.cells[1] <= tile.cols
-    chunks = -(-posed.words // tile.chunk_words)
+        assert problem.cells[1] <= tile.cols
+    chunks = -(-problem.words // tile.chunk_words)
     assert 1 <= tile.splits <= chunks
     steps = [split * chunks // tile.splits for split in range(tile.splits + 1)]
     words = sizes.divisor(tile.splits)
@@ -208,9 +190,9 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> None:
+def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
     """common/nchw_to_nhwc.cu: each column of each matrix is in one block, and no block has more pieces than its
-    threads bring."""
+    threads load."""
     rng = random.Random(3)
     for _ in range(300):
         piece = 16 // dtype.itemsize
@@ -220,15 +202,15 @@ def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> N
             rng.choice((rng.randint(1, 40), rng.randint(1, 999))),
             dtype,
         )
-        made = arrange(of, input_(0), output(0), H200)
+        made = transpose(of, input_(0), output(0), H200)
         constants, (words,) = dict(made.kernel.constants), made.structs
         batch, columns, matrices, positions = words[:4]
         block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
         assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
-        most = int(constants["MOST_POSITIONS"])
-        most_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
+        most = int(constants["MAX_POSITIONS"])
+        max_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
         assert positions <= most
-        assert matrices * row_pieces[0] <= most_pieces
+        assert matrices * row_pieces[0] <= max_pieces
         assert column_blocks[0] == 1 or block_columns[0] % piece == 0
         row_blocks = -(-of.rows // int(constants["BLOCK_ROWS"]))
         seen = set()
@@ -248,7 +230,7 @@ def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> N
 
 
 def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, list[tuple[TileProblem, Tile]]]:
-    """Three sizes of a small layer that one kernel computes."""
+    """Returns three sizes of a small layer that one kernel computes."""
     while True:
         groups, kernel = rng.choice((1, 1, 2)), rng.choice((2, 2, 3, 4))
         stride = rng.choice((1, 2, 2, kernel))
@@ -269,9 +251,9 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
         by_kernel: dict[Kernel, list[tuple[TileProblem, Tile]]] = {}
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
-            posed = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
-            if forward_implicit_gemm.claims(posed, H200):
-                one = rng.choice(forward_classes.choose(posed, H200, 4))
+            problem = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
+            if forward_implicit_gemm.claims(problem, H200):
+                one = rng.choice(forward_classes.choose(problem, H200, 4))
                 by_kernel.setdefault(computing(forward_implicit_gemm.plan_with_tile(*one, H200)), []).append(
                     one
                 )
@@ -283,7 +265,7 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
 def test_one_kernel_has_several_sizes() -> None:
     for seed in range(5):
         *_, found = sizes_of_one_kernel(random.Random(seed))
-        assert len({posed.geometry for posed, _ in found}) > 1
+        assert len({problem.geometry for problem, _ in found}) > 1
 
 
 @pytest.mark.gpu
@@ -294,7 +276,7 @@ def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
     if call.device_facts(0).architecture != "sm_90a":
         pytest.skip("the tiles are chosen for sm_90a")
     dtype, channels_last, bias, found = sizes_of_one_kernel(random.Random(seed))
-    for posed, tile in (*found, found[0]):
-        made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
+    for problem, tile in (*found, found[0]):
+        made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
         layouts = (channels_last, channels_last)
-        assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)
+        assert_kernel_matches(made, problem.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)
