@@ -144,7 +144,7 @@ def test_a_fault_of_none_by_itself_leaves_all_out() -> None:
     report = VerifyReport()
     report.failures.append("output: too far away")
     assert choice.leave_failing(report)
-    assert choice.left == dict.fromkeys(
+    assert choice.left_out == dict.fromkeys(
         "14", "the network does not verify with it, and no block by itself fails"
     )
     assert not choice.leave_failing(report)
