@@ -32,9 +32,7 @@ class ArgumentKind(IntEnum):
     OUTPUT = 1  # pointer to the value-th output tensor
     WORKSPACE = 2  # pointer value bytes into the workspace
     INT64 = 3  # the value itself, as a long long
-    TENSOR_MAP = (
-        4  # the launch's value-th tensor map, for the unit that copies boxes of tensors (sm_90 and later)
-    )
+    TENSOR_MAP = 4  # the launch's value-th tensor map, for TMA (sm_90 and later)
     STRUCT = 5  # the launch's value-th struct of 32-bit words, passed by value
     FIELDS = 6  # a struct passed by value, whose fields, of 8 bytes each, are the next value arguments
 
@@ -70,7 +68,7 @@ def struct(index: int) -> Argument:
 
 
 def fields(*of: Argument) -> tuple[Argument, ...]:
-    """A struct of pointers and numbers."""
+    """Returns the arguments of a struct of pointers and numbers."""
     return Argument(ArgumentKind.FIELDS, len(of)), *of
 
 
@@ -80,12 +78,12 @@ class ElementKind(IntEnum):
     FLOAT16 = 6
     FLOAT32 = 7
     BFLOAT16 = 9
-    TFLOAT32 = 11  # float32, rounded to TF32 on the way
+    TFLOAT32 = 11  # float32 in memory, rounded to TF32 by the copy
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMap:
-    """How a tensor is divided into boxes: the arguments of cuTensorMapEncodeTiled, which is called for every launch.
+    """The boxes of a tensor that TMA copies: the arguments of cuTensorMapEncodeTiled, which is called for every launch.
 
     What of a box lies outside the tensor is read as zeros, and not written. In shared memory a box is dense, rows of
     ``box[0]`` elements, which the swizzle permutes by 16 bytes within ``swizzle_bytes`` by the address's higher bits.
@@ -104,7 +102,7 @@ class TensorMap:
     steps: tuple[int, ...]
     #: 0 (none), 32, 64 or 128: no less than ``box[0]`` takes.
     swizzle_bytes: int = 128
-    #: 64, 128 or 256: the bytes that memory brings to the L2 cache at a time for any part of a box.
+    #: 64, 128 or 256: the bytes that the L2 cache fetches from memory at a time for any part of a box.
     fetched_bytes: int = 256
     #: From the base to the tensor's first element, in bytes: a multiple of 16.
     offset: int = 0
@@ -137,7 +135,8 @@ class Launch:
     tensor_maps: tuple[TensorMap, ...] = ()
     #: The 32-bit words of the kernel's struct; unsigned ones are given as signed integers with the same bits.
     structs: tuple[tuple[int, ...], ...] = ()
-    #: (input, struct): the struct is the strides of the input, in elements. The kernel reads it however it lies.
+    #: Pairs (input, struct): the struct holds the strides of the input, in elements, so that the kernel reads any
+    #: layout.
     strides: tuple[tuple[int, int], ...] = ()
 
     @property
@@ -157,7 +156,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """How some of a plan's outputs are computed: ``output(k)`` is the k-th of the part's own outputs, and its
+    """The computation of some of a plan's outputs: ``output(k)`` is the k-th of the part's own outputs, and its
     workspace begins at byte 0. ``family`` and ``why`` as a plan's."""
 
     family: str
@@ -178,7 +177,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How one call is computed. ``family`` names the kernels in reports, ``why`` is one readable clause."""
+    """The computation of one call. ``family`` names the kernels in reports, ``why`` is one readable clause."""
 
     family: str
     why: str
@@ -225,20 +224,20 @@ class Plan:
 
     @property
     def read_as_they_lie(self) -> frozenset[int]:
-        """The inputs that need lie in no format: every launch is told their strides."""
-        told = [{index for index, _ in launch.strides} for launch in self.launches]
-        return frozenset(set.intersection(*told)) if told else frozenset()
+        """The inputs that may have any strides: every launch gets their strides."""
+        indices = [{index for index, _ in launch.strides} for launch in self.launches]
+        return frozenset(set.intersection(*indices)) if indices else frozenset()
 
     def with_strides(self, strides: Mapping[int, tuple[int, ...]]) -> Plan:
-        """Returns the plan for inputs that lie so, of those that ``read_as_they_lie`` names."""
+        """Returns the plan for inputs with these strides, of those in ``read_as_they_lie``."""
 
-        def told(launch: Launch) -> Launch:
+        def with_strides_of(launch: Launch) -> Launch:
             structs = list(launch.structs)
             for index, place in launch.strides:
                 structs[place] = strides.get(index, structs[place])
             return replace(launch, structs=tuple(structs))
 
-        return replace(self, launches=tuple(map(told, self.launches)))
+        return replace(self, launches=tuple(map(with_strides_of, self.launches)))
 
     @property
     def digest(self) -> str:
@@ -248,7 +247,7 @@ class Plan:
 
     @property
     def kernels_digest(self) -> str:
-        """A digest that is equal for plans with the same kernels, whatever the sizes that they are told."""
+        """A digest that is equal for plans with the same kernels, whatever sizes their launches pass."""
         kernels = tuple(launch.kernel for launch in self.launches)
         return hashlib.sha256(repr((self.family, kernels)).encode()).hexdigest()[:16]
 
@@ -269,7 +268,7 @@ def with_operands(launch: Launch, change: Callable[[Argument], Argument]) -> Lau
     bases = [change(one.base) for one in launch.tensor_maps]
     changed = any(base != one.base for base, one in zip(bases, launch.tensor_maps, strict=True))
     if not changed and arguments == launch.arguments:
-        return launch  # which is most often so, and quicker than a copy
+        return launch  # the usual case, and cheaper than a copy
     maps = launch.tensor_maps
     if changed:
         maps = tuple(replace(one, base=base) for one, base in zip(maps, bases, strict=True))

@@ -48,7 +48,7 @@ def network() -> nn.Sequential:
 
 
 def swapped(*arguments: str, code: int = 0) -> tuple[dict[str, Any], str]:
-    """The JSON of a swap on the CPU, and what it printed."""
+    """Returns the JSON of a swap on the CPU, and its output."""
     options = ("--out", "fast.pt", "--input-shape", "4,3,6,6", "--device", "cpu", "--json", "result.json")
     result = run("model.pt", *options, *arguments)
     assert result.exit_code == code, result.output

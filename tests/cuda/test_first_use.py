@@ -1,4 +1,4 @@
-"""On a GPU for which nothing was measured: what is timed at first use, how often, and what is made of it."""
+"""On a GPU for which nothing was measured: what is timed at first use, how often, and how the result is used."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def problem(height: int = 16, width: int = 16, batch: int = 8, **changes: Any) -
 
 
 class Clock:
-    """Times nothing: the plan of number ``fastest`` among the candidates wins, None stands for PyTorch's operator."""
+    """Times nothing: the candidate with the number ``fastest`` wins; None stands for PyTorch's operator."""
 
     def __init__(self) -> None:
         self.fastest: int | None = None
-        self.asked: list[tuple[plan.Problem, tuple[bool, ...]]] = []
+        self.measured: list[tuple[plan.Problem, tuple[bool, ...]]] = []
         self.capturing = False
         self.error: Exception | None = None
         self.seconds = 0.0
@@ -57,7 +57,7 @@ class Clock:
     ) -> Timed | None:
         assert (count, index) == (first_use.CANDIDATES, 0)
         assert 0 < budget_s < 1
-        self.asked.append((posed, mask))
+        self.measured.append((posed, mask))
         time.sleep(self.seconds)
         if self.error is not None:
             raise self.error
@@ -103,10 +103,10 @@ def test_pytorchs_operator_is_taken_where_it_was_the_fastest(clock: Clock) -> No
     step = forward(problem())
     assert step.plan is None
     assert step.why == "timed at first use, 8x128x16x16: 12.0 us against PyTorch's 8.0 us"
-    assert clock.asked == [(problem(), FORWARD)]
+    assert clock.measured == [(problem(), FORWARD)]
     tuned.winners.cache_clear()  # another process
     assert forward(problem(), "known") == forward(problem()) == step
-    assert len(clock.asked) == 1
+    assert len(clock.measured) == 1
 
 
 @pytest.mark.parametrize("fastest", [0, 1, 2])
@@ -121,28 +121,28 @@ def test_gradients_are_timed_apart_and_joined_where_ours_win(clock: Clock) -> No
     posed = problem()
     (native,) = backward(posed)
     assert (native.plan, native.mask) == (None, GRADIENTS)
-    assert [mask for _, mask in clock.asked] == [(True, False, False), (False, True, True)]
+    assert [mask for _, mask in clock.measured] == [(True, False, False), (False, True, True)]
     clock.fastest = 0
     other = problem(64, 64)
     (ours,) = backward(other)
     assert ours.plan == plan.plan_backward(other, GRADIENTS, A100)
     assert "timed at first use, 8x128x64x64: 12.0 us" in ours.why
-    # The sum that a bias's gradient is has one way.
-    before = len(clock.asked)
+    # There is one way to compute the gradient of a bias, which is a sum.
+    before = len(clock.measured)
     first_use.winners(posed, (False, False, True), False, 0, A100, "time")
-    assert len(clock.asked) == before
+    assert len(clock.measured) == before
 
 
 def test_a_measured_gpu_times_nothing(clock: Clock) -> None:
     assert forward(problem(), device=H200) == choose_forward(problem(), True, H200, "auto")
-    assert not clock.asked
+    assert not clock.measured
 
 
 def test_what_tune_found_comes_first(clock: Clock) -> None:
     key = problem_key(problem(), FORWARD, True)
     tuned.keep(0, {key: Winner(True, "", "tuned: PyTorch's")})
     assert forward(problem()).why == "tuned: PyTorch's"
-    assert not clock.asked
+    assert not clock.measured
 
 
 # Sizes
@@ -152,7 +152,7 @@ def test_forty_sizes_time_a_few_of_them(clock: Clock) -> None:
     clock.fastest = 0
     sizes = [(16 + 5 * i, 24 + 3 * i) for i in range(40)]
     steps = [forward(problem(*size, batch=1)) for size in sizes]
-    assert 2 <= len(clock.asked) <= 4
+    assert 2 <= len(clock.measured) <= 4
     for size, step in zip(sizes, steps, strict=True):
         assert step.plan in plan.forward_candidates(problem(*size, batch=1), True, A100, 8)
         assert "timed at first use" in step.why
@@ -162,7 +162,7 @@ def test_the_same_kernels_compute_every_size_of_a_class(clock: Clock) -> None:
     clock.fastest = 1
     first = forward(problem(32, 32, batch=4)).plan
     second = forward(problem(30, 36, batch=4)).plan
-    assert len(clock.asked) == 1
+    assert len(clock.measured) == 1
     assert [one.kernel for one in first.launches] == [one.kernel for one in second.launches]
     assert first.digest != second.digest
     assert second.digest != plan.plan_forward(problem(30, 36, batch=4), True, A100).digest
@@ -181,16 +181,16 @@ def test_a_family_whose_kernels_hold_a_size_wins_its_class(clock: Clock) -> None
 def test_rows_pixels_and_maps_are_timed_apart(clock: Clock) -> None:
     for height, width in ((1, 1), (1, 256), (16, 16)):
         forward(problem(height, width, batch=256 // height // width))
-    assert len(clock.asked) == 3
+    assert len(clock.measured) == 3
 
 
 def test_classes_are_bounded(clock: Clock) -> None:
     clock.fastest = 0
     for batch in (4**n for n in range(9)):
         assert "timed at first use" in forward(problem(4, 4, batch=batch)).why
-    assert len(clock.asked) == first_use.MOST_CLASSES
-    # The nearest, which is the largest that was timed.
-    assert f"{4 ** (first_use.MOST_CLASSES - 1)}x128x4x4:" in forward(problem(4, 4, batch=4**8)).why
+    assert len(clock.measured) == first_use.MAX_CLASSES
+    # The nearest class is the largest one that was timed.
+    assert f"{4 ** (first_use.MAX_CLASSES - 1)}x128x4x4:" in forward(problem(4, 4, batch=4**8)).why
 
 
 @pytest.mark.parametrize(
@@ -201,16 +201,16 @@ def test_classes_are_bounded(clock: Clock) -> None:
 def test_another_dtype_or_layout_is_another_layer(changed: dict[str, Any], clock: Clock) -> None:
     forward(problem())
     forward(problem(**changed))
-    assert len(clock.asked) == 2
+    assert len(clock.measured) == 2
 
 
-# When it is not done
+# When nothing is timed
 
 
 def test_the_environment_turns_it_off(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(first_use.ENVIRONMENT_VARIABLE, "0")
     assert forward(problem()) == choose_forward(problem(), True, A100, "auto")
-    assert not clock.asked
+    assert not clock.measured
     monkeypatch.setenv(first_use.ENVIRONMENT_VARIABLE, "1")
     forward(problem())
     monkeypatch.setenv(first_use.ENVIRONMENT_VARIABLE, "0")
@@ -226,7 +226,7 @@ def test_who_asks_for_determinism_gets_rules(
     else:
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert forward(problem()).plan is not None
-    assert not clock.asked
+    assert not clock.measured
 
 
 def test_a_capture_is_not_disturbed_and_the_next_call_asks_again(
@@ -236,7 +236,7 @@ def test_a_capture_is_not_disturbed_and_the_next_call_asks_again(
     monkeypatch.setattr(launch, "forget_plans", lambda: forgotten.append(True))
     clock.capturing = True
     assert forward(problem()).plan is not None
-    assert (clock.asked, forgotten) == ([], [True])
+    assert (clock.measured, forgotten) == ([], [True])
     clock.capturing = False
     assert forward(problem()).plan is None
     clock.capturing = True
@@ -252,14 +252,14 @@ def test_what_fails_is_left_to_the_rules_once(
     by_rule = choose_forward(problem(), True, A100, "auto")
     with caplog.at_level(logging.INFO, logger="tconv_swap"):
         assert forward(problem()) == forward(problem()) == by_rule
-    assert len(clock.asked) == 1
+    assert len(clock.measured) == 1
     assert str(error) in caplog.text
 
 
 def test_where_memory_is_short_nothing_is_tried(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_use, "free_bytes", lambda device: 1 << 20)
     assert forward(problem()).plan is not None
-    assert not clock.asked
+    assert not clock.measured
 
 
 def test_an_interruption_goes_through(clock: Clock) -> None:
@@ -273,10 +273,10 @@ def test_an_interruption_goes_through(clock: Clock) -> None:
 def test_float64_and_nothing_at_all_are_not_timed(clock: Clock) -> None:
     forward(problem(dtype=torch.float64))
     forward(problem(batch=0))
-    assert not clock.asked
+    assert not clock.measured
 
 
-# Several at once
+# Several threads and processes
 
 
 def test_threads_that_ask_at_once_time_once(clock: Clock) -> None:
@@ -287,7 +287,7 @@ def test_threads_that_ask_at_once_time_once(clock: Clock) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(clock.asked) == 1
+    assert len(clock.measured) == 1
     assert len(found) == 6
     assert len(set(found)) == 1
 
@@ -317,15 +317,15 @@ def test_a_disk_that_takes_nothing_leaves_the_winner_in_the_process(
     monkeypatch.setattr(tuned, "keep", refuse)
     assert forward(problem()).plan is None
     assert forward(problem()).plan is None
-    assert len(clock.asked) == 1
+    assert len(clock.measured) == 1
     assert "not kept (No space left on device)" in caplog.text
 
 
 # Calls
 
 
-class Asked:
-    """What the calls of a GPU that is pretended ask of ``first_use``: masks, and whether to time."""
+class Requests:
+    """What calls on a pretended GPU request of ``first_use``: masks, and whether to time."""
 
     def __init__(self, gpu: Any) -> None:
         self.gpu, self.found = gpu, []
@@ -337,29 +337,29 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[Asked]:
+def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[Requests]:
     with pretended_gpu(monkeypatch) as gpu:
-        found = Asked(gpu)
+        found = Requests(gpu)
         monkeypatch.setattr(first_use, "winners", found.winners)
         yield found
 
 
 @pytest.mark.parametrize("backend", ["auto", "rules", "kernel"])
-def test_only_auto_times_a_call(backend: str, asked: Asked) -> None:
+def test_only_auto_times_a_call(backend: str, requests: Requests) -> None:
     x, w, _ = operands()
     way = "time" if backend == "auto" else "known"
-    asked.gpu.gradients(grad_output(), x, w, [True, False, False], backend)
-    assert asked.found == [((True, False, False), way)]
+    requests.gpu.gradients(grad_output(), x, w, [True, False, False], backend)
+    assert requests.found == [((True, False, False), way)]
     with call.recording():
         call.forget()
-        asked.gpu.gradients(grad_output(), x, w, [True, False, False], backend)
-    assert asked.found[1:] == [((True, False, False), "known")]
+        requests.gpu.gradients(grad_output(), x, w, [True, False, False], backend)
+    assert requests.found[1:] == [((True, False, False), "known")]
 
 
-def test_a_forward_pass_times_no_gradient(asked: Asked) -> None:
+def test_a_forward_pass_times_no_gradient(requests: Requests) -> None:
     x, w, b = operands()
-    asked.gpu.differentiable(x.requires_grad_(), w, b, "auto")
-    assert asked.found == [(FORWARD, "time"), (GRADIENTS, "known")]
+    requests.gpu.differentiable(x.requires_grad_(), w, b, "auto")
+    assert requests.found == [(FORWARD, "time"), (GRADIENTS, "known")]
 
 
 def test_rules_and_auto_choose_alike_where_nothing_was_timed() -> None:
@@ -373,7 +373,7 @@ def test_rules_and_auto_choose_alike_where_nothing_was_timed() -> None:
     assert layer(torch.randn(1, 4, 3, 3)).shape == (1, 4, 4, 4)
 
 
-# What is said of it
+# Messages
 
 
 def test_the_doctor_says_how_a_gpu_chooses(monkeypatch: pytest.MonkeyPatch) -> None:

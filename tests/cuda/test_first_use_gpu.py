@@ -1,4 +1,4 @@
-"""Timing at first use on a GPU, whichever it is: it is taken for one of which nothing was measured."""
+"""Timing at first use on any GPU, which is treated as one for which nothing was measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ARGUMENTS = dict(stride=2, padding=1)
 
 
 class Counted:
-    """What was timed: stages, and how often."""
+    """Records which stages are timed, and how often."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.masks: list[Any] = []
@@ -61,7 +61,7 @@ def tensors(dtype: torch.dtype, size: int = 9) -> list[torch.Tensor]:
 
 
 def check(dtype: torch.dtype, tolerance: float, size: int = 9) -> None:
-    """The output and all gradients, by "auto", against float64."""
+    """Compares the output and all gradients by "auto" with float64."""
     x, w, b = (one.requires_grad_() for one in tensors(dtype, size))
     truths = [one.detach().double().requires_grad_() for one in (x, w, b)]
     y = tconv_swap.conv_transpose2d(x, w, b, **ARGUMENTS)
@@ -146,10 +146,12 @@ def test_tuning_does_not_time_twice(counted: Counted) -> None:
 def test_preparing_times_before_the_first_call(counted: Counted) -> None:
     model = nn.Sequential(tconv_swap.ConvTranspose2d(64, 40, 4, 2, 1)).cuda().half()
     x = tensors(torch.float16)[0]
-    told: list[str] = []
-    report = tconv_swap.prepare(model, x, training=True, progress=lambda what, done, total: told.append(what))
+    reported: list[str] = []
+    report = tconv_swap.prepare(
+        model, x, training=True, progress=lambda what, done, total: reported.append(what)
+    )
     assert counted.masks == [(), (True, False, False), (False, True, True)]
-    assert "timing" in told
+    assert "timing" in reported
     assert report.layers == 1
     model(x.requires_grad_()).sum().backward()
     assert len(counted.masks) == 3
@@ -163,12 +165,12 @@ import json, torch, tconv_swap
 from tconv_swap.cuda import first_use
 from tconv_swap.runtime import jit
 first_use.MEASURED = frozenset()
-asked = []
+measured = []
 (measure,) = first_use.measures
-first_use.measures[:] = [lambda *given: (asked.append(given[1]), measure(*given))[1]]
+first_use.measures[:] = [lambda *given: (measured.append(given[1]), measure(*given))[1]]
 layer = tconv_swap.ConvTranspose2d(48, 32, 4, 2, 1, device="cuda", dtype=torch.float16)
 layer(torch.randn(2, 48, 8, 8, device="cuda", dtype=torch.float16, requires_grad=True)).sum().backward()
-print(json.dumps(asked))
+print(json.dumps(measured))
 """
 
 

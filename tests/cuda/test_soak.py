@@ -2,7 +2,7 @@
 
     pytest tests/cuda/test_soak.py --soak-calls 100000 -rP
 
-says what it found; without the option, so many calls are made as take some seconds.
+prints what it found; without the option it makes as many calls as take some seconds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tconv_swap.cuda import call
 from tconv_swap.measurement.modes import MODES
 from tconv_swap.runtime import jit
 
-#: Of the last three fifths: a leak of a kilobyte a call is 60 MB of 100,000 calls.
-MOST_GROWTH = 64 << 20
+#: Growth during the last three fifths of the calls: a leak of a kilobyte for each of 100,000 calls is 60 MB.
+MAX_GROWTH = 64 << 20
 
 PRETENDED = [Layer(16, 8, 4, 2, 1), Layer(24, 5, 4, 2, 1), Layer(64, 32, 4, 2, 1)]
 LAYERS = [
@@ -59,14 +59,14 @@ def check(figures: Figures, calls: int) -> None:
     assert figures.calls > calls - 25  # what fifths and threads leave over
     assert figures.checked > calls / 40
     assert 0 < figures.max_plans <= MAX_CALL_PLANS
-    assert figures.resident[-1] - figures.resident[1] < MOST_GROWTH
+    assert figures.resident[-1] - figures.resident[1] < MAX_GROWTH
     assert figures.tensors <= 0
     assert figures.bytes_on_device <= 0
     assert figures.unbounded == []
 
 
 def test_without_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU and on a pretended GPU, beside one another."""
+    """Calls on the CPU and on a pretended GPU in parallel."""
     with MODES["fp32"].switched_on(), pretended_gpu(monkeypatch) as gpu:
 
         def on_the_gpu(kind: Kind, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
@@ -87,7 +87,7 @@ def test_on_a_gpu(calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From streams of their own; every kernel is compiled and loaded once. Without cuDNN, of which each thread keeps a
     plan for each size that it meets."""
     monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
-    places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, most_images=32)}
+    places = {"cuda": Place("cuda", ON_A_GPU, as_a_layer_calls, SIZES, max_images=32)}
     compiled: list[object] = []
     compile_kernel = jit.compile_kernel
 

@@ -1,4 +1,4 @@
-"""How much work planning is: a layer's tiles are ranked once, whatever its sizes. No GPU."""
+"""The work of planning: the tiles of a layer are ranked once, whatever its sizes. No GPU."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _nothing_remembered() -> None:
 
 
 def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+    ranked: list[str] = []
 
     def counted(module: Any, name: str) -> None:
         tiles = getattr(module, name)
 
         def found(*arguments: Any) -> Iterator[Any]:
-            asked.append(name)
+            ranked.append(name)
             return tiles(*arguments)  # type: ignore[no-any-return]
 
         monkeypatch.setattr(module, name, found)
@@ -47,13 +47,13 @@ def test_the_narrow_tiles_of_a_layer_are_ranked_once(monkeypatch: pytest.MonkeyP
     problem = plan.Problem(RGB, torch.float32, "tf32", True, True)
     choice.choose_backward(problem, (True, True, True), H200, "auto")
     choice.choose_backward(problem, (False, True, False), H200, "kernel")
-    first = list(asked)
+    first = list(ranked)
     assert set(first) == {"grad_input_tiles", "grad_weight_tiles"}
-    # Another size of the layer asks for none.
+    # Another size of the layer ranks nothing.
     other = replace(problem, geometry=replace(RGB, batch=3, height=77, width=130))
     choice.choose_backward(other, (True, True, True), H200, "auto")
     choice.choose_backward(other, (False, True, False), H200, "kernel")
-    assert asked == first
+    assert ranked == first
 
 
 def test_a_layout_makes_one_tile_however_many_pitches_it_tries(monkeypatch: pytest.MonkeyPatch) -> None:

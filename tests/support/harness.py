@@ -1,4 +1,4 @@
-"""A kernel run by itself on a GPU, on random tensors: against float64, in poisoned memory, and the same bits again."""
+"""Runs one kernel on a GPU with random tensors: against float64, in poisoned memory, with the same bits twice."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FORMATS = (torch.contiguous_format, torch.channels_last)
 
 
 class Run(NamedTuple):
-    """What was computed, from what, and what it is in float64.
+    """The outputs of a kernel, its inputs, and the outputs in float64.
 
     Attributes:
         tensors: input, weight and bias, if there is one, and with an epilogue the norm's weight, bias, running_mean and
@@ -73,7 +73,7 @@ def assert_kernel_matches(
     if any(mask):
         grad = drawn(g.output_shape, images_last)
         truths, scales = _gradients(g, grad, x, w, mask)
-        # What a gradient does not depend on holds no numbers.
+        # Tensors that a gradient does not depend on hold NaN.
         for operand, is_read in ((x, mask[1]), (w, mask[0])):
             if not is_read:
                 operand.fill_(float("nan"))
@@ -90,7 +90,7 @@ def assert_kernel_matches(
         scales = truths
 
     def run() -> list[Tensor]:
-        # Freed at once: what is allocated next has its memory. All bits set are no number in any dtype.
+        # It is freed at once, so that the next allocation gets its memory. All bits set are NaN in every dtype.
         torch.full((made.workspace_bytes,), 0xFF, dtype=torch.uint8, device="cuda")
         return torch.ops.tconv_swap.launch.default(handle, tensors)  # type: ignore[no-any-return]
 
@@ -140,11 +140,11 @@ def _outputs(g: Geometry, channels_last: tuple[bool, bool], mask: Mask) -> tuple
 def _gradients(
     g: Geometry, grad: Tensor, x: Tensor, w: Tensor, mask: Mask
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Those that ``mask`` asks for in float64, and what an error of each is relative to."""
+    """Returns the gradients in ``mask`` in float64, and the scale of the error of each."""
     wide = [one.detach().double().requires_grad_() for one in (x, w)]
     y = conv_transpose2d_reference(*wide, None, g.stride, g.padding, g.output_padding, g.groups, g.dilation)
     exact = grad.double()
     truths = [*torch.autograd.grad(y, wide, exact), exact.sum((0, 2, 3))]
-    # A sum may cancel to nothing.
+    # A sum may cancel to 0.
     scales = [*truths[:2], exact.abs().sum((0, 2, 3))]
     return [[one for one, wanted in zip(of, mask, strict=True) if wanted] for of in (truths, scales)]  # type: ignore[return-value]

@@ -1,4 +1,5 @@
-// The activations of torch.nn, which kernels apply before they store. ACTIVATION is one of tconv_swap/kernels/norm/shape.py's.
+// The activations of torch.nn, which kernels apply before they store. ACTIVATION is one of the numbers of
+// tconv_swap/kernels/norm/shape.py.
 #pragma once
 
 constexpr int IDENTITY = 0, RELU = 1, LEAKY_RELU = 2, RELU6 = 3, TANH = 4, SIGMOID = 5, SILU = 6, GELU = 7, GELU_TANH = 8;
@@ -6,25 +7,25 @@ constexpr int IDENTITY = 0, RELU = 1, LEAKY_RELU = 2, RELU6 = 3, TANH = 4, SIGMO
 constexpr float SQRT_HALF = 0.70710678118654752f, SQRT_TWO_OVER_PI = 0.79788456080286536f;
 constexpr float GELU_CUBE = 0.044715f;
 
-/// The larger, or the smaller, of both; what is no number stays so.
-__device__ __forceinline__ float max_propagating_nan(float least, float u) {
+/// The larger, or the smaller, of both; NaN stays NaN.
+__device__ __forceinline__ float max_propagating_nan(float bound, float u) {
 #if __CUDA_ARCH__ >= 800
-  asm("max.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(least));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(bound));
   return u;
 #else
-  return u < least ? least : u;
+  return u < bound ? bound : u;
 #endif
 }
-__device__ __forceinline__ float min_propagating_nan(float most, float u) {
+__device__ __forceinline__ float min_propagating_nan(float bound, float u) {
 #if __CUDA_ARCH__ >= 800
-  asm("min.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(most));
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(u) : "f"(bound));
   return u;
 #else
-  return u > most ? most : u;
+  return u > bound ? bound : u;
 #endif
 }
 
-/// The reciprocal is off by one unit in the last place at most: exact division would call a function.
+/// Fast division is off by at most one unit in the last place; exact division would call a function.
 __device__ __forceinline__ float sigmoid(float u) { return __fdividef(1.f, 1.f + expf(-u)); }
 
 __device__ __forceinline__ float activate(float u, float slope) {

@@ -1,15 +1,15 @@
-// Up to three dense tensors from elements of type From to elements of type To, in one launch. A block casts
-// THREADS * ELEMENTS elements of one tensor; the blocks of a tensor follow those of the one before. All pointers are
-// multiples of 16 bytes; a tensor that is absent has no block.
+// Casts up to three dense tensors from type From to type To in one launch. A block casts THREADS * ELEMENTS elements of one
+// tensor; the blocks of a tensor follow those of the tensor before. All pointers are aligned to 16 bytes. An absent tensor
+// has no block.
 #include "common/types.cuh"
 
 constexpr int TENSORS = 3;
-/// Elements of a thread: 16 bytes or more of the narrower type.
+/// Elements that a thread casts: at least 16 bytes of the narrower type.
 constexpr int ELEMENTS = 8;
 
 struct CastSizes {
   int counts[TENSORS];      // elements
-  int end_blocks[TENSORS];  // the first block behind a tensor's
+  int end_blocks[TENSORS];  // the first block behind those of each tensor
 };
 
 template <class T>

@@ -1,6 +1,6 @@
-// Sums that keep what rounding takes from them, in a second number: as exact as twice the precision (Knuth's two-sum).
-// An infinity or a NaN comes out as from a plain sum. What ends in 16 bits is rounded far more than a plain float32 sum
-// loses, and is added up so (not COMPENSATED).
+// Compensated sums: a second number collects what rounding loses, so that the sum is as exact as in twice the precision
+// (Knuth's two-sum). Infinities and NaN behave as in a plain sum. Results in 16 bits lose far more when they are rounded than
+// a plain float32 sum loses, so they use one (COMPENSATED is false).
 #pragma once
 
 template <class T, bool COMPENSATED = true>
@@ -21,11 +21,11 @@ struct CompensatedSum {
     add(other.sum);
     lost += other.lost;
   }
-  /// Add what the lane has whose number differs in the bits of `mask`: both then hold the same.
+  /// Adds the sum of the lane whose number differs in the bits of `mask`. Both lanes then hold the same sum.
   __device__ __forceinline__ void add_lane(int mask) {
     add(CompensatedSum{__shfl_xor_sync(0xffffffffu, sum, mask), __shfl_xor_sync(0xffffffffu, lost, mask)});
   }
-  /// What is missing in `sum`: nothing where it is no finite number.
+  /// What `sum` lacks; 0 where it is not finite.
   __device__ __forceinline__ T remainder() const { return sum - sum == 0 ? lost : 0; }
   __device__ __forceinline__ T value() const { return sum + remainder(); }
 };

@@ -1,14 +1,15 @@
-// What a forward kernel does with a sum before it stores it: adds the layer's bias (HAS_BIAS); with NORMALIZES also applies
-// a norm, by running statistics as they are when the kernel runs; then ACTIVATION. In float32, whatever is stored.
+// The epilogue of a forward kernel, which changes a sum before it is stored. It adds the bias of the layer (HAS_BIAS), applies
+// a norm with the running statistics at the time of the launch (NORMALIZES), then ACTIVATION. It computes in float32,
+// whatever the type of the output.
 //
-// Constants, which tconv_swap/kernels/common/epilogue.py writes: HAS_BIAS, NORMALIZES, ACTIVATION, and Parameter, the type of the
-// norm's vectors of [out_channels].
+// Constants, from tconv_swap/kernels/common/epilogue.py: HAS_BIAS, NORMALIZES, ACTIVATION, and Parameter, the element type of
+// the norm's vectors of [out_channels].
 #pragma once
 
 #include "common/activation.cuh"
 
-/// A kernel's argument in place of the bias, where there is a norm or an activation. What is absent is null: the bias without
-/// HAS_BIAS, all vectors without NORMALIZES, weight and shift of a norm without parameters.
+/// The argument that replaces the bias of a kernel where there is a norm or an activation. Absent vectors are null: the bias
+/// without HAS_BIAS, all others without NORMALIZES, weight and shift of a norm without parameters.
 struct BlockEpilogue {
   const Element* bias;
   const Parameter *weight, *shift, *mean, *variance;
@@ -27,12 +28,12 @@ struct EpilogueArgument<true> {
 };
 using Epilogue = EpilogueArgument<HAS_BLOCK_EPILOGUE>::type;
 
-/// Of an output channel: an output is its sum times `scale` plus `shift`, activated.
+/// The factors of an output channel: an output is the activation of its sum times `scale` plus `shift`.
 struct Channel {
   Accumulate<Element>::type scale, shift;
 };
 
-/// Nothing is read of a channel that does not exist.
+/// Loads the factors of a channel; reads nothing if the channel does not exist.
 template <class Argument>
 __device__ __forceinline__ Channel load_channel(const Argument& epilogue, int channel, bool exists = true) {
   Channel found{1, 0};
@@ -50,7 +51,7 @@ __device__ __forceinline__ Channel load_channel(const Argument& epilogue, int ch
   return found;
 }
 
-/// The output that `sum` becomes.
+/// Returns the output for `sum`.
 template <class Argument, class Sum>
 __device__ __forceinline__ Sum apply_epilogue(Sum sum, const Channel& channel, const Argument& epilogue) {
   if constexpr (NORMALIZES) {

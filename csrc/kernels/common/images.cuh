@@ -1,4 +1,4 @@
-// The index arithmetic of kernels that are told the sizes of the images at their launch.
+// Index arithmetic of kernels that get the sizes of the images at their launch.
 #pragma once
 #include "common/layer.cuh"
 #include "common/sizes.cuh"
@@ -16,7 +16,7 @@ template <class Sizes>
 __device__ __forceinline__ Index at_output(const Sizes& sizes, Index n, int c, int h, int w) {
   return at_activation<OUT_CHANNELS>(n, c, h, w, sizes.out_height, sizes.out_width);
 }
-/// Elements of an image.
+/// Elements of one image.
 template <class Sizes>
 __device__ __forceinline__ long long input_elements(const Sizes& sizes) {
   return (long long)IN_CHANNELS * sizes.height * sizes.width;
@@ -26,7 +26,7 @@ __device__ __forceinline__ long long output_elements(const Sizes& sizes) {
   return (long long)OUT_CHANNELS * sizes.out_height * sizes.out_width;
 }
 
-/// Which pixel of the input, or which cell, has this number, counted through all images.
+/// The pixel of the input, or the position of a phase, that has this number, counted through all images.
 struct Pixel {
   Index image;
   int row, column;

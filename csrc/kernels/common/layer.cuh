@@ -1,4 +1,4 @@
-// What a layer fixes, from the constants a plan gives: IN_CHANNELS, OUT_CHANNELS, GROUPS, KERNEL_*, STRIDE_*, PADDING_*,
+// Constants of a layer, from those of its plan: IN_CHANNELS, OUT_CHANNELS, GROUPS, KERNEL_*, STRIDE_*, PADDING_*,
 // DILATION_* (_H vertical, _W horizontal), CHANNELS_LAST (layout of activations), WEIGHT_CHANNELS_LAST, and the type Index
 // (int, or long long where a tensor holds more than 2^31 - 1 elements).
 #pragma once
@@ -9,7 +9,7 @@ constexpr int CI_GROUP = IN_CHANNELS / GROUPS;
 constexpr int CO_GROUP = OUT_CHANNELS / GROUPS;
 constexpr int TAPS = KERNEL_H * KERNEL_W;
 
-// Offset of weight[ci, co, kh, kw], co counted within its group.
+/// Offset of weight[ci, co, kh, kw]; co is counted within its group.
 __device__ __forceinline__ Index at_weight(int ci, int co, int kh, int kw) {
   return WEIGHT_CHANNELS_LAST ? (((Index)ci * KERNEL_H + kh) * KERNEL_W + kw) * CO_GROUP + co
                               : (((Index)ci * CO_GROUP + co) * KERNEL_H + kh) * KERNEL_W + kw;

@@ -1,27 +1,27 @@
-// Every PTX instruction of the tensor-core kernels behind a small inline function, sm_80 and up.
+// Small inline functions for the PTX instructions of the tensor-core kernels, for sm_80 and later.
 #pragma once
 
 namespace ptx {
 
 using u32 = unsigned int;
 
-/// What the operands of one multiply are. The values are shared with forward/implicit_gemm.py.
+/// The type of the operands of a multiply. The planners use the same numbers (forward/implicit_gemm.py).
 constexpr int TF32 = 0;
 constexpr int FP16 = 1;
 constexpr int BF16 = 2;
-constexpr int IEEE = 3;  // float32 out of three TF32 products
+constexpr int IEEE = 3;  // float32 by three TF32 products
 
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
-/// The value, kept in a register: without this the compiler asks for a shared address again and again.
+/// Returns the value, which stays in a register: otherwise the compiler computes a shared address again and again.
 __device__ __forceinline__ u32 keep_in_register(u32 value) {
   asm volatile("" : "+r"(value));
   return value;
 }
 
-/// The same of an address in global memory.
+/// The same for an address in global memory.
 __device__ __forceinline__ const char* keep_in_register(const char* address) {
   asm volatile("" : "+l"(address));
   return address;
@@ -29,7 +29,7 @@ __device__ __forceinline__ const char* keep_in_register(const char* address) {
 
 // ---- conversions ------------------------------------------------------------------------------------------
 
-/// Round to nearest, ties away: raw bits would be truncated by the multiplier, at twice the error.
+/// Rounds to nearest, ties away from zero. The multiplier would truncate raw bits, which has twice the error.
 __device__ __forceinline__ u32 round_to_tf32(u32 bits) {
   u32 result;
   asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(result) : "f"(__uint_as_float(bits)));
@@ -43,17 +43,17 @@ __device__ __forceinline__ u32 round_to_nearest_tf32(u32 bits) {
   return result;
 }
 
-/// The bits that the multiplier cuts off to the nearest TF32.
+/// Adds half a unit of the last place of TF32, so that the multiplier's truncation rounds to nearest.
 __device__ __forceinline__ u32 add_half_ulp_of_tf32(u32 bits) {
   return fabsf(__uint_as_float(bits)) < __int_as_float(0x7f800000) ? bits + 0x1000 : bits;
 }
 
-/// What rounding `value` to `high` left over, itself rounded to TF32.
+/// Returns the rest of `value` after rounding it to `high`, itself rounded to TF32.
 __device__ __forceinline__ u32 low_part(float value, u32 high) {
   return round_to_tf32(__float_as_uint(value - __uint_as_float(high)));
 }
 
-/// Two floats as one word of two 16-bit numbers, `low` in the low half.
+/// Returns two floats as one 32-bit word of two 16-bit numbers, `low` in the low half.
 template <int PRECISION>
 __device__ __forceinline__ u32 pack_pair(float low, float high) {
   u32 result;
@@ -65,14 +65,14 @@ __device__ __forceinline__ u32 pack_pair(float low, float high) {
   return result;
 }
 
-/// The word of the low halves of a and b, and the word of their high halves.
+/// Return the word of the low halves of a and b, and the word of their high halves.
 __device__ __forceinline__ u32 low_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x5410); }
 __device__ __forceinline__ u32 high_halves(u32 a, u32 b) { return __byte_perm(a, b, 0x7632); }
 
 // ---- matrix multiply --------------------------------------------------------------------------------------
 
-/// c += a * b for one 16 x 8 tile over 8 words of k: 8 TF32 numbers or 16 of 16 bits. In words both shapes have
-/// the same fragments. With g = lane / 4 and t = lane % 4: a = (m g, k t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
+/// c += a * b for one 16 x 8 tile over 8 words of k, which are 8 TF32 numbers or 16 of 16 bits. Counted in words, both
+/// shapes have the same fragments. With g = lane / 4 and t = lane % 4: a = (m g, k t), (g + 8, t), (g, t + 4), (g + 8, t + 4);
 /// b = (k t, n g), (t + 4, g); c = (m g, n 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1).
 template <int PRECISION>
 __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, const u32 (&b)[2]) {
@@ -90,7 +90,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint4& a, const u32 (&b
 #undef TCONV_MMA
 }
 
-/// c = a * b: as mma, for one TF32 product that begins a sum.
+/// c = a * b: like mma, for the first TF32 product of a sum.
 __device__ __forceinline__ void mma_first(float (&c)[4], const uint4& a, const u32 (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%10,%10,%10,%10};"
@@ -106,7 +106,7 @@ __device__ __forceinline__ u32 load_shared(u32 address) {
   return value;
 }
 
-/// Zero without the condition, and nothing is read.
+/// Returns 0 and reads nothing if the condition is false.
 __device__ __forceinline__ u32 load_shared_if(bool condition, u32 address) {
   u32 value;
   asm volatile("{\n .reg .pred there;\n setp.ne.u32 there, %2, 0;\n mov.b32 %0, 0;\n @there ld.shared.u32 %0, [%1];\n}"
@@ -138,7 +138,7 @@ __device__ __forceinline__ void store_shared(u32 address, const u32* v) {
   }
 }
 
-/// 2 to 16 bytes.
+/// Loads 2 to 16 bytes.
 template <int BYTES>
 __device__ __forceinline__ void load_shared_bytes(u32* words, u32 address) {
   if constexpr (BYTES == 16) {
@@ -155,12 +155,12 @@ __device__ __forceinline__ void load_shared_bytes(u32* words, u32 address) {
   }
 }
 
-/// The low half of a word.
+/// Stores the low half of a word.
 __device__ __forceinline__ void store_shared_half(u32 address, u32 value) {
   asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(value)));
 }
 
-/// Lane 8m + r names row r (16 bytes) of matrix m; lane 4r + t receives word t of row r of each matrix.
+/// Lane 8m + r gives the address of row r (16 bytes) of matrix m; lane 4r + t receives word t of row r of each matrix.
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -171,7 +171,7 @@ __device__ __forceinline__ void load_matrices(u32 (&m)[2], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
 }
 
-/// The same, each matrix transposed: lane 4r + t receives column r of rows 2t and 2t + 1, two numbers of 16 bits.
+/// The same with each matrix transposed: lane 4r + t receives column r of rows 2t and 2t + 1, two 16-bit numbers.
 __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[4], u32 address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -182,7 +182,7 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&m)[2], u32 addres
   asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1}, [%2];" : "=r"(m[0]), "=r"(m[1]) : "r"(address));
 }
 
-/// Lane 8m + r names where row r (16 bytes) of matrix m goes; lane 4r + t gives word t of row r of each matrix (sm_90).
+/// Lane 8m + r gives the address for row r (16 bytes) of matrix m; lane 4r + t gives word t of row r of each matrix (sm_90).
 __device__ __forceinline__ void store_matrices(u32 address, const u32 (&m)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(m[0]), "r"(m[1]), "r"(m[2]),
                "r"(m[3])
@@ -191,9 +191,9 @@ __device__ __forceinline__ void store_matrices(u32 address, const u32 (&m)[4]) {
 
 // ---- loads and asynchronous copies global -> shared -------------------------------------------------------------------
 
-// Both ask the L2 for whole lines of 128 bytes: a chunk reads a part of each, the chunks after it the rest.
+// Both let the L2 fetch whole lines of 128 bytes: a chunk reads a part of each line, the next chunks read the rest.
 
-/// 2, 4, 8 or 16 bytes, which nothing writes during the launch.
+/// Loads 2, 4, 8 or 16 bytes that nothing writes during the launch.
 template <int BYTES>
 __device__ __forceinline__ void load_global(u32* words, const void* from) {
   if constexpr (BYTES == 16) {
@@ -219,8 +219,8 @@ __device__ __forceinline__ void copy_async(u32 to, const void* from) {
   }
 }
 
-/// The same; where `inside` is false nothing is read and zeros are written. THROUGH_L1: 16 bytes come by the L1, as
-/// smaller copies always do; without, every place in shared memory costs the L2 a request.
+/// The same, but where `inside` is false it reads nothing and writes zeros. With THROUGH_L1, 16 bytes go through the L1, as
+/// smaller copies always do; otherwise each copy is a request to the L2.
 template <int BYTES, bool THROUGH_L1 = false>
 __device__ __forceinline__ void copy_async_or_zero(u32 to, const void* from, bool inside) {
   const int bytes = inside ? BYTES : 0;
@@ -233,7 +233,7 @@ __device__ __forceinline__ void copy_async_or_zero(u32 to, const void* from, boo
 
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/// Wait until at most `PENDING` of this thread's committed groups are under way.
+/// Waits until at most `PENDING` of this thread's committed groups are pending.
 template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
@@ -241,7 +241,7 @@ __device__ __forceinline__ void wait_copies() {
 
 // ---- some of a block's threads ---------------------------------------------------------------------------------
 
-/// THREADS of them, whole warps, wait for one another. Barrier 0 is that of all.
+/// Synchronises THREADS threads of the block, whole warps. Barrier 0 is that of __syncthreads.
 template <int BARRIER, int THREADS>
 __device__ __forceinline__ void sync_named_barrier() {
   asm volatile("bar.sync %0, %1;" ::"n"(BARRIER), "n"(THREADS) : "memory");
@@ -249,14 +249,14 @@ __device__ __forceinline__ void sync_named_barrier() {
 
 // ---- programmatic dependent launch --------------------------------------------------------------------------
 
-/// Everything the launch before this one wrote is visible after this.
+/// Waits until all writes of the launch before this one are visible.
 __device__ __forceinline__ void wait_for_previous_launch() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-/// The launch after this one may start its blocks.
+/// Allows the launch after this one to start its blocks.
 __device__ __forceinline__ void let_next_launch_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -1,10 +1,10 @@
-// float32 rows copied to rows of `padded` columns, which the copy engine can read: multiples of 16 bytes. What is added is
-// zeros: tensor maps leave it out, but memory takes whole sectors faster than parts of them.
+// Copies float32 rows to rows of `padded` columns, a multiple of 16 bytes, which TMA can read. The added columns are zeros.
+// Tensor maps leave them out, but writing whole sectors of memory is faster than writing parts of them.
 #include "common/sizes.cuh"
 
 struct RowSizes {
   int rows, width;
-  Divisor padded;  // columns of a row there
+  Divisor padded;  // columns of a padded row
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)

@@ -1,11 +1,11 @@
-// Numbers as the tensor cores of sm_80 and up multiply them in 16 bits: themselves (PARTS = 1), or float32 as PARTS
-// BFloat16, each what rounding left over of the one before. The sum of 3 is the number, by six products; 2 leave out
-// 2^-17 of it, by three, which is a hundredth of what TF32 leaves out.
+// Operands of 16-bit tensor cores (sm_80 and later): 16-bit numbers as they are (PARTS = 1), or a float32 number as the sum
+// of PARTS BFloat16, each the rounded rest of those before. 3 parts are exact and take six products; 2 parts take three and
+// lose 2^-17 of the number, a hundredth of what TF32 loses.
 #pragma once
 
 constexpr bool IS_16_BIT = sizeof(Element) == 2;
 
-/// Two float32 as PARTS words of two BFloat16 each: 3 x 8 bits hold the 24 of both, with nothing left over.
+/// Splits two float32 into PARTS words of two BFloat16 each. 3 x 8 bits hold the 24 bits of the mantissa exactly.
 __device__ __forceinline__ void split(ptx::u32 (&words)[PARTS], float low, float high) {
 #pragma unroll
   for (int part = 0; part < PARTS; ++part) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ void split(ptx::u32 (&words)[PARTS], float low, float
   }
 }
 
-/// sum += a * b, of all parts.
+/// sum += a * b over all parts.
 __device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint4 (&a)[PARTS], const ptx::u32 (&b)[2][PARTS]) {
   const auto multiply = [&](float(&to)[4], int i, int j) {
     const ptx::u32 fragment[2] = {b[0][j], b[1][j]};
@@ -24,8 +24,8 @@ __device__ __forceinline__ void multiply_parts(float (&sum)[4], const uint4 (&a)
   if constexpr (PARTS == 1) {
     multiply(sum, 0, 0);
   } else {
-    // The smallest products first; those left out are below what the parts leave out. The multiplier truncates its
-    // sums; adding them here rounds to nearest, once for all.
+    // The smallest products come first; those left out are smaller than what the parts lose. The multiplier truncates its
+    // sums; adding them here rounds to nearest, once for all of them.
     float part[4] = {0.f, 0.f, 0.f, 0.f};
     if constexpr (PARTS == 3) {
       multiply(part, 0, 2);

@@ -1,12 +1,12 @@
-// Which taps reach which outputs, phase by phase, at compile time; for the kernels that gather the taps of their
-// outputs. The output is cut into cells of STRIDE_H x STRIDE_W pixels: pixel (phase_h, phase_w) of cell (i, j) reads
-// the inputs (i + a, j + b), where (a, b) depends on the phase and the tap alone.
+// The taps of each phase of the output, at compile time, for kernels that gather the inputs of their outputs. The output is
+// divided into blocks of STRIDE_H x STRIDE_W pixels, one for each position (i, j). Pixel (phase_h, phase_w) of a position
+// reads the inputs (i + a, j + b), where (a, b) depends only on the phase and the tap.
 #pragma once
 #include "common/layer.cuh"
 #include "common/tile_index.cuh"
 
-// The taps of one phase on one axis: first, first + STEP, ..., `count` of them. The first reads the input `origin`
-// pixels after the cell, each further one REACH pixels before the last.
+// The taps of one phase on one axis: first, first + STEP, first + 2 STEP, `count` in all. The first tap reads the input
+// `origin` pixels after the position, each further tap REACH pixels before the last.
 struct Phase {
   int first, count, origin;
 };
@@ -15,7 +15,7 @@ struct PhaseAxis {
   static constexpr int COMMON = gcd(STRIDE, DILATION);
   static constexpr int STEP = STRIDE / COMMON;
   static constexpr int REACH = DILATION / COMMON;
-  static constexpr int COUNT = ceil_div(KERNEL, STEP);  // the most taps a phase has
+  static constexpr int COUNT = ceil_div(KERNEL, STEP);  // the most taps of a phase
 
   // The tap 0 <= k < STEP with k * REACH congruent to 1 modulo STEP: k * DILATION = r then has the first solution
   // r / COMMON * INVERSE.
@@ -33,26 +33,26 @@ struct PhaseAxis {
     return {first, (KERNEL - 1 - first) / STEP + 1, (index + PADDING - first * DILATION) / STRIDE};
   }
   static constexpr int lowest() {
-    int least = 1 << 30;
+    int minimum = 1 << 30;
     for (int index = 0; index < STRIDE; ++index) {
       const Phase p = phase(index);
       const int low = p.origin - (p.count - 1) * REACH;
-      if (p.count > 0 && low < least) least = low;
+      if (p.count > 0 && low < minimum) minimum = low;
     }
-    return least;
+    return minimum;
   }
   static constexpr int highest() {
-    int most = -(1 << 30);
+    int maximum = -(1 << 30);
     for (int index = 0; index < STRIDE; ++index)
-      if (phase(index).count > 0 && phase(index).origin > most) most = phase(index).origin;
-    return most;
+      if (phase(index).count > 0 && phase(index).origin > maximum) maximum = phase(index).origin;
+    return maximum;
   }
   static constexpr bool full() {
     for (int index = 0; index < STRIDE; ++index)
       if (phase(index).count != COUNT) return false;
     return true;
   }
-  // Inputs that a cell reads: LOWEST to LOWEST + SPAN pixels after its own position. FULL: every phase has COUNT taps.
+  // A position reads the inputs LOWEST to LOWEST + SPAN pixels after it. FULL: every phase has COUNT taps.
   static constexpr int LOWEST = lowest();
   static constexpr int SPAN = highest() - LOWEST;
   static constexpr bool FULL = full();

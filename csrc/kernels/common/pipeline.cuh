@@ -1,18 +1,18 @@
-// Barriers in shared memory, bulk copies that complete on them, and register budgets (sm_90a): what a kernel needs in
-// which some warps bring data and others multiply it.
+// Barriers in shared memory (mbarrier), bulk copies that complete on them, and register budgets (sm_90a): what kernels with
+// producer and consumer warps need.
 #pragma once
 
 namespace ptx {
 
 // ---- barriers -------------------------------------------------------------------------------------------------
 //
-// A phase of a barrier ends when the arrivals it was set up for, and all bytes it was told to expect, have come.
-// Phases have alternating parity, the first is 0. To wait for the parity of the phase before the first is to pass.
+// A phase of a barrier ends when the arrivals that it was initialised for, and all bytes that it expects, have come. Phases
+// alternate in parity; the first phase has parity 0. A wait for the phase before the first one returns at once.
 
 __device__ __forceinline__ void init_barrier(u32 barrier, u32 arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }
-/// By the thread that set them up, before a barrier between threads lets others use them.
+/// Called by the thread that initialised barriers, before the block synchronises and others use them.
 __device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 __device__ __forceinline__ void arrive(u32 barrier) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ u32 cluster_rank() {
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-/// On the barrier at the same address of a block of the cluster.
+/// Arrives on the barrier at the same address in a block of the cluster.
 __device__ __forceinline__ void arrive_in_cluster(u32 barrier, u32 block) {
   asm volatile(
       "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
@@ -46,7 +46,7 @@ __device__ __forceinline__ void arrive_in_cluster(u32 barrier, u32 block) {
       "r"(block)
       : "memory");
 }
-/// Four floats at the same address of a block of the cluster.
+/// Loads four floats from the same address in a block of the cluster.
 __device__ __forceinline__ float4 load_cluster_shared(u32 address, u32 block) {
   float4 v;
   asm volatile(
@@ -57,24 +57,25 @@ __device__ __forceinline__ float4 load_cluster_shared(u32 address, u32 block) {
       : "memory");
   return v;
 }
-/// The two halves of meeting all threads of all blocks of the cluster.
+/// The two halves of sync_cluster.
 __device__ __forceinline__ void arrive_at_cluster() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-/// By all threads of all blocks of the cluster.
+/// Synchronises all threads of all blocks of the cluster.
 __device__ __forceinline__ void sync_cluster() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// ---- bulk copies: one contiguous run, a multiple of 16 bytes --------------------------------------------------------
+// ---- bulk copies of contiguous memory, a multiple of 16 bytes --------------------------------------------------------
 
 __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
+
 // ---- registers -----------------------------------------------------------------------------------------------------
 
-/// A whole warpgroup gives back registers, or waits until it has so many.
+/// Called by a whole warpgroup: releases registers, or waits until it has this many.
 template <int REGISTERS>
 __device__ __forceinline__ void shrink_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));

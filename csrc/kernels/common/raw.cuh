@@ -1,5 +1,5 @@
-// Elements on their way from memory to a multiplication, kept in registers as they came until they are used: of a struct
-// of 16-bit elements NVRTC 13.0 takes every load apart at once, which waits for it (seen in grad_input_narrow_mma's SASS).
+// Vectors of elements that are loaded ahead and stay in registers as raw words until they are used. NVRTC 13.0 unpacks a
+// struct of 16-bit elements right after its load, which waits for the load (seen in the SASS of grad_input_narrow_mma).
 #pragma once
 #include "common/types.cuh"
 
@@ -14,7 +14,7 @@ __device__ __forceinline__ float of_bits(unsigned bits, T) {
   return load_as(T{(unsigned short)bits});
 }
 
-// N neighbours in memory, as they lie there.
+// N neighbours in memory, as raw words.
 template <int N>
 struct Raw {
   static constexpr int BYTES = N * sizeof(Element), WORDS = BYTES < 4 ? 1 : BYTES / 4;
@@ -37,7 +37,7 @@ struct Raw {
       words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     }
   }
-  /// The nearest to `values`.
+  /// Returns `values` rounded to the type of an element.
   __device__ __forceinline__ static Raw of(const float* values) {
     Raw made;
 #pragma unroll
@@ -47,7 +47,7 @@ struct Raw {
       made.words[i * sizeof(Element) / 4] |= bits_of(store_as<Element>(values[i])) << 8 * sizeof(Element) * i % 32;
     return made;
   }
-  /// The nearest to `values`, written at once (NVRTC 13.0 takes other vector stores apart here).
+  /// Rounds `values` and stores them by one instruction (NVRTC 13.0 splits other vector stores here).
   __device__ __forceinline__ static void store(Element* to, const float* values) { of(values).write(to); }
   __device__ __forceinline__ void write(Element* to) const {
     if constexpr (BYTES == 2)

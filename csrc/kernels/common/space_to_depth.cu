@@ -1,15 +1,15 @@
-// A tensor in NCHW as lines of pixels along which a multiply may run (k = pixels), [plane][n][channel][cell row][cell
-// column], one line an image, its values rounded to TF32. A plane (i, j) is what one phase of the stride, or one tap, reads:
-// cell (row, column) is pixel (row * STRIDE_H + row offset i, column * STRIDE_W + column offset j), zero outside the tensor.
+// Copies a tensor in NCHW to planes of positions, [plane][n][channel][row][column], so that pixels are the k of a product.
+// Values are rounded to TF32. Plane (i, j) holds what one phase of the stride, or one tap, reads: position (row, column) is
+// pixel (row * STRIDE_H + row offset i, column * STRIDE_W + column offset j), or zero outside the tensor.
 //
-// Column offsets are the taps', so that no tap is shifted along a row (boxes of the copy engine begin at multiples of 16
-// bytes). Row offsets are the taps' residues, each once, and a tap is shifted by whole rows; with IM2COL_ROWS they are
-// the taps' too. Before them lie ZERO_ROWS rows of zeros. Cells that no tap reaches from any of sizes.pixel_rows rows of input pixels
-// are zero.
+// There is a plane for the column offset of each column of taps, so that no tap is shifted along a row (the boxes of TMA
+// begin at multiples of 16 bytes). Row offsets are the residues of the taps, each once, and a tap is shifted by whole rows;
+// with IM2COL_ROWS there is a plane for each row of taps too. Each plane begins with ZERO_ROWS rows of zeros. Positions that
+// no tap reaches from any of sizes.pixel_rows rows of input pixels are zero.
 //
-// Covers: float32, NCHW; any kernel, stride, padding, dilation. A warp makes all planes of sizes.segment positions of one channel
-// of an image. WITH_BIAS: it also adds up the pixels it reads, bias_partial[n * segments + segment][2][channel] (the sum, and
-// what rounding left of it), where the planes whose offsets lie in [0, stride) hold every pixel once.
+// Covers float32 in NCHW; any kernel, stride, padding, dilation. A warp copies sizes.segment positions of one channel of an
+// image to all planes. With WITH_BIAS it also adds up the pixels it reads, where the planes whose offsets lie in [0, stride)
+// hold every pixel once: bias_partial[n * segments + segment][2][channel] is the sum, and what rounding lost of it.
 #include "common/integers.cuh"
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
@@ -17,7 +17,7 @@
 
 constexpr int WARPS = THREADS / 32;
 constexpr int PLANES = ROW_PHASES * COL_PHASES;
-/// Positions of a lane that are under way at a time.
+/// Positions that a lane loads before it stores them.
 constexpr int UNROLL = PLANES >= 8 ? 1 : 8 / PLANES;
 
 __device__ constexpr int residue(int offset, int stride) { return (offset % stride + stride) % stride; }
@@ -30,7 +30,7 @@ __device__ constexpr bool counts(int plane) {
   return down >= 0 && down < STRIDE_H && across >= 0 && across < STRIDE_W;
 }
 
-/// Whether a tap of this plane reaches a row of cells from one of the rows of pixels.
+/// Returns whether a tap of this plane reaches a row of positions from one of the rows of input pixels.
 __device__ __forceinline__ bool reached(const SpaceToDepthSizes& sizes, int row, int plane) {
   bool found = IM2COL_ROWS;
 #pragma unroll
@@ -42,7 +42,7 @@ __device__ __forceinline__ bool reached(const SpaceToDepthSizes& sizes, int row,
   return found;
 }
 
-/// A position's pixel of a plane, counted within an image's channel; -1 if there is none.
+/// Returns the pixel of a position in a plane, counted within a channel of an image; -1 if there is none.
 __device__ __forceinline__ int pixel(const SpaceToDepthSizes& sizes, int row, int col, int plane) {
   const int h = (row - ZERO_ROWS) * STRIDE_H + row_offset(plane / COL_PHASES), w = col * STRIDE_W + col_offset(plane % COL_PHASES);
   const bool inside = static_cast<unsigned>(h) < static_cast<unsigned>(sizes.source_height) &&
@@ -52,8 +52,8 @@ __device__ __forceinline__ int pixel(const SpaceToDepthSizes& sizes, int row, in
 
 __device__ __forceinline__ float rounded(float value) { return __uint_as_float(ptx::round_to_tf32(__float_as_uint(value))); }
 
-/// Returns this lane's part of the sum of the channel.
-__device__ __forceinline__ CompensatedSum<float> part_channel(const SpaceToDepthSizes& sizes, const float* __restrict__ from, float* __restrict__ to, long long plane_pitch,
+/// Copies positions `begin` to `end` of a channel to all planes; returns this lane's part of the sum of the channel.
+__device__ __forceinline__ CompensatedSum<float> copy_channel(const SpaceToDepthSizes& sizes, const float* __restrict__ from, float* __restrict__ to, long long plane_pitch,
                                                               int begin, int end, int lane) {
   CompensatedSum<float> sum{};
   for (int first = begin + lane; first < end; first += 32 * UNROLL) {
@@ -89,11 +89,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int lane = threadIdx.x % 32;
   const int work = blockIdx.x * WARPS + threadIdx.x / 32;
   const long long plane_pitch = (long long)sizes.batch * CHANNELS * sizes.pitch;
-  const int of_line = sizes.segments.quotient(work), segment = sizes.segments.remainder(work, of_line);
-  const long long image = of_line;  // n and channel
+  const int number = sizes.segments.quotient(work), segment = sizes.segments.remainder(work, number);
+  const long long image = number;  // n and channel
   if (image >= (long long)sizes.batch * CHANNELS) return;
   const int begin = segment * sizes.segment, end = begin + sizes.segment < sizes.positions ? begin + sizes.segment : sizes.positions;
-  CompensatedSum<float> sum = part_channel(sizes, source + image * (static_cast<long long>(sizes.source_height) * sizes.source_width),
+  CompensatedSum<float> sum = copy_channel(sizes, source + image * (static_cast<long long>(sizes.source_height) * sizes.source_width),
                                            planes + image * sizes.pitch, plane_pitch, begin, end, lane);
   if constexpr (WITH_BIAS) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// output[i] = sum over slices s of partial[s, i]: the last step of every split sum. LANES threads share an output: each
-// adds up every LANES-th slice in the order of s, and the first of them what they found, in the order of the lanes.
+// output[i] = sum over splits s of partial[s, i]: the last step of every sum that was split over blocks. LANES threads share
+// an output: each adds up every LANES-th split in the order of s, then the first adds up their sums in the order of the lanes.
 #include "common/compensated_sum.cuh"
 #include "common/mma.cuh"
 
@@ -8,7 +8,7 @@ using Sum = Accumulate<Element>::type;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     split_k_reduce(const Sum* __restrict__ partial, Element* __restrict__ output, long long count,
-                  long long slices) {
+                  long long splits) {
   __shared__ CompensatedSum<Sum> shared[LANES][COLUMNS];
   const int column = threadIdx.x % COLUMNS, lane = threadIdx.x / COLUMNS;
   const long long i = (long long)blockIdx.x * COLUMNS + column;
@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   ptx::wait_for_previous_launch();
   if (i < count) {
 #pragma unroll 8
-    for (long long s = lane; s < slices; s += LANES) sum.add(partial[s * count + i]);
+    for (long long s = lane; s < splits; s += LANES) sum.add(partial[s * count + i]);
   }
   if constexpr (LANES > 1) {
     shared[lane][column] = sum;

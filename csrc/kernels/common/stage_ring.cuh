@@ -1,4 +1,4 @@
-// The ring whose stages hold input and weights. Included where STAGES, STAGE_WORDS, INPUT_WORDS and BARRIERS are known.
+// The ring of stages that hold input and weights. Needs STAGES, STAGE_WORDS, INPUT_WORDS and BARRIERS.
 #pragma once
 
 #include "common/stages.cuh"

@@ -1,10 +1,11 @@
-// A ring of stages in shared memory that some warps fill and others multiply, and its barriers: addresses.
+// The addresses of a ring of stages in shared memory, which producer warps fill and consumer warps multiply, and of its
+// barriers.
 #pragma once
 
 #include "common/mma.cuh"
 
-/// Where a warp is in the ring: the stage, and the parity of its phase. Stages begin FIRST bytes after the base, PITCH
-/// bytes apart; at BARRIERS lie first those that say that a stage is full, then those that say that it is empty.
+/// The state of a warp in the ring: its stage, and the parity of the phase. Stages begin FIRST bytes after the base, PITCH
+/// bytes apart. At BARRIERS lie the `full` barriers of all stages, then the `empty` barriers.
 template <int STAGES, int FIRST, int PITCH, int BARRIERS>
 struct StageRing {
   ptx::u32 base;
@@ -24,7 +25,7 @@ struct StageRing {
       parity ^= 1;
     }
   }
-  /// Past so many stages that are somebody else's.
+  /// Skips COUNT stages, which belong to another warp.
   template <int COUNT>
   __device__ __forceinline__ void skip() {
     stage += COUNT % STAGES;

@@ -1,4 +1,5 @@
-// A loop whose index is a constant: static_for<0, 3>(body) calls body(IndexConstant<0>{}), body(IndexConstant<1>{}), body(IndexConstant<2>{}).
+// A loop over constants: static_for<0, 3>(body) calls body(IndexConstant<0>{}), body(IndexConstant<1>{}) and
+// body(IndexConstant<2>{}).
 #pragma once
 
 template <int I>
@@ -6,7 +7,7 @@ struct IndexConstant {
   static constexpr int value = I;
 };
 
-/// By halves: a compiler allows some 200 calls inside each other, and a kernel may have more taps.
+/// Divides the range by halves: a compiler allows about 200 nested calls, and a kernel may have more taps.
 template <int FROM, int TO, class Body>
 __device__ __forceinline__ void static_for(const Body& body) {
   if constexpr (TO - FROM == 1) {

@@ -1,5 +1,6 @@
-// What a block's threads copy of one chunk of k, COPIED_ROWS x COPIED_COLS pixels of each image of its tile: NCHW, runs of
-// COPY pixels (each with all its words of k, dealt to SLOT_THREADS threads); channels_last, groups of COPY channels of a pixel.
+// How the threads of a block divide the copies of one chunk of k, COPIED_ROWS x COPIED_COLS pixels of each image of the tile.
+// NCHW: a copy is COPY neighbouring pixels (with all words of k, which SLOT_THREADS threads share); channels_last: COPY
+// channels of a pixel.
 #pragma once
 
 constexpr int COPIES_PER_PIXEL = INPUT_CHANNELS_LAST ? CHUNK_WORDS * CHANNELS_PER_WORD / COPY : 1;

@@ -1,7 +1,7 @@
-// Fragments of the input (of grad_output, for its gradient) on their way from shared memory to mma.sync.
+// Fragments of the input (for its gradient, of grad_output) from shared memory for mma.sync.
 #pragma once
 
-/// One fragment, as it lies.
+/// Loads one fragment as it lies in shared memory.
 __device__ __forceinline__ void load_fragment(u32 (&b)[2], u32 address) {
   if constexpr (INPUT_CHANNELS_LAST) {
     ptx::load_matrices(b, address);
@@ -11,7 +11,7 @@ __device__ __forceinline__ void load_fragment(u32 (&b)[2], u32 address) {
   }
 }
 
-/// Float32: `fragment` rounded to TF32, and with PARTS == 2 what that left over in `low`.
+/// Rounds float32 in `fragment` to TF32; with PARTS == 2, `low` receives the rest.
 __device__ __forceinline__ void split_fragment(u32 (&fragment)[2], [[maybe_unused]] u32 (&low)[2]) {
   if constexpr (!IS_16_BIT) {
 #pragma unroll

@@ -1,8 +1,8 @@
-// One thread block's share of C[m, n] = sum over k of A[m, k] * B[k, n], for any A and B given by a function of
-// their indices (zero outside). FMA arithmetic; every general kernel is this product with its own two functions.
+// The tile of a thread block of C[m, n] = sum over k of A[m, k] * B[k, n], for any A and B that are given as functions of
+// their indices (zero outside). It uses FMA arithmetic; every general kernel is this product with two functions of its own.
 //
 // Tile: TILE_M x TILE_N of C per block, TILE_K of k per step through shared memory, THREAD_M x THREAD_N of C per
-// thread. M_FASTEST tells which index of C neighbouring threads should differ in, so that stores coalesce.
+// thread. M_FASTEST says which index of C differs between neighbouring threads, so that stores coalesce.
 // The order of the sum over k is fixed: the same input gives the same bits.
 #pragma once
 
@@ -19,8 +19,8 @@ struct TileShared {
   Sum b[TILE_K][TILE_N + 1];
 };
 
-// Which element of a ROWS x TILE_K operand tile a thread's i-th load is, if there is one left for it.
-// Neighbouring threads walk along the index that is contiguous in memory.
+// The element of a ROWS x TILE_K operand tile that a thread loads as its i-th, if it exists. Neighbouring threads take
+// neighbours in memory.
 template <int ROWS, bool K_FASTEST>
 struct Share {
   __device__ static bool exists(int i) {
@@ -46,14 +46,14 @@ struct Owned {
   }
 };
 
-// load_a(i, k) and load_b(i, k) give the value of the thread's i-th share at k (a multiple of TILE_K plus the
-// share's own k). LONGEST is the most terms a sum may have: long sums are added up in pieces, which keeps their
-// rounding error that of short ones.
+// load_a(i, k) and load_b(i, k) return the value of the thread's i-th element at k (a multiple of TILE_K plus the k of the
+// element). MAX_TERMS is the largest number of terms of a sum: long sums are added up in pieces, so that their rounding
+// error is that of short ones.
 constexpr int PIECE_TERMS = 512;
-template <bool A_K_FASTEST, bool B_K_FASTEST, bool M_FASTEST, long long LONGEST, class LoadA, class LoadB>
+template <bool A_K_FASTEST, bool B_K_FASTEST, bool M_FASTEST, long long MAX_TERMS, class LoadA, class LoadB>
 __device__ __forceinline__ void tile_gemm(TileShared& shared, long long k_begin, long long k_end, LoadA load_a,
                                           LoadB load_b, Sum (&total)[THREAD_M][THREAD_N]) {
-  constexpr bool PIECES = LONGEST > 2 * PIECE_TERMS;
+  constexpr bool PIECES = MAX_TERMS > 2 * PIECE_TERMS;
   Sum sum[THREAD_M][THREAD_N];
 #pragma unroll
   for (int i = 0; i < THREAD_M; ++i)

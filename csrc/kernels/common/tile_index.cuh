@@ -1,9 +1,9 @@
-// Small helpers of the kernels that walk over tiles: numbers read digit by digit, and elements that travel together.
+// Helpers of kernels that iterate over tiles: indices in mixed radix, and vectors of elements.
 #pragma once
 
 #include "common/integers.cuh"
 
-// A number read digit by digit, the last first, each with its own base.
+// The digits of a number in mixed radix, the last digit first.
 struct Digits {
   unsigned rest;
   __device__ __forceinline__ int next(unsigned base) {
@@ -13,7 +13,7 @@ struct Digits {
   }
 };
 
-// N neighbours in memory, moved by one access.
+// N neighbours in memory, loaded or stored by one access.
 template <class T, int N>
 struct alignas(N * sizeof(T)) PackOf {
   T elements[N];

@@ -1,8 +1,8 @@
-// A block's tile of cells: its warps and fragments, how many tiles there are, which one a block computes.
+// The tile of positions of a block: its warps and fragments, and which tile a block computes.
 //
-// A tile is TILE_N x TILE_H x TILE_W cells (forward/implicit_gemm_taps.cuh); a warp multiplies WARP_IMAGES x WARP_ROWS x WARP_COLS fragments of
-// 8 cells each, a fragment being FRAGMENT_N x FRAGMENT_H x FRAGMENT_W cells (8 in a row where the map is wide
-// enough). With FLAT (no tap is shifted) all cells of all images form one row, so no tile is ragged but the last.
+// A tile is TILE_N x TILE_H x TILE_W positions (forward/implicit_gemm_taps.cuh). A warp multiplies WARP_IMAGES x WARP_ROWS x
+// WARP_COLS fragments of 8 positions, FRAGMENT_N x FRAGMENT_H x FRAGMENT_W (8 in a row where the map is wide enough). With
+// FLAT (no tap is shifted) all positions of all images form one row, so that only the last tile is not full.
 #pragma once
 
 #include "common/integers.cuh"
@@ -22,21 +22,21 @@ static_assert(WARPS_W * FRAGMENT_W * WARP_COLS == TILE_W);
 static_assert(WARPS_H * FRAGMENT_H * WARP_ROWS == TILE_H);
 static_assert(WARPS_IMAGES * FRAGMENT_N * WARP_IMAGES == TILE_N);
 
-// A multiply of wgmma reads 8 cells as 8 neighbouring pixels. Where the map is narrower, whole rows are neighbours:
-// the tile is as wide as the map, and shared memory holds a copy of it for each shift by columns, cut to its width.
+// wgmma reads 8 positions as 8 neighbouring pixels. Where the map is narrower, whole rows are neighbours: the tile is as
+// wide as the map, and shared memory holds a copy of it for each shift by columns, cropped to the width of the map.
 constexpr bool NARROW = PLANES && FRAGMENT_W < 8;
 
-// The plan sees to it that no map of a NARROW kernel has more than TILE_W columns of cells.
+// The plan ensures that no map of a NARROW kernel has more than TILE_W columns of positions.
 static_assert(!NARROW || (FRAGMENT_N == 1 && POSITION_INPUT_ROWS == 1 && WARP_COLS == 1));
 
 // ---- which tile a block computes ----------------------------------------------------------------------------
 
 struct Origin {
-  int image;     // first image of the tile; with FLAT, first cell of all images' cells
-  int row, col;  // first cell
+  int image;     // first image of the tile; with FLAT, first position, counted through all images
+  int row, col;  // first position
 };
 
-/// Counts the tiles of one block of channels of one group, columns fastest.
+/// Returns the origin of a tile of one block of channels of one group; columns are counted fastest.
 __device__ __forceinline__ Origin tile_origin(int tile, const Sizes& sizes) {
   if constexpr (FLAT) {
     return {tile * TILE_W, 0, 0};
@@ -47,7 +47,7 @@ __device__ __forceinline__ Origin tile_origin(int tile, const Sizes& sizes) {
   }
 }
 
-/// A cell of the tile: where its first output pixel lies, and whether it exists.
+/// A position of the tile: its image, row and column, and whether it exists.
 struct Position {
   int image, row, col;
   bool inside;
@@ -60,6 +60,7 @@ __device__ __forceinline__ Position position_at(const Origin& origin, int n, int
     return {image, row, sizes.row_positions.remainder(pixel, row), image < sizes.batch};
   } else {
     const Position position{origin.image + n, origin.row + h, origin.col + w, true};
-    return {position.image, position.row, position.col, position.image < sizes.batch && position.row < sizes.positions_h && position.col < sizes.positions_w};
+    const bool inside = position.image < sizes.batch && position.row < sizes.positions_h && position.col < sizes.positions_w;
+    return {position.image, position.row, position.col, inside};
   }
 }

@@ -1,5 +1,5 @@
-// Storage types and their conversions, without cuda_fp16.h: a kernel compiles in a fraction of the time, and
-// needs no header that a user may not have.
+// Element types and their conversions, without cuda_fp16.h: kernels compile in a fraction of the time and need no header
+// that a user may not have.
 #pragma once
 
 struct Half {
@@ -9,7 +9,7 @@ struct BFloat16 {
   unsigned short bits;
 };
 
-// The type sums are kept in: float32 for everything up to float32, float64 for float64.
+// The type of accumulators: float64 for float64, float32 for all others.
 template <class T>
 struct Accumulate {
   using type = float;
@@ -38,7 +38,7 @@ __device__ __forceinline__ Half store_as<Half>(float x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
   return y;
 }
-// Round to nearest, ties to even; by integer arithmetic where there is no instruction yet.
+// Rounds to nearest, ties to even, by integer arithmetic where there is no instruction.
 template <>
 __device__ __forceinline__ BFloat16 store_as<BFloat16>(float x) {
 #if __CUDA_ARCH__ >= 800

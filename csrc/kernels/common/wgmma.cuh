@@ -1,8 +1,8 @@
 // Warpgroup matrix multiply (sm_90a): 64 x N x 8 words of k, both operands in shared memory, sums in registers.
 //
-// Operands lie without swizzle, as planes of 16 bytes of k: [plane][row][16 bytes]. Eight rows are 128 bytes in one
-// piece, the next eight `group_bytes` further on; the next 16 bytes of k are `plane_bytes` further on. So an operand
-// may begin at any row: a tap's shift is an address (measured on an H200: as fast as unshifted).
+// Without swizzle, operands lie as planes of 16 bytes of k: [plane][row][16 bytes]. Eight rows are 128 contiguous bytes; the
+// next eight are `group_bytes` further on, the next 16 bytes of k are `plane_bytes` further on. So an operand may begin at
+// any row: the shift of a tap is an address (measured on an H200: as fast as without a shift).
 #pragma once
 
 namespace ptx {
@@ -14,24 +14,24 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 plane_bytes, u
          static_cast<u64>(group_bytes >> 4) << 32;
 }
 
-/// Of an operand that a box with swizzle brought (common/tma.cuh), at any of its rows. Along k: rows of 128 (64, 32) bytes of
-/// k, the next eight rows `group_bytes` further on, the next step of k 32 bytes; `block_bytes` counts for nothing.
-/// Across k (16 bits): a row is one k of 64 (32, 16) rows of the operand, `group_bytes` are from 8 k to the next 8,
-/// `block_bytes` from so many rows of the operand to the next.
+/// The descriptor of an operand that was loaded with a swizzle (common/tma.cuh); it may begin at any row. Along k: rows of
+/// 128 (64, 32) bytes of k, the next eight rows `group_bytes` further on, the next step of k 32 bytes further on;
+/// `block_bytes` is not used. Across k (16 bits): a row is one k of 64 (32, 16) rows of the operand, `group_bytes` is the
+/// distance from 8 k to the next 8, `block_bytes` from 64 (32, 16) rows of the operand to the next.
 template <int SWIZZLE_BYTES = 128>
 __device__ __forceinline__ u64 swizzled_descriptor(u32 address, u32 block_bytes, u32 group_bytes) {
   static_assert(SWIZZLE_BYTES == 128 || SWIZZLE_BYTES == 64 || SWIZZLE_BYTES == 32);
   return matrix_descriptor(address, block_bytes, group_bytes) | (SWIZZLE_BYTES == 128 ? 1ull : SWIZZLE_BYTES == 64 ? 2ull : 3ull) << 62;
 }
 
-/// Before the first multiply after other instructions wrote its registers.
+/// Needed before the first multiply after other instructions wrote its registers.
 __device__ __forceinline__ void fence_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void commit_wgmma() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
 __device__ __forceinline__ void wait_wgmma() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
-/// This thread's writes to shared memory, for the multiplies that follow the next barrier.
+/// Makes this thread's writes to shared memory visible to the multiplies and TMA stores after the next barrier.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -131,9 +131,9 @@ __device__ __forceinline__ void fence_proxy_async() {
 
 /// d += a * b, or d = a * b. d[4 j + r] of lane 4g + t of warp w: row 16 w + g + 8 (r / 2), column 8 j + 2 t + r % 2.
 ///
-/// ACROSS_K (16 bits only): both operands lie as planes of 8 rows (of m, of n), [plane][k][16 bytes]; of a descriptor,
-/// `plane_bytes` is then from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an address.
-/// Without B_ACROSS_K only A lies so, with it alone only B.
+/// ACROSS_K (16 bits only): both operands lie as planes of 8 rows (of m, of n), [plane][k][16 bytes]. In a descriptor,
+/// `plane_bytes` is then the distance from 8 k to the next 8, `group_bytes` from 8 rows to the next 8. A shift along k is an
+/// address. Without B_ACROSS_K only A lies like this; with B_ACROSS_K alone, only B.
 template <int PRECISION, int N, bool ADD = true, bool ACROSS_K = false, bool B_ACROSS_K = ACROSS_K>
 __device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
   static_assert(!(ACROSS_K || B_ACROSS_K) || PRECISION == FP16 || PRECISION == BF16);
@@ -146,7 +146,7 @@ __device__ __forceinline__ void wgmma(float* d, u64 a, u64 b) {
 }
 
 /// The same with A in registers: a[0..3] = rows (g, g + 8, g, g + 8) of the words (t, t, t + 4, t + 4) of k of warp w's 16,
-/// a word being one TF32 or two neighbours in 16 bits. They stay as they are until the multiply was waited for.
+/// a word being one TF32 number or two neighbours in 16 bits. They must not change until the multiply has been waited for.
 template <int N, int PRECISION = TF32, bool ADD = true>
 __device__ __forceinline__ void wgmma_from_registers(float* d, const u32 (&a)[4], u64 b) {
   static_assert((N >= 16 && N <= 96 && N % 8 == 0) || N == 128 || N == 192 || N == 256);

@@ -1,4 +1,5 @@
-"""Plans of csrc/kernels/common/cast.cu: what an autocast casts of one layer, by one launch. Pure functions of data."""
+"""Plans of csrc/kernels/common/cast.cu, which casts the tensors of one layer for an autocast by one launch. Pure
+functions of data."""
 
 from __future__ import annotations
 
@@ -18,10 +19,11 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def plan_cast(copies: Sequence[Output], source: torch.dtype) -> Plan | None:
-    """Casts the k-th of up to three inputs, which lies as the k-th of the copies does, from ``source``.
+    """Returns the plan that casts the k-th of up to three inputs from ``source`` to the k-th copy; both lie alike in
+    memory.
 
     Returns:
-        None where the kernel does not take them.
+        None if the kernel does not support them.
     """
     (target,) = {copy.dtype for copy in copies}
     counts = [math.prod(copy.shape) for copy in copies]

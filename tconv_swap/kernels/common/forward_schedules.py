@@ -1,5 +1,6 @@
-"""How many of a layer's kernels each family of the forward pass may have, over all sizes: at most ``MAX_SCHEDULES``
-in all, beside those that pack, arrange and add up. Pure functions of data."""
+"""How many kernels each family of the forward pass may have for one layer, over all sizes. A layer has at most
+``MAX_SCHEDULES`` in all, not counting those that pack weights, convert layouts and add up splits. Pure functions of
+data."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from tconv_swap.kernels.problem import Device, Problem
 
 
 def max_narrow_schedules(problem: Problem, device: Device) -> int:
-    """Those of the family that computes what forward/col2im.py leaves over of a narrow layer."""
+    """Returns how many schedules the family has that computes what forward/col2im.py does not compute of a narrow
+    layer."""
     if not forward_col2im.computes_some_size(problem, device):
         return MAX_SCHEDULES
     layer = replace(problem, geometry=of_any_size(problem.geometry))
@@ -24,8 +26,8 @@ def max_narrow_schedules(problem: Problem, device: Device) -> int:
 
 
 def max_implicit_gemm_schedules(layer: TileProblem, device: Device) -> int:
-    """Those of the halo tile, maps of one pixel apart, which have another one where the layer has another stride for
-    them; forward/gemm.py and forward/stride1.py have one each."""
+    """Returns how many schedules the implicit GEMM has. Maps of one pixel have one of their own if the layer has
+    another stride for them; forward/gemm.py and forward/stride1.py have one each."""
     if layer.of_grad_input:
         return MAX_SCHEDULES - has_stride_of_one_pixel(layer.geometry)
     pixels = Problem(

@@ -26,28 +26,29 @@ from tconv_swap.runtime.program import (
 )
 
 REDUCE_THREADS = 256
-#: Threads that share the sum of a result, where one thread for each would not fill a GPU.
+#: Threads that share the sum of a result where one thread for each result would not fill a GPU.
 REDUCE_LANES = 8
 FEW_RESULTS = 1 << 16
-#: The same where there are hardly any results, and the length of a thread's sum is what counts.
+#: The same where there are so few results that the length of a thread's sum decides the time.
 MAX_REDUCE_LANES = 32
-HARDLY_ANY_RESULTS = 1 << 12
-#: Partial sums of a split gradient may take this much memory, or one slice where even one is larger. Copies of
-#: tensors come on top: at most room.MAX_COPY_BYTES.
+VERY_FEW_RESULTS = 1 << 12
+#: Bytes that the partial sums of a split gradient may take, unless a single split is larger. Copies of tensors may take
+#: limits.MAX_COPY_BYTES on top.
 WORKSPACE_LIMIT_BYTES = 64 << 20
-#: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep slices long.
+#: Blocks per multiprocessor that a split aims at: enough to hide latency, few enough to keep splits long.
 BLOCKS_PER_MULTIPROCESSOR = 4
 INT32_ELEMENTS = 2**31 - 1
-#: Taps from which on most problems are some other family's (gradients/narrow_mma.py).
+#: From this many taps on, other families compute most problems (gradients/narrow_mma.py).
 MANY_TAPS = 256
-#: A tile may reach so many pixels, or cells, beyond the last one.
+#: How many pixels, or positions, a tile may extend beyond the last one.
 MAX_TILE_PIXELS = 256
 _WHY = "covers every geometry"
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block's tile of the product and a thread's part of it. 256 threads each."""
+    """The tile of the product that a block computes, and the part of it that a thread computes. A block has 256
+    threads."""
 
     m: int
     n: int
@@ -71,7 +72,7 @@ class Tile:
 
 
 def _tile(columns: int) -> Tile:
-    """A square tile, or a tall one where the product is narrow."""
+    """Returns a square tile, or a tall one if the product has few columns."""
     if columns > 16:
         return Tile(64, 64, 16, 4, 4)
     if columns > 4:
@@ -88,7 +89,7 @@ def _common(problem: Problem, of_gradients: bool) -> tuple[tuple[str, Constant],
     )
     few = largest <= INT32_ELEMENTS - MAX_TILE_PIXELS
     if of_gradients and geometry.taps >= MANY_TAPS:
-        # Such layers come here with large images alone: they have one kernel.
+        # Only large images of such layers are computed here: they have one kernel.
         few = False
     return (
         ("Element", ELEMENT_TYPES[problem.dtype]),
@@ -100,15 +101,15 @@ def _common(problem: Problem, of_gradients: bool) -> tuple[tuple[str, Constant],
 
 
 def plan_forward(problem: Problem, has_bias: bool) -> Plan:
-    """Inputs: input, weight, bias. Output: the output."""
+    """Returns the plan of a forward pass. Inputs: input, weight, bias. Output: the output."""
     geometry = problem.geometry
     tile = _tile(geometry.out_channels_per_group)
     phases = geometry.stride[0] * geometry.stride[1]
-    cells = (
+    positions = (
         ceil_div(geometry.out_height, geometry.stride[0]),
         ceil_div(geometry.out_width, geometry.stride[1]),
     )
-    tiles_m = ceil_div(geometry.batch * cells[0] * cells[1], tile.m)
+    tiles_m = ceil_div(geometry.batch * positions[0] * positions[1], tile.m)
     tiles_n = ceil_div(geometry.out_channels_per_group, tile.n)
     kernel = Kernel(
         "forward/general.cu",
@@ -124,7 +125,7 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
         grid=tiles_m * phases * geometry.groups * tiles_n,
         block=tile.threads,
         arguments=(input_(0), input_(1), input_(2), output(0), struct(0)),
-        structs=(image_sizes(geometry, cells),),
+        structs=(image_sizes(geometry, positions),),
     )
     return Plan(
         "general",
@@ -135,7 +136,7 @@ def plan_forward(problem: Problem, has_bias: bool) -> Plan:
 
 
 def plan_grad_input(problem: Problem) -> Part:
-    """Inputs: grad_output, input, weight. Output: the gradient of the input."""
+    """Returns the part that computes the gradient of the input. Inputs: grad_output, input, weight."""
     geometry = problem.geometry
     if geometry.batch == 0:
         return Part("general", _WHY, ())
@@ -157,13 +158,18 @@ def plan_grad_input(problem: Problem) -> Part:
     return Part("general", _WHY, (launch,))
 
 
-def _split(length: int, blocks: int, least: int, slice_bytes: int, multiprocessors: int) -> tuple[int, int]:
-    """How many slices a sum of ``length`` terms is cut into when one slice fills ``blocks`` blocks, and the
-    length of a slice: enough to fill the chip, none shorter than ``least``, within the workspace limit."""
+def _split(
+    length: int, blocks: int, min_length: int, split_bytes: int, multiprocessors: int
+) -> tuple[int, int]:
+    """Returns the number of splits of a sum of ``length`` terms, and the terms of a split.
+
+    One split fills ``blocks`` blocks. There are enough splits to fill the GPU, but none is shorter than
+    ``min_length``, and their ``split_bytes`` of partial sums stay within the workspace limit.
+    """
     wanted = ceil_div(multiprocessors * BLOCKS_PER_MULTIPROCESSOR, blocks)
-    slices = max(1, min(wanted, length // least, WORKSPACE_LIMIT_BYTES // slice_bytes))
-    per_slice = max(1, ceil_div(length, slices))
-    return max(1, ceil_div(length, per_slice)), per_slice
+    splits = max(1, min(wanted, length // min_length, WORKSPACE_LIMIT_BYTES // split_bytes))
+    per_split = max(1, ceil_div(length, splits))
+    return max(1, ceil_div(length, per_split)), per_split
 
 
 def _sum_bytes(dtype: torch.dtype) -> int:
@@ -173,14 +179,15 @@ def _sum_bytes(dtype: torch.dtype) -> int:
 def split_k_reduce(
     dtype: torch.dtype,
     count: int,
-    slices: int,
+    splits: int,
     offset: int = 0,
     index: int = 0,
     overlaps_previous: bool = False,
 ) -> Launch:
-    """Adds up ``slices`` copies of ``count`` partial sums in the workspace, in a fixed order, into output ``index``."""
+    """Returns the launch that adds up ``splits`` copies of ``count`` partial sums in the workspace, in a fixed order,
+    into output ``index``."""
     lanes = REDUCE_LANES if count <= FEW_RESULTS else 1
-    if count <= HARDLY_ANY_RESULTS:
+    if count <= VERY_FEW_RESULTS:
         lanes = MAX_REDUCE_LANES
     kernel = Kernel(
         "common/split_k_reduce.cu",
@@ -191,13 +198,13 @@ def split_k_reduce(
         kernel,
         grid=ceil_div(count * lanes, REDUCE_THREADS),
         block=REDUCE_THREADS,
-        arguments=(workspace(offset), output(index), int64(count), int64(slices)),
+        arguments=(workspace(offset), output(index), int64(count), int64(splits)),
         overlaps_previous=overlaps_previous,
     )
 
 
 def plan_grad_weight(problem: Problem, device: Device) -> Part:
-    """Inputs: grad_output, input, weight. Output: the gradient of the weight.
+    """Returns the part that computes the gradient of the weight. Inputs: grad_output, input, weight.
 
     Workspace: at most 64 MiB, or one copy of the gradient in the accumulation type if that is more.
     """
@@ -207,7 +214,7 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
     blocks = ceil_div(geometry.in_channels_per_group, tile.m) * ceil_div(columns, tile.n) * geometry.groups
     count = geometry.in_channels * columns
     pixels = geometry.batch * geometry.height * geometry.width
-    slices, per_slice = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
+    splits, per_split = _split(pixels, blocks, 4 * tile.k, count * _sum_bytes(dtype), device.multiprocessors)
     kernel = Kernel(
         "grad_weight/general.cu",
         "grad_weight_general",
@@ -215,24 +222,24 @@ def plan_grad_weight(problem: Problem, device: Device) -> Part:
     )
     launch = Launch(
         kernel,
-        grid=blocks * slices,
+        grid=blocks * splits,
         block=tile.threads,
-        arguments=(input_(1), input_(0), workspace(0), struct(0), int64(per_slice)),
+        arguments=(input_(1), input_(0), workspace(0), struct(0), int64(per_split)),
         structs=(image_sizes(geometry),),
     )
     return Part(
-        "general", _WHY, (launch, split_k_reduce(dtype, count, slices)), count * slices * _sum_bytes(dtype)
+        "general", _WHY, (launch, split_k_reduce(dtype, count, splits)), count * splits * _sum_bytes(dtype)
     )
 
 
 def plan_grad_bias(problem: Problem, device: Device) -> Part:
-    """Inputs: grad_output. Output: the gradient of the bias. Workspace: at most 64 MiB."""
+    """Returns the part that computes the gradient of the bias. Input: grad_output. Workspace: at most 64 MiB."""
     geometry, dtype = problem.geometry, problem.dtype
     threads = 256
     channels = geometry.out_channels
     blocks = ceil_div(channels, 32) if problem.channels_last else channels
     positions = geometry.batch * geometry.out_height * geometry.out_width
-    slices, per_slice = _split(
+    splits, per_split = _split(
         positions, blocks, 4 * threads, 2 * channels * _sum_bytes(dtype), device.multiprocessors
     )
     kernel = Kernel(
@@ -242,15 +249,15 @@ def plan_grad_bias(problem: Problem, device: Device) -> Part:
     )
     launch = Launch(
         kernel,
-        grid=blocks * slices,
+        grid=blocks * splits,
         block=threads,
-        arguments=(input_(0), workspace(0), struct(0), int64(per_slice)),
+        arguments=(input_(0), workspace(0), struct(0), int64(per_split)),
         structs=(image_sizes(geometry),),
     )
     overlaps = device.compute_capability >= 90
     return Part(
         "general",
         _WHY,
-        (launch, split_k_reduce(dtype, channels, 2 * slices, overlaps_previous=overlaps)),
-        2 * channels * slices * _sum_bytes(dtype),
+        (launch, split_k_reduce(dtype, channels, 2 * splits, overlaps_previous=overlaps)),
+        2 * channels * splits * _sum_bytes(dtype),
     )

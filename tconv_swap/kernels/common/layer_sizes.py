@@ -1,4 +1,5 @@
-"""What holds for all sizes of a layer: what divides its rows, and the sizes that stand for all. Pure functions of data.
+"""What holds for all sizes of a layer: which powers of two divide its rows, and sizes that represent all. Pure
+functions of data.
 
 A layer is a geometry whose batch, height and width do not matter (``of_any_size``).
 """
@@ -17,13 +18,13 @@ _SIDE = 64
 
 @lru_cache(maxsize=4096)
 def of_any_size(geometry: Geometry) -> Geometry:
-    """The same for all sizes of a layer."""
+    """Returns a geometry that is equal for all sizes of a layer."""
     return replace(geometry, batch=1, height=_SIDE, width=_SIDE)
 
 
 @lru_cache(maxsize=1024)
 def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[float, ...]]:
-    """The sizes that stand for all of a layer, and what each counts for."""
+    """Returns sizes that represent all sizes of a layer, and the weight of each."""
     one_row = layer.kernel[0] == layer.stride[0] == 1
     found = {
         replace(layer, batch=batch, height=height, width=width): SINGLE if batch == 1 else 1.0
@@ -33,12 +34,12 @@ def representative_sizes(layer: Geometry) -> tuple[tuple[Geometry, ...], tuple[f
     return tuple(found), tuple(found.values())
 
 
-def power_of_two_dividing(n: int, most: int) -> int:
-    """The largest power of two up to ``most``, which is one, that divides n."""
-    return gcd(n, most)
+def power_of_two_dividing(n: int, limit: int) -> int:
+    """Returns the largest power of two that divides n and is at most ``limit``, itself a power of two."""
+    return gcd(n, limit)
 
 
-def out_row_multiple(layer: Geometry, row_multiple: int, most: int) -> int:
-    """The largest power of two up to ``most`` that divides the output's rows wherever ``row_multiple``, a power of two
-    up to 64, divides the input's."""
-    return gcd(layer.out_width, row_multiple * layer.stride[1], most)
+def out_row_multiple(layer: Geometry, row_multiple: int, limit: int) -> int:
+    """Returns the largest power of two up to ``limit`` that divides the rows of the output for every size at which
+    ``row_multiple``, a power of two up to 64, divides the rows of the input."""
+    return gcd(layer.out_width, row_multiple * layer.stride[1], limit)

@@ -1,5 +1,5 @@
-"""Launches of csrc/kernels/common/nchw_to_nhwc.cu: tensors from NCHW to channels_last and back. Pure functions of
-data."""
+"""Launches of csrc/kernels/common/nchw_to_nhwc.cu, which converts tensors from NCHW to channels_last and back. Pure
+functions of data."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from tconv_swap.runtime.integers import ceil_div
 from tconv_swap.runtime.program import ELEMENT_TYPES, Argument, Kernel, Launch, struct, workspace
 
 _THREADS = 256
-#: Of rows, what one block takes: a line of memory leaves at once.
+#: Bytes of the rows of one block: a line of memory is stored at once.
 _LINE_BYTES = 128
 _PIECE_BYTES = 16
-#: Columns of one block with so many rows: few enough for many blocks on a multiprocessor, which keep memory busy.
-_MOST_COLUMNS, _LEAST_COLUMNS = 128, 32
+#: Columns of one block with that many rows: few enough for many blocks on a multiprocessor, which keep memory busy.
+_MAX_COLUMNS, _MIN_COLUMNS = 128, 32
 _BLOCKS_PER_MULTIPROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """[batch, rows, columns], which becomes [batch, columns, rows]. Of an activation in NCHW rows are channels and
-    columns pixels, of a weight rows are the output's channels and columns taps."""
+    """Matrices [batch, rows, columns], which are transposed to [batch, columns, rows]. The rows of an activation in
+    NCHW are channels and its columns are pixels; the rows of a weight are output channels and its columns are taps."""
 
     batch: int
     rows: int
@@ -34,7 +34,7 @@ class Matrices:
 
     @property
     def transposed(self) -> Matrices:
-        """What it becomes, to be brought back."""
+        """The transposed matrices."""
         return replace(self, rows=self.columns, columns=self.rows)
 
     @property
@@ -43,12 +43,12 @@ class Matrices:
 
     @property
     def piece(self) -> int:
-        """Elements of 16 bytes."""
+        """The elements of 16 bytes."""
         return _PIECE_BYTES // self.dtype.itemsize
 
     @property
     def ragged(self) -> bool:
-        """Whether rows begin between two pieces."""
+        """Whether rows may begin inside a piece."""
         return self.columns % self.piece > 0
 
     @property
@@ -58,7 +58,7 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """What one block arranges: so many rows by so many columns of so many matrices."""
+    """The part of the matrices that one block transposes."""
 
     matrices: int
     rows: int
@@ -67,54 +67,55 @@ class Block:
     def row_blocks(self, of: Matrices) -> int:
         return ceil_div(of.rows, self.rows)
 
-    def slices(self, of: Matrices) -> int:
-        """Blocks that share their rows."""
+    def splits(self, of: Matrices) -> int:
+        """Returns how many blocks share their rows."""
         return ceil_div(of.columns, self.columns) * ceil_div(of.batch, self.matrices)
 
     def shared_bytes(self, of: Matrices) -> int:
-        """Mirrors common/nchw_to_nhwc.cu, which asserts that they agree."""
+        """Returns the shared memory of a block, as common/nchw_to_nhwc.cu uses it."""
         return self.matrices * self.rows * (self.row_pieces(of) * of.piece + 1) * of.dtype.itemsize
 
     def row_pieces(self, of: Matrices) -> int:
-        """Pieces of 16 bytes that hold the block's columns of a row, whose first element may lie within one."""
-        lead = max(row * of.columns % of.piece for row in range(of.piece))
-        return ceil_div(lead + self.columns, of.piece)
+        """Returns how many pieces of 16 bytes hold the block's columns of a row, which may begin inside a piece."""
+        elements_before = max(row * of.columns % of.piece for row in range(of.piece))
+        return ceil_div(elements_before + self.columns, of.piece)
 
 
-def _most_columns(of: Matrices, rows: int) -> int:
-    """Columns of a block with so many rows: of all its matrices."""
-    return _MOST_COLUMNS * _LINE_BYTES // of.dtype.itemsize // rows
+def _max_columns(of: Matrices, rows: int) -> int:
+    """Returns the most columns, of all its matrices, that a block with ``rows`` rows has."""
+    return _MAX_COLUMNS * _LINE_BYTES // of.dtype.itemsize // rows
 
 
 def block_for(of: Matrices, device: Device) -> Block:
-    """Large where there is work for all multiprocessors, else small."""
+    """Returns the block for these matrices: a large one if there is work for all multiprocessors, else a smaller
+    one."""
     line = _LINE_BYTES // of.dtype.itemsize
     rows = min(line, max(of.piece, 1 << (of.rows - 1).bit_length()))
-    most, least = _most_columns(of, rows), _LEAST_COLUMNS * line // rows
+    columns, min_columns = _max_columns(of, rows), _MIN_COLUMNS * line // rows
     while True:
-        block = _block_of(of, rows, most)
-        blocks = block.slices(of) * block.row_blocks(of)
-        if most == least or blocks >= _BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors:
+        block = _block_of(of, rows, columns)
+        blocks = block.splits(of) * block.row_blocks(of)
+        if columns == min_columns or blocks >= _BLOCKS_PER_MULTIPROCESSOR * device.multiprocessors:
             return block
-        most //= 2
+        columns //= 2
 
 
-def _block_of(of: Matrices, rows: int, most: int) -> Block:
-    if of.columns <= most:
+def _block_of(of: Matrices, rows: int, max_columns: int) -> Block:
+    if of.columns <= max_columns:
         one = Block(1, rows, of.columns)
-        pieces = ceil_div((of.piece - 1 if of.ragged else 0) + _most_columns(of, rows), of.piece)
-        many = min(of.batch, most // of.columns, pieces // one.row_pieces(of))
+        pieces = ceil_div((of.piece - 1 if of.ragged else 0) + _max_columns(of, rows), of.piece)
+        many = min(of.batch, max_columns // of.columns, pieces // one.row_pieces(of))
         return replace(one, matrices=max(1, many))
-    strips = ceil_div(of.columns, most)
-    return Block(1, rows, ceil_div(of.columns, strips * of.piece) * of.piece)
+    blocks = ceil_div(of.columns, max_columns)
+    return Block(1, rows, ceil_div(of.columns, blocks * of.piece) * of.piece)
 
 
 def transpose(of: Matrices, from_: Argument, to: Argument, device: Device, sums: int | None = None) -> Launch:
-    """The launch that transposes ``of``; with ``sums`` it leaves each row's sum there in the workspace, as
-    ``row_sums_bytes`` of float32 that ``reduce_row_sums`` adds up.
+    """Returns the launch that transposes ``of``. With ``sums`` it leaves partial sums of each row at that offset of the
+    workspace, ``row_sums_bytes`` of float32, which ``reduce_row_sums`` adds up.
 
-    It may start while the launch before it runs, if that does not write what this one reads, and ends after it: who
-    waits for this one has waited for both.
+    It may start while the launch before it runs, if that launch does not write what this one reads. It ends after it,
+    so that a launch that waits for this one has waited for both.
     """
     block = block_for(of, device)
     kernel = Kernel(
@@ -125,14 +126,14 @@ def transpose(of: Matrices, from_: Argument, to: Argument, device: Device, sums:
             ("ROWS", of.rows),
             ("RAGGED", of.ragged),
             ("BLOCK_ROWS", block.rows),
-            ("MAX_POSITIONS", _most_columns(of, block.rows)),
+            ("MAX_POSITIONS", _max_columns(of, block.rows)),
             ("WITH_SUMS", sums is not None),
             ("THREADS", _THREADS),
         ),
     )
     return Launch(
         kernel,
-        grid=block.slices(of) * block.row_blocks(of),
+        grid=block.splits(of) * block.row_blocks(of),
         block=_THREADS,
         arguments=(from_, to, to if sums is None else workspace(sums), struct(0)),
         structs=(
@@ -149,16 +150,17 @@ def transpose(of: Matrices, from_: Argument, to: Argument, device: Device, sums:
 
 
 def row_sums_bytes(of: Matrices, device: Device) -> int:
-    return block_for(of, device).slices(of) * of.rows * 4
+    """Returns the bytes of the partial sums of ``transpose``."""
+    return block_for(of, device).splits(of) * of.rows * 4
 
 
 def reduce_row_sums(of: Matrices, sums: int, index: int, device: Device) -> Launch:
-    """The launch that adds up what ``transpose`` left at ``sums`` into output ``index``: of each row one number."""
-    slices = block_for(of, device).slices(of)
-    return split_k_reduce(of.dtype, of.rows, slices, sums, index, overlaps_previous=True)
+    """Returns the launch that adds up the partial sums at ``sums`` into output ``index``, one number for each row."""
+    splits = block_for(of, device).splits(of)
+    return split_k_reduce(of.dtype, of.rows, splits, sums, index, overlaps_previous=True)
 
 
 def activation(shape: tuple[int, int, int, int], dtype: torch.dtype) -> Matrices:
-    """Of a tensor [batch, channels, height, width] in NCHW."""
+    """Returns the matrices of a tensor [batch, channels, height, width] in NCHW."""
     batch, channels, height, width = shape
     return Matrices(batch, channels, height * width, dtype)

@@ -1,5 +1,5 @@
-"""A few schedules for all sizes of a layer, out of many: those that bring the expected time of sizes that stand for all
-closest to the best of all schedules. Pure functions of data."""
+"""Selects a few schedules for all sizes of a layer: those whose expected times for representative sizes are closest
+to the best of all schedules. Pure functions of data."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from typing import TypeVar
 from tconv_swap.kernels.grad_weight.implicit_gemm_classes import select, sizes_of, weight_of
 from tconv_swap.kernels.problem import Problem
 
-#: Kernels of one stage of a layer that compute it, in one dtype and layout, over all sizes.
+#: The most kernels that compute one stage of a layer in one dtype and layout, over all sizes.
 MAX_SCHEDULES = 4
-#: Of a schedule for a size that it cannot compute.
+#: The regret of a schedule for a size that it cannot compute.
 MAX_REGRET = 1e3
-#: Batch, rows and columns of the maps that stand for all, those first that many networks have; and of those of patches,
-#: which kernels enlarge that are their strides.
+#: Batch, rows and columns of the representative maps, the most usual ones first. PATCHES: of layers whose kernel is
+#: their
+#: stride.
 SIZES: tuple[tuple[int, int, int], ...] = (
     *((16, 32, 32), (8, 64, 64), (128, 16, 16), (8, 128, 128), (4, 256, 256)),
     *((128, 8, 8), (256, 14, 14), (32, 28, 28), (1, 16, 16), (1, 32, 32), (1, 64, 64), (128, 4, 4)),
@@ -31,14 +32,13 @@ SIZES_OF_ONE_ROW: tuple[tuple[int, int, int], ...] = (
     (1, 1, 1024),
 )
 ONE_PIXEL: tuple[tuple[int, int, int], ...] = ((128, 1, 1),)
-#: Channels times columns of the maps that networks have, and how much others count for: layers of many channels see
-#: smaller maps.
+#: Channels times columns of usual maps (layers of many channels have smaller maps), and the weight of unusual ones.
 CHANNEL_COLUMNS = (2048, 32768)
 UNUSUAL = 0.25
-#: The same of single images: networks are trained on several.
+#: The weight of single images: networks are trained on several.
 SINGLE = 0.5
 
-#: Of every so many of the sizes the best so many schedules are candidates, and as many of those for any size.
+#: For every third of the sizes the 12 best schedules are candidates, and the 12 best of those that compute any size.
 EVERY, BEST = 3, 12
 
 _Schedule = TypeVar("_Schedule")
@@ -46,7 +46,7 @@ _Schedule = TypeVar("_Schedule")
 
 def select_schedules(
     layer: Problem,
-    most: int,
+    limit: int,
     candidates: Callable[[Problem], Iterable[_Schedule]],
     computes: Callable[[Problem, _Schedule], bool],
     expected: Callable[[Problem, _Schedule], float],
@@ -54,9 +54,9 @@ def select_schedules(
     every: int = EVERY,
     otherwise: float | None = None,
 ) -> tuple[_Schedule, ...]:
-    """At most ``most`` schedules for all sizes of a layer, out of the candidates for the sizes that stand for all
-    (grad_weight/implicit_gemm_classes.py); the first of those that compute ``any_size``, if there are such.
-    ``expected``: the time of a size that the schedule ``computes``."""
+    """Returns at most ``limit`` schedules for all sizes of a layer, out of the candidates for representative sizes
+    (grad_weight/implicit_gemm_classes.py). The first one computes ``any_size``, if such a candidate exists.
+    ``expected`` returns the time of a size that the schedule ``computes``."""
     geometries = [size.of(layer.geometry) for size in sizes_of(layer)]
     problems = [replace(layer, geometry=geometry) for geometry in geometries]
     found: dict[_Schedule, None] = {}
@@ -72,20 +72,21 @@ def select_schedules(
     weights = [weight_of(layer, geometry) for geometry in geometries]
     if otherwise is not None:
         every_schedule = list(times)
-        chosen = select(list(times.values()), weights, most, math.log(otherwise))
+        chosen = select(list(times.values()), weights, limit, math.log(otherwise))
         return tuple(every_schedule[index] for index in chosen)
-    return select_covering(times, weights, [one for one in times if any_size(one)], most)
+    return select_covering(times, weights, [one for one in times if any_size(one)], limit)
 
 
 def select_covering(
     times: Mapping[_Schedule, Sequence[float]],
     weights: Sequence[float],
     first: Iterable[_Schedule],
-    most: int,
+    limit: int,
 ) -> tuple[_Schedule, ...]:
-    """At most ``most`` schedules, the first one of ``first``, if there are any there.
+    """Returns at most ``limit`` schedules with the least regret; the first one is of ``first``, unless that is empty.
 
-    ``times``: of each schedule for each of the sizes, infinite where it cannot compute it. ``weights``: of the sizes.
+    ``times``: the times of each schedule for each size, infinite where it cannot compute the size. ``weights``: of
+    the sizes.
     """
     if not times:
         return ()
@@ -94,19 +95,19 @@ def select_covering(
     def regret(chosen: Sequence[_Schedule]) -> float:
         reached = (min(of_size) for of_size in zip(*(times[one] for one in chosen), strict=True))
         return sum(
-            weight * math.log(min(MAX_REGRET, time / least))
-            for time, least, weight in zip(reached, best, weights, strict=True)
-            if least < math.inf
+            weight * math.log(min(MAX_REGRET, time / shortest))
+            for time, shortest, weight in zip(reached, best, weights, strict=True)
+            if shortest < math.inf
         )
 
     always = list(first) or list(times)
     found = [min(always, key=lambda one: regret([one]))]
-    while len(found) < most:
+    while len(found) < limit:
         better = min(times, key=lambda one: regret([*found, one]))
         if regret([*found, better]) >= regret(found):
             break
         found.append(better)
-    # One of them at a time is exchanged for a better one.
+    # Each of them in turn is replaced if another one reduces the regret.
     for i in (*range(len(found)), *range(len(found))):
         rest = found[:i] + found[i + 1 :]
         better = min(times if i else always, key=lambda one, rest=rest: regret([*rest, one]))

@@ -1,5 +1,5 @@
-"""The launch of csrc/kernels/common/space_to_depth.cu: a tensor copied to lines of pixels, parted by the phases of a
-stride."""
+"""The launch of csrc/kernels/common/space_to_depth.cu, which copies a tensor to planes of positions, one plane for each
+phase of a stride."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ from tconv_swap.runtime.program import (
 )
 
 _THREADS = 256
-#: For the whole chip to be busy.
+#: Warps that keep a whole GPU busy.
 _ENOUGH_WARPS = 8192
 
 
 @dataclass(frozen=True, slots=True)
 class Planes:
-    """A tensor of lines of pixels, [plane][n][channel][cell row][cell column]; ``pitch``: floats of a line."""
+    """A tensor [plane][n][channel][row][column] of positions; ``pitch``: floats of a channel."""
 
     planes: int
     channels: int
-    cells: Pair
+    positions: Pair
     pitch: int
 
     def bytes(self, batch: int) -> int:
         return 4 * self.planes * batch * self.channels * self.pitch
 
     def map(self, base: Argument, box: int, rows: int, batch: int, element: ElementKind) -> TensorMap:
-        """``box``: pixels, ``rows``: channels that a box brings."""
+        """Returns the tensor map whose boxes have ``box`` positions of ``rows`` channels."""
         return TensorMap(
             base,
             element,
-            sizes=(self.cells[0] * self.cells[1], self.channels, self.planes * batch),
+            sizes=(self.positions[0] * self.positions[1], self.channels, self.planes * batch),
             strides=(4 * self.pitch, 4 * self.channels * self.pitch),
             box=(box, rows, 1),
             steps=(1, 1, 1),
@@ -49,12 +49,12 @@ class Planes:
         )
 
 
-def planes_of(planes: int, channels: int, cells: Pair) -> Planes:
-    return Planes(planes, channels, cells, round_up(cells[0] * cells[1], 4))
+def planes_of(planes: int, channels: int, positions: Pair) -> Planes:
+    return Planes(planes, channels, positions, round_up(positions[0] * positions[1], 4))
 
 
 def identity_constants() -> tuple[tuple[str, Constant], ...]:
-    """How common/space_to_depth.cu leaves pixels where they are."""
+    """Returns the constants with which common/space_to_depth.cu copies a tensor to one plane, without moving pixels."""
     return (
         ("ROW_PHASES", 1),
         ("COL_PHASES", 1),
@@ -68,15 +68,16 @@ def identity_constants() -> tuple[tuple[str, Constant], ...]:
 
 
 def _segment(batch: int, planes: Planes) -> int:
-    """Positions that a warp parts."""
-    positions = round_up(planes.cells[0] * planes.cells[1], 32)
-    most = batch * planes.channels * positions // _ENOUGH_WARPS
-    return min(positions, 1024 if most >= 1024 else 256)
+    """Returns how many positions a warp copies."""
+    positions = round_up(planes.positions[0] * planes.positions[1], 32)
+    limit = batch * planes.channels * positions // _ENOUGH_WARPS
+    return min(positions, 1024 if limit >= 1024 else 256)
 
 
 def bias_partial_rows(batch: int, planes: Planes) -> int:
-    """What the parting leaves of each channel's sum: of every segment a sum, and what rounding left of it."""
-    segments = ceil_div(planes.cells[0] * planes.cells[1], _segment(batch, planes))
+    """Returns how many partial sums the copy leaves for each channel: the sum of every segment, and what rounding
+    lost of it."""
+    segments = ceil_div(planes.positions[0] * planes.positions[1], _segment(batch, planes))
     return 2 * batch * segments
 
 
@@ -87,21 +88,27 @@ def space_to_depth(
     planes: Planes,
     size: Pair,
     pixel_rows: int,
-    parting: tuple[tuple[str, Constant], ...],
+    constants: tuple[tuple[str, Constant], ...],
     bias_at: int | None = None,
     segment: int | None = None,
 ) -> Launch:
-    """``size``: of the source, in pixels; ``pixel_rows``: of the input, that taps reach cells from;
-    ``bias_at``: where the sums of the segments go, in the workspace;
-    ``segment``: positions that a warp parts."""
+    """Returns the launch that copies ``source`` to ``planes`` at offset ``to`` of the workspace.
+
+    Args:
+        size: height and width of the source, in pixels.
+        pixel_rows: rows of the input; positions that no tap reaches from them are zero.
+        constants: phases, strides and padding of the planes.
+        bias_at: offset of the partial sums of the segments in the workspace, or None for no sums.
+        segment: positions that a warp copies.
+    """
     segment = segment or _segment(batch, planes)
-    warps = batch * planes.channels * ceil_div(planes.cells[0] * planes.cells[1], segment)
+    warps = batch * planes.channels * ceil_div(planes.positions[0] * planes.positions[1], segment)
     kernel = Kernel(
         "common/space_to_depth.cu",
         "space_to_depth",
         (
             ("CHANNELS", planes.channels),
-            *parting,
+            *constants,
             ("WITH_BIAS", bias_at is not None),
             ("THREADS", _THREADS),
         ),
@@ -111,5 +118,5 @@ def space_to_depth(
         grid=ceil_div(warps, _THREADS // 32),
         block=_THREADS,
         arguments=(source, workspace(to), workspace(bias_at or 0), struct(0)),
-        structs=(space_to_depth_sizes(batch, size, pixel_rows, planes.cells, planes.pitch, segment),),
+        structs=(space_to_depth_sizes(batch, size, pixel_rows, planes.positions, planes.pitch, segment),),
     )

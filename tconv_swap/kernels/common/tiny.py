@@ -1,4 +1,4 @@
-"""Plans of csrc/kernels/{forward,gradients}/tiny.cu: problems that take no longer than their launch."""
+"""Plans of csrc/kernels/{forward,gradients}/tiny.cu, for problems that take no longer than a launch."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tconv_swap.runtime.program import (
 
 FAMILY = "tiny"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Multiply-adds up to which one launch of simple kernels was measured to take no longer than several of fast ones
-#: (docs/kernels/tiny.md); products that a thread may add up, one after the other; pixels that a warp may.
+#: Multiply-adds up to which one launch of a simple kernel was measured to take no longer than several launches of fast
+#: kernels (docs/kernels/tiny.md); the most products that a thread adds up; the most pixels that a warp adds up.
 MAX_MACS = 1 << 16
-LONGEST_SUM = 128
+MAX_SUM = 128
 MAX_PIXELS = 512
 _THREADS = 128
 _WARPS = _THREADS // 32
@@ -37,27 +37,27 @@ Shape = tuple[int, ...]
 
 
 def claims(problem: Problem) -> bool:
-    """Whether one launch computes the problem no slower than several do."""
+    """Returns whether one launch computes the problem no slower than several launches."""
     g = problem.geometry
     longest = g.taps * max(g.in_channels_per_group, g.out_channels_per_group)
     pixels = g.batch * max(g.height * g.width, g.out_height * g.out_width)
     return (
         problem.dtype in DTYPES
         and 0 < g.macs <= MAX_MACS
-        and longest <= LONGEST_SUM
+        and longest <= MAX_SUM
         and pixels <= MAX_PIXELS
         and math.prod(g.output_shape) <= MAX_MACS
     )
 
 
 def replaces(made: Plan) -> bool:
-    """Whether one launch is fewer than the plan of another family has. Alone a fast kernel stays the faster."""
+    """Returns whether the plan of another family has more than one launch. A single fast kernel is faster."""
     return len(made.launches) > 1
 
 
 def plan_forward(problem: Problem) -> Plan | None:
-    """Inputs: input, weight, bias (or none), the first two with any strides. Output: the output. None where the problem
-    is larger."""
+    """Returns the plan of a forward pass; None for larger problems. Inputs: input, weight, bias (or none), the first
+    two with any strides. Output: the output."""
     if not claims(problem):
         return None
     g = problem.geometry
@@ -80,8 +80,8 @@ def plan_forward(problem: Problem) -> Plan | None:
 
 
 def plan_backward(problem: Problem, output_mask: tuple[bool, ...]) -> Plan | None:
-    """Inputs: grad_output, input, weight with any strides. Outputs: the gradients that the mask asks for. None where
-    the problem is larger."""
+    """Returns the plan of the gradients in the mask; None for larger problems. Inputs: grad_output, input, weight
+    with any strides. Outputs: the gradients."""
     if not claims(problem):
         return None
     g = problem.geometry
@@ -113,7 +113,7 @@ def plan_backward(problem: Problem, output_mask: tuple[bool, ...]) -> Plan | Non
 
 
 def strides_of(shape: Shape, channels_last: bool) -> Shape:
-    """``Strides`` of common/tiny.cuh, of a dense tensor."""
+    """Returns ``Strides`` of common/tiny.cuh for a dense tensor."""
     _, channels, height, width = shape
     if channels_last:
         return (channels * height * width, 1, channels * width, channels)
@@ -126,12 +126,12 @@ def _kernel(stage: str, problem: Problem) -> Kernel:
 
 
 def _gradient(output_mask: Sequence[bool], index: int) -> Argument:
-    """Of one that nobody asks for no block writes."""
+    """Returns the argument of a gradient. No block writes one that the mask leaves out."""
     return output(sum(output_mask[:index]) if output_mask[index] else 0)
 
 
 def _problem(g: Geometry, counts: Sequence[int], end_blocks: Sequence[int]) -> Shape:
-    """``Problem`` of common/tiny.cuh."""
+    """Returns ``Problem`` of common/tiny.cuh."""
     return (
         *(g.in_channels, g.out_channels, g.in_channels_per_group, g.out_channels_per_group),
         *_axis(g, 0),

@@ -1,4 +1,4 @@
-"""NCHW tensors that are computed from by way of channels_last: the plans as data, and the kernel on a GPU."""
+"""Plans that convert NCHW tensors to channels_last, and the kernel that converts them on a GPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tconv_swap.runtime.program import (
 H200 = plan.Device("sm_90a", 132, 227 << 10)
 WIDE = Geometry(8, 512, 32, 32, 256, (4, 4), (2, 2), (1, 1))
 OPTIONS = {"stride": 1, "padding": 0, "output_padding": 0, "dilation": 1, "groups": 1}
-#: Odd widths, batch tails, groups, dilation, maps of one row; all go by way of channels_last.
+#: Odd widths, batch tails, groups, dilation, maps of one row; the plans of all convert to channels_last.
 CASES = [
     dict(x=(3, 256, 9, 13), w=(256, 136, 3, 3), stride=2, padding=1, output_padding=1),
     dict(x=(5, 512, 7, 7), w=(512, 256, 2, 2), stride=2),
@@ -54,7 +54,7 @@ def problem(geometry: Geometry = WIDE, dtype: torch.dtype = torch.float16) -> pl
 
 
 def test_a_gradient_of_the_input_that_boxes_cannot_bring_is_planned_from_what_lies_there() -> None:
-    """Strides of 10 are too long for the boxes of grad_output, and nothing else wants a copy."""
+    """Strides of 10 are too long for the boxes of grad_output, and no other kernel needs a copy."""
     posed = problem(Geometry(12, 768, 1, 174, 384, (1, 20), (1, 10), (0, 5)))
     mask = (True, False, False)
     assert gradients_nchw_to_nhwc.pays(posed, mask, H200)
@@ -76,7 +76,7 @@ def by_way_of_channels_last(mask: tuple[bool, ...], arranges_grad_input: bool = 
     return gradients_nchw_to_nhwc.assembled(problem(), made, mask[2], H200)
 
 
-def arranging(made: Plan, source: ArgumentKind) -> list[Launch]:
+def conversions(made: Plan, source: ArgumentKind) -> list[Launch]:
     return [
         one for one in made.launches if one.kernel.entry == "nchw_to_nhwc" and one.arguments[0].kind == source
     ]
@@ -99,10 +99,11 @@ def test_each_tensor_is_arranged_once_and_each_gradient_written(
     assert not any(o.channels_last for o in made.outputs)
     written = {a.value for one in made.launches for a in one.operands if a.kind == ArgumentKind.OUTPUT}
     assert written == set(range(len(made.outputs)))
-    brought = [one.arguments[0].value for one in arranging(made, ArgumentKind.INPUT)]
+    brought = [one.arguments[0].value for one in conversions(made, ArgumentKind.INPUT)]
     assert brought == ([0, 1, 2] if mask[0] and arranges_grad_input else [0, 1])
     assert not made.launches[0].overlaps_previous
-    # What computes reads what several launches wrote: it waits for them all. So does what brings a gradient back.
+    # The kernel that multiplies reads what several launches wrote, so it waits for all of them. So does the launch that
+    # converts a gradient back.
     first = next(i for i, one in enumerate(made.launches) if "implicit_gemm_tma" in one.kernel.entry)
     assert not made.launches[first].overlaps_previous
 
@@ -112,12 +113,12 @@ def test_arranged_tensors_and_the_parts_workspace_lie_apart() -> None:
     places = workspace_places(made)
     assert all(place % 256 == 0 for place in places)
     sizes = [2 * math.prod(shape) for shape in (WIDE.output_shape, WIDE.input_shape, WIDE.weight_shape)]
-    arranged = arranging(made, ArgumentKind.INPUT)
-    for one, size in zip(arranged, sizes, strict=True):
+    converted = conversions(made, ArgumentKind.INPUT)
+    for one, size in zip(converted, sizes, strict=True):
         begin = one.arguments[1].value
         assert not any(begin < place < begin + size for place in places)
         assert begin + size <= made.workspace_bytes
-    back = arranging(made, ArgumentKind.WORKSPACE)
+    back = conversions(made, ArgumentKind.WORKSPACE)
     assert all(one.arguments[1].kind == ArgumentKind.OUTPUT and not one.overlaps_previous for one in back)
     most = sum(sizes) + sizes[2] * len(back) + general.WORKSPACE_LIMIT_BYTES + (1 << 20)
     assert max(places) <= made.workspace_bytes <= most
@@ -154,17 +155,17 @@ def test_which_problems_go_by_way_of_channels_last(geometry: Geometry, families:
 
 
 @pytest.mark.parametrize(
-    ("geometry", "arranged"),
+    ("geometry", "converted"),
     [
         (Geometry(2, 1024, 32, 32, 512, (3, 3), (2, 2)), True),
-        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for what is arranged
+        (Geometry(8, 256, 37, 37, 256, (4, 4), (4, 4)), False),  # few products for each converted element
     ],
     ids=str,
 )
-def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, arranged: bool) -> None:
+def test_which_gradients_of_the_input_go_that_way_alone(geometry: Geometry, converted: bool) -> None:
     made = plan.plan_backward(problem(geometry), (True, False, False), H200)
-    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == arranged
-    assert ("nchw_to_nhwc" in made.family) == arranged
+    assert (made.family == "nchw_to_nhwc, implicit_gemm_tma") == converted
+    assert ("nchw_to_nhwc" in made.family) == converted
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -244,7 +245,7 @@ def test_matrices_are_transposed_and_their_rows_added_up(
     ids=str,
 )
 def test_gradients_by_way_of_channels_last(case: dict, dtype: torch.dtype, bias: bool) -> None:
-    """Against float64, out of memory that held NaN, the same bits twice."""
+    """Compares with float64, with memory that held NaN, and checks that the same bits come twice."""
     torch.manual_seed(0)
     options = {k: v for k, v in case.items() if k not in "xw"}
     x = torch.randn(case["x"], device="cuda", dtype=dtype, requires_grad=True)

@@ -1,4 +1,4 @@
-"""All kernels of the gradients are told sizes at their launch: how many a layer has over all sizes and families, and
+"""All kernels of the gradients get sizes at their launch: how many a layer has over all sizes and families, and
 one kernel at several of them."""
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from tconv_swap.measurement.suite import Layer, load_suite
 from tconv_swap.runtime.program import Kernel, Part
 
 TURING = plan.Device("sm_75", 30, 64 << 10)
-#: What prepares copies, or adds up what others leave; the kernels that compute what no other can; and those of large
-#: images of stride 1 in NCHW, of which there are two.
+#: Kernels that prepare copies or add up partial sums; those that compute what no other family can; and the two for
+#: large
+#: images of stride 1 in NCHW.
 AUXILIARY = {
     "nchw_to_nhwc",
     "grad_input_general",
@@ -49,7 +50,7 @@ AUXILIARY = {
     "split_k_reduce",
 }
 SIZES = {"BATCH", "HEIGHT", "WIDTH", "OUT_HEIGHT", "OUT_WIDTH", "SLICES", "REPEAT", "ROW_COUNT"}
-MOST_KERNELS = 4
+MAX_KERNELS = 4
 #: The gradient of the input, of the weight, and both.
 MASKS: tuple[Mask, ...] = ((True, False, False), (False, True, False), (True, True, False))
 
@@ -89,11 +90,11 @@ def test_a_layer_has_four_kernels_at_most_beside_those_of_rare_sizes(
                             kernels.add(launch.kernel)
                 for gradient in ("grad_input", "grad_weight") if sum(mask) == 2 else ("",):
                     of_it = {one for one in kernels if _computes(one, gradient)}
-                    assert len(of_it) <= MOST_KERNELS, (mask, dtype, channels_last, of_it)
-                # Four tensors may be arranged, with rows that begin between two pieces or not.
-                arranging = others.pop("nchw_to_nhwc", set())
-                assert len(arranging) <= 2 * MOST_KERNELS, arranging
-                assert all(len(found) <= MOST_KERNELS for found in others.values()), others
+                    assert len(of_it) <= MAX_KERNELS, (mask, dtype, channels_last, of_it)
+                # Four tensors may be converted, with rows that begin inside a piece of 16 bytes or not.
+                conversions = others.pop("nchw_to_nhwc", set())
+                assert len(conversions) <= 2 * MAX_KERNELS, conversions
+                assert all(len(found) <= MAX_KERNELS for found in others.values()), others
 
 
 def _computes(kernel: Kernel, gradient: str) -> bool:
@@ -121,7 +122,7 @@ def _general(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[M
     yield general.plan_grad_bias(posed, device), (False, False, True)
 
 
-def _narrow(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+def _narrow_mma(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     for part in grad_input_narrow_mma.part_candidates(posed, device, 4):
         yield part, (True, False, False)
     for part in grad_weight_narrow_mma.part_candidates(posed, device, bias, 4):
@@ -139,14 +140,14 @@ def _depthwise(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator
             yield part, mask
 
 
-def _gathered(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+def _narrow_joint(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     if gradients_narrow_joint.claims(posed, device):
         with_bias = bias and gradients_narrow_joint.counts_the_output(posed.geometry)
         for tile in gradients_narrow_joint.rank(posed, device)[:2]:
             yield gradients_narrow_joint.build(posed, tile, device, with_bias), (True, True, with_bias)
 
 
-def _large(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+def _large_kernel(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     shape = (
         gradients_large_kernel.shape_of(posed, device)
         if gradients_large_kernel.claims(posed, device)
@@ -156,17 +157,17 @@ def _large(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Mad
         yield gradients_large_kernel.build(posed, shape, device), (True, True, False)
 
 
-def _rows(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+def _pixel_rows(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     for one in grad_weight_pixel_rows.part_candidates(posed, device, False, 2):
         yield one, (False, True, False)
 
 
-def _direct(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+def _im2col_nchw(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     for one in grad_weight_im2col_nchw.part_candidates(posed, device, False, 2):
         yield one, (False, True, False)
 
 
-def _strips(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
+def _stride1(posed: plan.Problem, device: plan.Device, bias: bool) -> Iterator[Made]:
     for one in grad_weight_stride1.part_candidates(posed, device, 2):
         yield one, (False, True, False)
 
@@ -223,20 +224,20 @@ def _layer(rng: random.Random, into: int, out: int, kernel: int, groups: int) ->
 Planner = Callable[[plan.Problem, plan.Device, bool], Iterator[Made]]
 FAMILIES: dict[str, tuple[Planner, Callable[[random.Random], Geometry], bool]] = {
     "general": (_general, _few_channels, False),
-    "narrow_mma": (_narrow, _few_channels, False),
+    "narrow_mma": (_narrow_mma, _few_channels, False),
     "depthwise": (_depthwise, _of_groups, False),
-    "narrow_joint": (_gathered, _rgb, True),
-    "large": (_large, _of_many_taps, False),
-    "rows": (_rows, _wide, True),
-    "direct": (_direct, _wide, True),
-    "stride1": (_strips, _of_stride_one, True),
+    "narrow_joint": (_narrow_joint, _rgb, True),
+    "large_kernel": (_large_kernel, _of_many_taps, False),
+    "pixel_rows": (_pixel_rows, _wide, True),
+    "im2col_nchw": (_im2col_nchw, _wide, True),
+    "stride1": (_stride1, _of_stride_one, True),
 }
 
 
 def sizes_of_one_kernel(
     family: str, rng: random.Random, device: plan.Device
 ) -> list[tuple[plan.Problem, Part, Mask]]:
-    """Three sizes of a small layer that one kernel computes."""
+    """Returns three sizes of a small layer that one kernel computes."""
     planner, layer_of, _ = FAMILIES[family]
     while True:
         layer = layer_of(rng)
@@ -244,14 +245,14 @@ def sizes_of_one_kernel(
         dtype = rng.choice((*dtypes, torch.float64) if family == "general" else dtypes)
         precision = "ieee" if dtype != torch.float32 else rng.choice(("tf32", "ieee"))
         channels_last, bias = rng.random() < 0.5, rng.random() < 0.5
-        if family in ("rows", "direct"):
+        if family in ("pixel_rows", "im2col_nchw"):
             dtype, precision, channels_last = torch.float32, "tf32", False
         elif family == "stride1":
             precision = "tf32"
         by_kernel: dict[tuple[Kernel, Mask], list[tuple[plan.Problem, Part, Mask]]] = {}
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, rng.choice((9, 70))), batch=rng.randint(1, 5))
-            if family in ("direct", "stride1"):
+            if family in ("im2col_nchw", "stride1"):
                 geometry = replace(geometry, width=8 * -(-geometry.width // 8))
             most = [max(s, d) - 1 for s, d in zip(layer.stride, layer.dilation, strict=True)]
             padded = replace(geometry, output_padding=(rng.randint(0, most[0]), rng.randint(0, most[1])))
@@ -280,7 +281,7 @@ def test_sizes_in_turn_through_one_kernel(family: str, seed: int) -> None:
     torch.manual_seed(seed)
     device = call.device_facts(0)
     if FAMILIES[family][2] and device.architecture != "sm_90a":
-        pytest.skip("the copy engine's boxes are planned for sm_90a alone")
+        pytest.skip("TMA is planned for sm_90a alone")
     found = sizes_of_one_kernel(family, random.Random(seed), device)
     for posed, part, mask in (*found, found[0]):
         tolerance = 1e-9 if posed.dtype == torch.float64 else TOLERANCE[posed.dtype]
