@@ -118,7 +118,8 @@ def test_float64_has_one_kernel(channels_last: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_divides_the_rows_of_some_sizes(seed: int) -> None:
-    """``out_row_multiple`` divides the output's rows wherever the input's are of that multiple."""
+    """``out_row_multiple`` divides the rows of the output at every size at which the multiple divides those of the
+    input."""
     rng = random.Random(seed)
     layer = of_any_size(random_layer(rng))
     for multiple in (1, 2, 4, 8):
@@ -176,7 +177,7 @@ def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_l
         ):
             (words,) = made.launches[0].structs
             all_tiles, repeat = words[5:7]
-            down, across, walks = words[7:10], words[10:13], words[13:16]
+            down, across, segments = words[7:10], words[10:13], words[13:16]
             assert geometry.width % tile.load == 0 or channels_last
             assert geometry.out_width % tile.out_row_multiple == 0
             constants = dict(made.launches[0].kernel.constants)
@@ -185,13 +186,13 @@ def test_blocks_of_narrow_ffma_compute_every_position_once(seed: int, channels_l
             positions = [
                 -(-out // s) for out, s in zip(geometry.output_shape[2:], geometry.stride, strict=True)
             ]
-            others = made.launches[0].grid // (across[0] * walks[0])
-            assert others * across[0] * walks[0] == made.launches[0].grid
+            others = made.launches[0].grid // (across[0] * segments[0])
+            assert others * across[0] * segments[0] == made.launches[0].grid
             seen = set()
-            for block in range(across[0] * walks[0]):
-                walk = quotient(across, block)
-                column = (block - walk * across[0]) * columns
-                first = walk * repeat
+            for block in range(across[0] * segments[0]):
+                segment = quotient(across, block)
+                column = (block - segment * across[0]) * columns
+                first = segment * repeat
                 for one in range(first, min(first + repeat, all_tiles)):
                     images = quotient(down, one)
                     at = (images, (one - images * down[0]) * rows, column)
@@ -372,7 +373,7 @@ def test_one_kernel_computes_several_sizes_one_after_another(family: str, seed: 
     for problem, made in (*found, found[0]):
         layouts = (problem.channels_last, problem.weight_channels_last)
         dtype = problem.dtype
-        # Of these kernels, only these three round to TF32.
+        # Of these kernels, only stride1, gemm and narrow_mma round to TF32.
         precision = problem.precision if family in ("stride1", "gemm", "narrow_mma") else "ieee"
         tolerance = TOLERANCE[dtype, precision]
         assert_kernel_matches(made, problem.geometry, dtype, layouts, tolerance, with_bias=bias)
