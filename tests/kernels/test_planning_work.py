@@ -1,4 +1,4 @@
-"""How much work planning is: a layer's tiles are ranked once, whatever its sizes. No GPU."""
+"""The work of planning: the tiles of a layer are ranked once, whatever its sizes. No GPU."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Sizes that kernels of the implicit GEMM get at their launch: what they compute with the sizes, and one kernel at
-several of them. test_sizes.py counts those of the whole stage."""
+"""Kernels of the forward implicit GEMM, which get sizes as an argument of their launch: what they compute with the
+sizes, and one kernel at several sizes. test_sizes.py counts the kernels of the whole stage."""
 
 from __future__ import annotations
 
@@ -48,14 +48,15 @@ def test_no_size_is_compiled_in() -> None:
 
 
 def test_the_kernels_of_all_classes_compile(request: pytest.FixtureRequest) -> None:
-    """A sample of the kernels that no size of the suite has: of every class of three layers, of one on each commit."""
+    """Compiles kernels that no size of the suite uses: those of every class of three layers, of one layer on each
+    commit."""
     done = 0
     names = ("cyclegan2", "simplebaseline", "maskrcnn")
     for name in names if request.config.getoption("all_architectures") else names[:1]:
         geometry = next(layer.geometry for layer in LAYERS if layer.name == name)
         for dtype, channels_last in ((torch.float16, False), (torch.float32, True)):
-            problem = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
-            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(problem), H200):
+            posed = make_problem(geometry, dtype, "tf32", channels_last, channels_last, True)
+            for schedule, _ in forward_classes.schedules(forward_classes.of_any_size(posed), H200):
                 made = forward_implicit_gemm.plan_with_tile(schedule.problem, schedule.tile, H200)
                 _, log = jit.compile_with_log(computing(made), "sm_90a")
                 spills = [int(found) for found in re.findall(r"(\d+) bytes spill stores", log)]
@@ -85,46 +86,46 @@ def test_division_by_numbers_known_at_the_launch() -> None:
                 assert quotient(words, n) == n // value, (n, value)
 
 
-class PassedSizes:
-    """``Sizes`` of common/sizes.cuh, by name."""
+class SizesStruct:
+    """The fields of ``Sizes`` in common/sizes.cuh."""
 
-    def __init__(self, words: sizes.Words) -> None:
-        self.batch, self.height, self.width, self.out_height, self.out_width = words[:5]
-        self.positions_h, self.positions_w, self.tiles = words[5:8]
-        rest = words[8:]
+    def __init__(self, values: sizes.Words) -> None:
+        self.batch, self.height, self.width, self.out_height, self.out_width = values[:5]
+        self.positions_h, self.positions_w, self.tiles = values[5:8]
+        rest = values[8:]
         assert len(rest) == 15
         parts = [rest[i : i + 3] for i in range(0, 15, 3)]
         self.image_tiles, self.row_tiles, self.image_positions, self.row_positions, self.splits = parts
 
 
 def positions_of(
-    passed: PassedSizes, problem: TileProblem, tile: Tile, index: int
+    words: SizesStruct, posed: TileProblem, tile: Tile, index: int
 ) -> Iterator[tuple[int, int, int]]:
     """Yields image, row and column of the positions of a tile, as tile_origin and position_at of common/tile_shape.cuh
     compute them."""
-    if problem.flat:
+    if posed.flat:
         for w in range(tile.cols):
             position = index * tile.cols + w
-            image = quotient(passed.image_positions, position)
-            pixel = position - image * passed.image_positions[0]
-            row = quotient(passed.row_positions, pixel)
-            if image < passed.batch:
-                yield image, row, pixel - row * passed.row_positions[0]
+            image = quotient(words.image_positions, position)
+            pixel = position - image * words.image_positions[0]
+            row = quotient(words.row_positions, pixel)
+            if image < words.batch:
+                yield image, row, pixel - row * words.row_positions[0]
         return
-    images = quotient(passed.image_tiles, index)
-    in_image = index - images * passed.image_tiles[0]
-    down = quotient(passed.row_tiles, in_image)
-    across = in_image - down * passed.row_tiles[0]
+    images = quotient(words.image_tiles, index)
+    in_image = index - images * words.image_tiles[0]
+    down = quotient(words.row_tiles, in_image)
+    across = in_image - down * words.row_tiles[0]
     for n in range(tile.images):
         for h in range(tile.rows):
             for w in range(tile.cols):
-                position_at = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
+                position = images * tile.images + n, down * tile.rows + h, across * tile.cols + w
                 if (
-                    position_at[0] < passed.batch
-                    and position_at[1] < passed.positions_h
-                    and position_at[2] < passed.positions_w
+                    position[0] < words.batch
+                    and position[1] < words.positions_h
+                    and position[2] < words.positions_w
                 ):
-                    yield position_at
+                    yield position
 
 
 def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProblem, Tile]:
@@ -132,39 +133,37 @@ def chosen(rng: random.Random, most: int = 30, batch: int = 5) -> tuple[TileProb
     geometry = replace(random_sizes(rng, layer, most), batch=rng.randint(1, batch))
     dtype, precision = rng.choice(MODES)
     channels_last = rng.random() < 0.5
-    problem = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
-    if not forward_implicit_gemm.claims(problem, H200):
+    posed = make_problem(geometry, dtype, precision, channels_last, channels_last, False)
+    if not forward_implicit_gemm.claims(posed, H200):
         return chosen(rng, most, batch)
-    (found,) = forward_classes.choose(problem, H200)
+    (found,) = forward_classes.choose(posed, H200)
     return found
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_output_is_in_one_tile(seed: int) -> None:
-    """Each pixel of the output is of one position of one tile: no more, no fewer, whatever the size."""
-    problem, tile = chosen(random.Random(seed))
-    geometry = problem.geometry
-    passed = PassedSizes(sizes.tile_sizes(problem, tile))
-    assert (passed.batch, passed.height, passed.width) == (geometry.batch, geometry.height, geometry.width)
-    assert (passed.out_height, passed.out_width) == (geometry.out_height, geometry.out_width)
-    of_a_tile = block_count(problem, replace(tile, splits=1)) // passed.tiles
-    assert of_a_tile * passed.tiles == block_count(problem, replace(tile, splits=1))
-    found = [
-        position for index in range(passed.tiles) for position in positions_of(passed, problem, tile, index)
-    ]
-    assert len(found) == len(set(found)) == geometry.batch * passed.positions_h * passed.positions_w
-    rows = problem.stack if problem.stack > 1 else geometry.stride[0]
-    assert (passed.positions_h - 1) * rows < geometry.out_height <= passed.positions_h * rows
+    """Every position of the output belongs to exactly one tile, whatever the size."""
+    posed, tile = chosen(random.Random(seed))
+    geometry = posed.geometry
+    words = SizesStruct(sizes.tile_sizes(posed, tile))
+    assert (words.batch, words.height, words.width) == (geometry.batch, geometry.height, geometry.width)
+    assert (words.out_height, words.out_width) == (geometry.out_height, geometry.out_width)
+    of_a_tile = block_count(posed, replace(tile, splits=1)) // words.tiles
+    assert of_a_tile * words.tiles == block_count(posed, replace(tile, splits=1))
+    found = [position for index in range(words.tiles) for position in positions_of(words, posed, tile, index)]
+    assert len(found) == len(set(found)) == geometry.batch * words.positions_h * words.positions_w
+    rows = posed.stack if posed.stack > 1 else geometry.stride[0]
+    assert (words.positions_h - 1) * rows < geometry.out_height <= words.positions_h * rows
     assert (
-        (passed.positions_w - 1) * geometry.stride[1]
+        (words.positions_w - 1) * geometry.stride[1]
         < geometry.out_width
-        <= passed.positions_w * geometry.stride[1]
+        <= words.positions_w * geometry.stride[1]
     )
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_a_kernel_is_right_for_its_size(seed: int) -> None:
-    """The assumptions of a kernel hold for the size: multiples of rows, maps as narrow as the tile, splits."""
+    """A size has what its kernel relies on: multiples of rows, maps as narrow as the tile, splits."""
     rng = random.Random(1000 + seed)
     posed, tile = chosen(rng, 200, 32)
     geometry, pixels = posed.geometry, posed.geometry.height * posed.geometry.width
@@ -190,9 +189,9 @@ def test_a_kernel_is_right_for_its_size(seed: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
+def test_blocks_that_arrange_have_room_and_miss_nothing(dtype: torch.dtype) -> None:
     """common/nchw_to_nhwc.cu: each column of each matrix is in one block, and no block has more pieces than its
-    threads load."""
+    threads bring."""
     rng = random.Random(3)
     for _ in range(300):
         piece = 16 // dtype.itemsize
@@ -208,9 +207,9 @@ def test_blocks_that_transpose_miss_nothing(dtype: torch.dtype) -> None:
         block_columns, column_blocks, row_pieces = words[4:7], words[7:10], words[10:13]
         assert (batch, columns, positions) == (of.batch, of.columns, matrices * block_columns[0])
         most = int(constants["MAX_POSITIONS"])
-        max_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
+        most_pieces = -(-((piece - 1 if constants["RAGGED"] else 0) + most) // piece)
         assert positions <= most
-        assert matrices * row_pieces[0] <= max_pieces
+        assert matrices * row_pieces[0] <= most_pieces
         assert column_blocks[0] == 1 or block_columns[0] % piece == 0
         row_blocks = -(-of.rows // int(constants["BLOCK_ROWS"]))
         seen = set()
@@ -251,9 +250,9 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
         by_kernel: dict[Kernel, list[tuple[TileProblem, Tile]]] = {}
         for _ in range(40):
             geometry = replace(random_sizes(rng, layer, 60), batch=rng.randint(1, 5))
-            problem = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
-            if forward_implicit_gemm.claims(problem, H200):
-                one = rng.choice(forward_classes.choose(problem, H200, 4))
+            posed = make_problem(geometry, dtype, precision, channels_last, channels_last, bias)
+            if forward_implicit_gemm.claims(posed, H200):
+                one = rng.choice(forward_classes.choose(posed, H200, 4))
                 by_kernel.setdefault(computing(forward_implicit_gemm.plan_with_tile(*one, H200)), []).append(
                     one
                 )
@@ -265,18 +264,18 @@ def sizes_of_one_kernel(rng: random.Random) -> tuple[torch.dtype, bool, bool, li
 def test_one_kernel_has_several_sizes() -> None:
     for seed in range(5):
         *_, found = sizes_of_one_kernel(random.Random(seed))
-        assert len({problem.geometry for problem, _ in found}) > 1
+        assert len({posed.geometry for posed, _ in found}) > 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("seed", range(48))
 def test_sizes_in_turn_through_one_kernel(seed: int) -> None:
-    """Poisoned outputs, the same bits again, against float64: each size after another one."""
+    """One kernel computes several sizes one after another, in poisoned memory, right and with the same bits twice."""
     torch.manual_seed(seed)
     if call.device_facts(0).architecture != "sm_90a":
         pytest.skip("the tiles are chosen for sm_90a")
     dtype, channels_last, bias, found = sizes_of_one_kernel(random.Random(seed))
-    for problem, tile in (*found, found[0]):
-        made = forward_implicit_gemm.plan_with_tile(problem, tile, H200)
+    for posed, tile in (*found, found[0]):
+        made = forward_implicit_gemm.plan_with_tile(posed, tile, H200)
         layouts = (channels_last, channels_last)
-        assert_kernel_matches(made, problem.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)
+        assert_kernel_matches(made, posed.geometry, dtype, layouts, TOLERANCE[dtype], with_bias=bias)
