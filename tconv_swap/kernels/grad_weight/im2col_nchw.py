@@ -195,7 +195,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                     ("STAGES", ring),
                     ("WITH_BIAS", adds_bias),
                 ),
-                # A few registers, seen in compiler reports.
+                # It spills a few registers.
                 spills=tile.m_tiles * tile.cols >= 256 and pixels.count > 32,
             ),
             grid=tiles_of(g, tile) * tile.splits,

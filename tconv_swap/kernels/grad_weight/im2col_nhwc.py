@@ -121,7 +121,7 @@ def plan_with_tile(problem: Problem, tile: Tile, device: Device, with_bias: bool
                     ("CLUSTER", tile.cluster),
                     ("WITH_BIAS", with_bias),
                 ),
-                # A few registers, outside the loops.
+                # It spills a few registers, outside the loops.
                 spills=tile.warpgroups == 3 or with_bias,
             ),
             grid=tiles_of(g, tile) * tile.splits,

@@ -93,8 +93,8 @@ def part_candidates(problem: Problem, device: Device, with_bias: bool, count: in
         k_contiguous += grad_weight_im2col_nhwc.part_candidates(problem, device, with_bias, (count + 1) // 2)
     if pixel_rows or count > 1:
         _, limit = _nchw_schedules(problem, device)
-        lines = grad_weight_pixel_rows.part_candidates(problem, device, with_bias, count, limit)
-        k_contiguous = k_contiguous + lines if im2col else lines[: count // 2 or 1] + k_contiguous
+        parts = grad_weight_pixel_rows.part_candidates(problem, device, with_bias, count, limit)
+        k_contiguous = k_contiguous + parts if im2col else parts[: count // 2 or 1] + k_contiguous
         k_contiguous = k_contiguous[:count]
     if not k_contiguous:
         return implicit_gemm_parts(problem, device, with_bias, count)

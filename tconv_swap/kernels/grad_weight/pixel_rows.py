@@ -118,7 +118,7 @@ def plan_with_tile(
                 g.batch, input_(1), in_at, into, (g.height, g.width), g.height, identity_constants()
             )
         )
-    parting = (
+    layout = (
         ("KERNEL_H", g.kernel[0]),
         ("ROW_PHASES", phases[0]),
         ("COL_PHASES", phases[1]),
@@ -134,7 +134,7 @@ def plan_with_tile(
     out_size = (g.out_height, g.out_width)
     launches.append(
         space_to_depth(
-            g.batch, input_(0), out_at, out, out_size, g.height, parting, bias_at if with_bias else None
+            g.batch, input_(0), out_at, out, out_size, g.height, layout, bias_at if with_bias else None
         )
     )
     direct = tile.splits == 1 and problem.weight_channels_last
@@ -157,7 +157,7 @@ def plan_with_tile(
     )
     launches.append(
         Launch(
-            # A few registers, outside the loops.
+            # It spills a few registers, outside the loops.
             Kernel(
                 "grad_weight/pixel_rows.cu",
                 "grad_weight_pixel_rows",
