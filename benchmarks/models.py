@@ -130,7 +130,7 @@ def run(cases: Sequence[Case], setting: Setting, options: argparse.Namespace) ->
         _say(f"[{len(tried)}/{len(left)}, {document['settings']['seconds']:.0f} s] {case}: {line}")
         if not _usable(setting.device):
             why = GPU_LOST
-            _say(f"{GPU_LOST}; --resume goes on in a new process")
+            _say(f"{GPU_LOST}; --resume continues in a new process")
             break
         _save(document, options.json)
     document["not_measured"] += _missing([case for case in left if case not in tried], document, why)

@@ -192,8 +192,8 @@ def _explain(called: OperatorCall, architecture: str | None, backward: bool) -> 
         stages = tuple(_stage(Step(one, None, _why_native(posed.dtype)), posed, ceilings) for one in masks)
     else:
         where, facts, ceilings, index = _gpu(device, architecture)
-        asked = (facts, layer.tconv_backend, index)
-        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *asked)]
+        common = (facts, layer.tconv_backend, index)
+        steps = [step for mask in masks for step in steps_of(posed, mask, has_bias, *common)]
         stages = tuple(_stage(step, posed, ceilings) for step in steps)
     return LayerExplanation(
         called.name,

@@ -19,7 +19,7 @@ def freeze(model: nn.Module) -> nn.Module:
     A layer is no longer frozen after ``unfreeze``, ``load_state_dict``, ``.train()``, ``.to()`` and its like, and after
     an in-place change of its weight or another storage in its place. **A change through ``weight.data`` or by another
     library is not seen**: call ``unfreeze``, and ``freeze`` again. Copies and pickles of a layer are not frozen.
-    Parametrized weights are computed anew on every call and are never frozen, nor are 1-D layers.
+    Parametrized weights are computed again on every call and are never frozen, nor are 1-D layers.
 
     Args:
         model: a network in eval mode; may itself be the layer.

@@ -343,7 +343,7 @@ def _why_unfit(module: nn.Module, include_1d: bool) -> str:
     if isinstance(module, nn.ConvTranspose3d):
         return "3-D; only 2-D layers are swapped"
     if isinstance(module, nn.ConvTranspose1d) and not include_1d:
-        return "1-D; only 2-D layers are swapped unless include_1d (--include-1d) asks for it"
+        return "1-D; only 2-D layers are swapped without include_1d (--include-1d)"
     if isinstance(module, LazyModuleMixin):
         return "lazy and not initialised; run the model once, then swap"
     if "forward" in vars(module):

@@ -253,7 +253,7 @@ def reference_quantized() -> nn.Module:
         (
             lambda: nn.ConvTranspose1d(4, 4, 2),
             "ConvTranspose1d",
-            "1-D; only 2-D layers are swapped unless include_1d (--include-1d) asks for it",
+            "1-D; only 2-D layers are swapped without include_1d (--include-1d)",
         ),
         (lambda: nn.ConvTranspose3d(4, 4, 2), "ConvTranspose3d", "3-D; only 2-D layers are swapped"),
         (

@@ -92,8 +92,8 @@ class Interrupted(Failure):
     def with_files(self, output: Output) -> Interrupted:
         """Returns the same with the files that have been written by now, and the JSON file that will contain this
         message."""
-        told = [] if output.json_file is None else [output.json_file]
-        return Interrupted(self.kept, written=[*output.invocation.finished, *told])
+        announced = [] if output.json_file is None else [output.json_file]
+        return Interrupted(self.kept, written=[*output.invocation.finished, *announced])
 
 
 @dataclass(frozen=True)
@@ -184,12 +184,12 @@ def check_targets(output: Output, read: Sequence[Place] = (), out: Place | None 
     except RequestError as error:
         # The JSON file gets the error too, unless the error is about this file, which may be the network itself.
         others = [*read, *network, *replace(output, json_target=None).places]
-        told = replace(output, reports=())
+        target = replace(output, reports=())
         try:
-            _check_targets(told, others, [])
+            _check_targets(target, others, [])
         except RequestError:
-            told = Output(invocation=output.invocation)
-        finish(Failure(ExitCode.USAGE, str(error)), told)
+            target = Output(invocation=output.invocation)
+        finish(Failure(ExitCode.USAGE, str(error)), target)
 
 
 def _check_targets(output: Output, read: Sequence[Place], others: Sequence[Place]) -> None:

@@ -135,6 +135,6 @@ def _bullets(title: str, lines: Sequence[str]) -> Iterator[str]:
         yield "\n".join(f"- {_escaped(line)}" for line in lines) + "\n"
 
 
-def _escaped(foreign: str) -> str:
+def _escaped(name: str) -> str:
     """Returns a name without markup or control characters, since its file is not trusted."""
-    return _SPECIAL.sub(r"\\\1", printable(foreign))
+    return _SPECIAL.sub(r"\\\1", printable(name))

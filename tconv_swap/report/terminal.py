@@ -103,9 +103,9 @@ def print_summary(console: Console, summary: Summary, *, verbose: bool = False) 
     console.out(text, end="", highlight=False)
 
 
-def _text(foreign: str, style: str = "") -> Text:
+def _text(name: str, style: str = "") -> Text:
     """Returns a name without control characters for the terminal, since its file is not trusted."""
-    return Text(printable(foreign), style=style)
+    return Text(printable(name), style=style)
 
 
 def _title(text: str, explanation: str = "") -> RenderableType:

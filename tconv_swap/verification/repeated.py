@@ -98,7 +98,7 @@ def _same_again(
     for differentiable in (False, True) if backward else (False,):
         output = ours.output(differentiable=differentiable)
         if share_memory(output, first):
-            judge.broken(call, "layer_output", f"lies where an earlier output lies ({call.described})")
+            judge.broken(call, "layer_output", f"shares memory with an earlier output ({call.described})")
             return False
         described = call if differentiable else _without_gradients(call)
         if not judge.output(described, output.detach(), first):
@@ -108,7 +108,7 @@ def _same_again(
     gradients = ours.gradients(gradient, output)
     for kind, now, before in zip(GRADIENTS, gradients, first_gradients, strict=True):
         if now is not None and before is not None and share_memory(now, before):
-            judge.broken(call, kind, f"lies where an earlier gradient lies ({call.described})")
+            judge.broken(call, kind, f"shares memory with an earlier gradient ({call.described})")
             return False
     return judge.gradients(call, gradient, gradients, first_gradients)
 

@@ -97,14 +97,14 @@ class Session:
 
     def run(self, modes: Sequence[str]) -> list[str]:
         """Compares in each mode; returns the modes in which the original runs."""
-        asked, modes = modes, [f"{mode}{self.under}" for mode in modes]
+        requested, modes = modes, [f"{mode}{self.under}" for mode in modes]
         verified = [mode for mode in modes if self._verify_mode(mode)]
         if verified:
             self.layers.probe_unreached(f"probe{self.under}")
         else:
             self.report.failures.append(f"nothing compared: the original runs in none of {list(modes)}")
         self._conclude(verified)
-        return [mode for mode, named in zip(asked, modes, strict=True) if named in verified]
+        return [mode for mode, named in zip(requested, modes, strict=True) if named in verified]
 
     def _verify_mode(self, mode: str) -> bool:
         """Returns whether the original runs in this mode, so that there is something to compare with."""
@@ -241,7 +241,7 @@ class Session:
             report.notes.append(f"{mode}: not compared: {', '.join(parts[:MAX_NAMED])}{more}")
         structure = [line for each in outcomes for line in standard.structure(each)]
         structure += [
-            f"{mode}: output {path or '(whole)'} of one run lies where that of the next lies"
+            f"{mode}: output {path or '(whole)'} of one run shares memory with that of the next"
             for path in reused
         ]
         for way, (other, outcome) in others.items():

@@ -294,9 +294,11 @@ FAULTS: dict[str, Fault] = {
         lambda: keeps_first(1, forward=False), said="with changed weights"
     ),
     "keeps the weight by its version": Fault(keeps_by_version, said="with changed weights"),
-    "one output buffer": Fault(lambda: static_buffer(1), said="lies where an earlier output lies"),
-    "three output buffers in turn": Fault(lambda: static_buffer(3), said="lies where an earlier output lies"),
-    "one gradient buffer": Fault(static_gradient, said="lies where an earlier gradient lies"),
+    "one output buffer": Fault(lambda: static_buffer(1), said="shares memory with an earlier output"),
+    "three output buffers in turn": Fault(
+        lambda: static_buffer(3), said="shares memory with an earlier output"
+    ),
+    "one gradient buffer": Fault(static_gradient, said="shares memory with an earlier gradient"),
     "writes to its input": Fault(keeps(writes_to_its_input)),
     # Wrong memory.
     "channels_last for contiguous": Fault(keeps(lies(torch.channels_last)), said="has strides"),
@@ -382,7 +384,7 @@ class LiesOtherwise(NetworkFault):
 
 
 NETWORK_FAULTS: dict[str, tuple[type[NetworkFault], str]] = {
-    "an output buffer of its own": (OneBuffer, "of one run lies where that of the next lies"),
+    "an output buffer of its own": (OneBuffer, "of one run shares memory with that of the next"),
     "weights kept by the network": (KeepsWeights, "with changed weights"),
     "wrong under inference_mode": (Served, "under inference_mode"),
     "lies otherwise": (LiesOtherwise, "has strides"),
